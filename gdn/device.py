@@ -1,0 +1,60 @@
+"""What a device can do: limits for feasibility, peaks for rooflines, and its key in the tuned tables.
+
+Leaf module. `H100` is also what kernels are compiled for on a machine without a GPU.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    key: str  # directory name below gdn/tuned/
+    num_sms: int
+    shared_bytes_per_block: int  # dynamic shared memory one block may ask for
+    registers_per_sm: int  # 32-bit registers
+    l2_bytes: int
+    copy_gbps: float  # measured device-to-device copy, bytes read plus bytes written, 1e9 bytes a second
+    bf16_tflops: float  # measured dense matmul 8192^3
+    fp8_tflops: float
+
+
+# Peaks measured 2026-11-20 on an H100 80GB HBM3 (700 W). A report measures its own run's peaks; these choose defaults.
+H100 = DeviceSpec(
+    key="h100",
+    num_sms=132,
+    shared_bytes_per_block=227 * 1024,
+    registers_per_sm=65536,
+    l2_bytes=50 * 1024 * 1024,
+    copy_gbps=3030.0,
+    bf16_tflops=702.0,
+    fp8_tflops=1262.0,
+)
+H200 = DeviceSpec(
+    key="h200",
+    num_sms=132,
+    shared_bytes_per_block=227 * 1024,
+    registers_per_sm=65536,
+    l2_bytes=60 * 1024 * 1024,
+    copy_gbps=4300.0,
+    bf16_tflops=790.0,
+    fp8_tflops=1300.0,
+)
+
+
+def spec_from_name(name: str, capability: tuple[int, int], num_sms: int) -> DeviceSpec | None:
+    """The spec of a CUDA device by its name, or None where it is not SM90 (no kernel of ours runs there)."""
+    if capability != (9, 0):
+        return None
+    base = H200 if "H200" in name else H100
+    if num_sms == base.num_sms:
+        return base
+    return DeviceSpec(
+        key=f"{base.key}-{num_sms}sm",
+        num_sms=num_sms,
+        shared_bytes_per_block=base.shared_bytes_per_block,
+        registers_per_sm=base.registers_per_sm,
+        l2_bytes=base.l2_bytes,
+        copy_gbps=base.copy_gbps,
+        bf16_tflops=base.bf16_tflops,
+        fp8_tflops=base.fp8_tflops,
+    )

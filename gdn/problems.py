@@ -1,0 +1,247 @@
+"""One frozen dataclass per operator: what a kernel is compiled for, and what it is tuned for.
+
+Fields come in two kinds. *Static* fields (dtypes, heads, dims, flags) decide the machine code and are the compile key.
+*Sizes* (declared with `size()`) are counts that vary from call to call; they choose a configuration and never appear in
+compiled code. Everything is plain Python, so problems pickle, hash, compare and print; dtypes are torch's names without
+the `torch.` prefix ("bfloat16", "float8_e4m3fn").
+
+Leaf module: imports nothing of this project.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1,
+    "int64": 8, "int32": 4, "bool": 1,
+}  # fmt: skip
+
+
+def size() -> Any:
+    """A dataclass field that is a size: part of the tune key, not of the compile key."""
+    return field(metadata={"size": True})
+
+
+class Problem:
+    """Common behaviour of the problem dataclasses."""
+
+    op: ClassVar[str]  # the operator's name in the registry, the tables and GDN_BACKEND_<OP>
+
+    def static_fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("size")}  # type: ignore[arg-type]
+
+    def sizes(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("size")}  # type: ignore[arg-type]
+
+    def static_key(self) -> str:
+        """Stable text form of the static fields: the compile key, and the group key of a tuned table."""
+        return ",".join(f"{name}={value}" for name, value in self.static_fields().items())
+
+    def flops(self) -> int:
+        """Useful floating-point operations of the algorithm, for rooflines."""
+        raise NotImplementedError
+
+    def bytes_moved(self) -> int:
+        """Fewest bytes through device memory: every input read once, every output written once."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DeltaRuleProblem(Problem):
+    """What the chunk and the recurrent operator share.
+
+    State heads: with GVA (num_v_heads = r * num_k_heads, num_q_heads = num_k_heads) there is one state per value head;
+    with GQA (num_q_heads = r * num_k_heads, num_v_heads = num_k_heads) one per query head. So
+    `num_state_heads = max(num_q_heads, num_v_heads)`, and state head s reads q head `s // (num_state_heads // num_q_heads)`,
+    k head `s // (num_state_heads // num_k_heads)`, v head `s // (num_state_heads // num_v_heads)`.
+    """
+
+    num_q_heads: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    dtype: str  # of q, k, v and o: bfloat16 | float16 (float32, float64 on the reference)
+    state_dtype: str  # of initial_state / the pool: float32 | bfloat16; float32 where no state is given
+    gate_dtype: str | None  # of g (or raw a); None = no decay
+    beta_dtype: str | None  # of beta (or raw b); None = beta is 1
+    cu_seqlens_dtype: str  # int32 | int64
+    index_dtype: str | None  # of state_indices and final_state_indices; None = initial_state is one row per sequence
+    state_v_first: bool  # state is [.., V, K] instead of [.., K, V]
+    use_qk_l2norm: bool
+    use_gate: bool  # g is raw a: decay = exp(-exp(A_log) * softplus(a + dt_bias))
+    use_beta_sigmoid: bool  # beta is raw b
+    has_initial_state: bool  # an initial_state tensor is given; False = all states start from zero
+    has_final_state: bool  # a state is written: into final_state (new tensor) or the pool
+    has_final_indices: bool  # final_state_indices given: the write slots
+
+    @property
+    def num_state_heads(self) -> int:
+        return max(self.num_q_heads, self.num_v_heads)
+
+    @property
+    def pooled(self) -> bool:
+        return self.index_dtype is not None
+
+    def _token_bytes(self) -> int:
+        """Bytes of one token of q, k, v, o, g and beta."""
+        heads = (self.num_q_heads + self.num_k_heads) * self.head_k_dim
+        heads += (self.num_v_heads + self.num_state_heads) * self.head_v_dim
+        gates = sum(DTYPE_BYTES[d] for d in (self.gate_dtype, self.beta_dtype) if d is not None)
+        return heads * DTYPE_BYTES[self.dtype] + gates * self.num_state_heads
+
+    def _state_bytes(self, dtype: str) -> int:
+        return self.num_state_heads * self.head_k_dim * self.head_v_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class ChunkProblem(DeltaRuleProblem):
+    """`gdn.chunk_gated_delta_rule` on packed tokens.
+
+    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
+           final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot)
+        q [L, Hq, K], k [L, Hk, K], v [L, HV, V]   strided, last dim contiguous, base and strides multiples of 16 bytes
+        g, beta [L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
+        initial_state [slots or N, HS, K, V] (or V first), slot stride any multiple of 16 bytes, or None
+        state_indices [>= N] any stride or None; has_initial_state [>= N] bool or None (None = all True)
+        final_state: the pool itself when pooled, else a new [N, HS, ...] float32 tensor, or None (nothing is written)
+        final_state_indices [>= N] or None (= state_indices); cu_seqlens [N + 1]; out [L, HS, V], last dim contiguous
+        workspace: uint8 of workspace_bytes(problem, config), 256-byte aligned, contents undefined
+        scale float, null_slot int: runtime scalars
+    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
+    """
+
+    op: ClassVar[str] = "chunk"
+
+    has_mask: bool  # has_initial_state given
+    has_checkpoints: bool  # checkpoint_offsets / checkpoint_slots given
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    def flops(self) -> int:
+        # The chunk form at 64 tokens: K K^T, Q K^T (per state head), the two 64-wide products, and three with the state.
+        k, v = self.head_k_dim, self.head_v_dim
+        per_token = 2 * 64 * (2 * k + 2 * v) + 2 * 3 * k * v
+        return self.num_tokens * self.num_state_heads * per_token
+
+    def bytes_moved(self) -> int:
+        states = self.num_sequences * self.has_initial_state * self._state_bytes(self.state_dtype)
+        final_dtype = self.state_dtype if self.pooled else "float32"
+        states += self.num_sequences * self.has_final_state * self._state_bytes(final_dtype)
+        return self.num_tokens * self._token_bytes() + states
+
+
+@dataclass(frozen=True)
+class RecurrentProblem(DeltaRuleProblem):
+    """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens.
+
+    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state,
+           final_state_indices, cu_seqlens, parent_token, rounding_seed, out, scale, null_slot)
+        as ChunkProblem's, and: state_indices [>= N] or, with write_every_token, [>= N, columns] (any strides);
+        num_accepted_tokens [>= N] int32 or None; final_state_indices of the rank of state_indices;
+        parent_token [L] int32 or None; rounding_seed int64 [1] or None.
+    Without write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
+    column num_accepted_tokens - 1 (column 0 without), and the state after token i goes to column i (tokens beyond the last
+    column are not stored). A sequence without tokens touches nothing. Every row of out is written, padding with zeros.
+    """
+
+    op: ClassVar[str] = "recurrent"
+
+    write_every_token: bool  # 2-D indices
+    has_accepted: bool  # num_accepted_tokens given
+    has_parent: bool  # tree drafts
+    has_rounding: bool  # stochastic rounding of a bf16 state
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    def flops(self) -> int:
+        return self.num_tokens * self.num_state_heads * 6 * self.head_k_dim * self.head_v_dim
+
+    def bytes_moved(self) -> int:
+        reads = self.num_sequences * self.has_initial_state
+        writes = self.num_tokens if self.write_every_token else self.num_sequences
+        final_dtype = self.state_dtype if self.pooled else "float32"
+        states = reads * self._state_bytes(self.state_dtype)
+        states += writes * self.has_final_state * self._state_bytes(final_dtype)
+        return self.num_tokens * self._token_bytes() + states
+
+
+@dataclass(frozen=True)
+class LogitsProblem(Problem):
+    """What ragged and paged indexer logits share: score = scale * sum_h w[h] * act(q[h] . k[h // group]) (* k_scale)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # of q: float8_e4m3fn | bfloat16; keys are of the same kind
+    has_k_scale: bool  # keys carry one float32 scale per (row, kv head)
+    weights_dtype: str | None  # None = weights are 1
+    relu: bool
+    clean: bool  # write -inf outside a row's range (False: unspecified there)
+    out_dtype: str  # float32 | bfloat16
+
+    def _key_bytes(self) -> int:
+        return self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + 4 * self.has_k_scale)
+
+    def _query_bytes(self) -> int:
+        weights = DTYPE_BYTES[self.weights_dtype] if self.weights_dtype is not None else 0
+        return self.num_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + weights)
+
+
+@dataclass(frozen=True)
+class MqaLogitsProblem(LogitsProblem):
+    """`gdn.mqa_logits`: ragged prefill.
+
+    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale)
+        q [M, H, D] contiguous; k [Nk, kv_heads, D] contiguous; k_scale [Nk, kv_heads] float32 or None
+        weights [M, H], any row stride, last dim contiguous, or None; cu_seqlen_ks, cu_seqlen_ke [M] int32
+        out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 of row i is key ks[i]
+    A range is clamped to [0, Nk]; ks >= ke is empty.
+    """
+
+    op: ClassVar[str] = "mqa_logits"
+
+    packed: bool  # out columns are relative to ks[i]
+    num_queries: int = size()
+    num_keys: int = size()
+    num_columns: int = size()
+
+    def flops(self) -> int:
+        return 2 * self.num_queries * min(self.num_keys, self.num_columns) * self.num_heads * self.head_dim
+
+    def bytes_moved(self) -> int:
+        written = self.num_queries * self.num_columns * DTYPE_BYTES[self.out_dtype]
+        return self.num_queries * self._query_bytes() + self.num_keys * self._key_bytes() + written
+
+
+@dataclass(frozen=True)
+class PagedMqaLogitsProblem(LogitsProblem):
+    """`gdn.paged_mqa_logits`: decode from cache pages.
+
+    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale)
+        q [B, next_n, H, D] contiguous
+        cache: with has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)] (values of the whole page first, then its
+            float32 scales), else dtype [pages, page_size * kv_heads * D]; last dim contiguous, page stride any multiple
+            of 16 bytes
+        weights [B * next_n, H] or None; context_lens int32 [B], or [B, next_n] with per_draft_lengths
+        block_tables int32 [B, max_pages], any row stride; out [B * next_n, max_context_len], last dim contiguous
+    With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
+    [0, min(max_context_len, max_pages * page_size)].
+    """
+
+    op: ClassVar[str] = "paged_mqa_logits"
+
+    page_size: int
+    next_n: int
+    per_draft_lengths: bool
+    batch: int = size()
+    max_context_len: int = size()
+
+    def flops(self) -> int:
+        """As if every context were max_context_len long."""
+        return 2 * self.batch * self.next_n * self.max_context_len * self.num_heads * self.head_dim
+
+    def bytes_moved(self) -> int:
+        """As if every context were max_context_len long."""
+        scores = self.next_n * self.max_context_len * DTYPE_BYTES[self.out_dtype]
+        return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)

@@ -1,0 +1,1 @@
+"""CuTe DSL kernels for SM90, one operator per file. Loaded by name by gdn.runtime; see README, "Architecture"."""

@@ -1,0 +1,32 @@
+"""Turns a CuTe DSL host function into a shared library that tvm-ffi loads: `library(name, host, *arguments) -> bytes`.
+
+Needs a host linker, no GPU and no nvcc. The runtime stores these bytes and calls the function `name`; loading them needs
+libcute_dsl_runtime and no import of the DSL.
+"""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read by the DSL when it is imported
+
+import cutlass.cute as cute  # noqa: E402
+from cutlass.cute.runtime import make_fake_stream  # noqa: E402
+
+
+def library(name: str, host: Any, *arguments: Any, options: str = "") -> bytes:
+    """`host(*arguments, stream)`, a cute.jit function, as the bytes of a shared library with the entry `name`.
+
+    arguments are fake tensors and typed scalars (cutlass.Float32(1.0)); the last parameter of host is the CUstream, which
+    at launch is torch's current stream and is not passed.
+    """
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled = cute.compile(host, *arguments, stream, options=f"--enable-tvm-ffi {options}".strip())
+    with tempfile.TemporaryDirectory() as folder:
+        object_path, path = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        compiled.export_to_c(str(object_path), function_name=name)
+        # Undefined symbols are resolved against libcute_dsl_runtime and libtvm_ffi, which the runtime loads first.
+        subprocess.run(["cc", "-shared", "-o", str(path), str(object_path)], check=True, capture_output=True)
+        return path.read_bytes()
