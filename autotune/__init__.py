@@ -1,0 +1,1 @@
+"""Finds the fastest configuration of each kernel, and measures the operators: `python -m autotune --help`."""

@@ -1,0 +1,203 @@
+"""A shape as work on a device: inputs, the exact answer, a verdict on a kernel's result, and calls to time.
+
+Inputs rotate: as many sets as it takes that none is found in the L2 cache. The set that is checked is never timed, so
+that timing, which updates states in place, cannot change what is checked.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+import gdn
+from autotune.shapes import Shape
+from gdn.device import DeviceSpec
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, RecurrentProblem
+from gdn.runtime import Prepared
+from gdn.testing import compare, inputs, inputs_logits, oracle, oracle_logits, timing
+
+Call = Callable[[], object]
+
+
+class WrongResult(Exception):
+    """A candidate ran and its result is not the reference's."""
+
+
+class Case(Protocol):
+    def check(self, prepared: Prepared) -> float:
+        """The error of the kernel's result against the exact answer; WrongResult where it is too large."""
+
+    def launches(self, prepared: Prepared) -> list[Call]:
+        """The kernel alone, on each set of inputs."""
+
+    def public_calls(self, backend: str | None) -> list[Call]:
+        """The public operator, on each set of inputs."""
+
+
+def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
+    copies = timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes)
+    problem = shape.problem
+    if isinstance(problem, ChunkProblem | RecurrentProblem):
+        return _DeltaCase(shape, problem, device, copies)
+    if isinstance(problem, MqaLogitsProblem | PagedMqaLogitsProblem):
+        return _LogitsCase(shape, problem, device, copies)
+    raise TypeError(f"shape.problem: expected a problem of the delta rule or of logits, got {type(problem).__name__}")
+
+
+def _launch(prepared: Prepared, tensors: tuple[Any, ...]) -> Call:
+    launch = prepared.launch
+    if launch is None:
+        raise TypeError("prepared: expected a kernel, got the reference")
+    return lambda: launch(*tensors)
+
+
+class _DeltaCase:
+    # Largest accepted relative error of a head: of outputs by their dtype (bf16 tensor-core operands reach 5e-3 in the
+    # chunk form), of states by how they are stored.
+    _OUTPUT_LIMIT = {"chunk": {"bfloat16": 1e-2, "float16": 3e-3}, "recurrent": {"bfloat16": 4e-3, "float16": 6e-4}}
+    _STATE_LIMIT = {"chunk": {"float32": 1e-2, "bfloat16": 1e-2}, "recurrent": {"float32": 1e-4, "bfloat16": 4e-3}}
+
+    def __init__(self, shape: Shape, problem: ChunkProblem | RecurrentProblem, device: torch.device, copies: int) -> None:
+        if not (problem.pooled and problem.has_final_state):
+            raise ValueError(f"shape: expected a pool that is updated, got {problem.static_key()}")
+        self._shape, self._problem, self._device, self._copies = shape, problem, device, copies
+
+    def _arguments(self, seed: int) -> dict[str, Any]:
+        make_inputs: Callable[..., dict[str, Any]]
+        make_inputs = inputs.chunk_inputs if isinstance(self._problem, ChunkProblem) else inputs.recurrent_inputs
+        arguments = make_inputs(self._problem, self._device, seed, lengths=self._shape.lengths, strided=True)
+        # Engines hand over gates as rows of one projection: their heads are neighbours.
+        return arguments | {"g": arguments["g"].contiguous(), "beta": arguments["beta"].contiguous()}
+
+    @cached_property
+    def _checked(self) -> dict[str, Any]:
+        return self._arguments(seed=0)
+
+    @cached_property
+    def _expected(self) -> oracle.DeltaRuleResult:
+        return oracle.oracle_of(self._checked)
+
+    @cached_property
+    def _timed(self) -> list[dict[str, Any]]:
+        return [self._arguments(seed=1 + copy) for copy in range(self._copies)]
+
+    def _tensors(self, arguments: dict[str, Any], prepared: Prepared) -> tuple[tuple[Any, ...], torch.Tensor]:
+        """Positional tensors of a launch, and which of them is out."""
+        if isinstance(self._problem, ChunkProblem):
+            workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=self._device)
+            tensors = inputs.chunk_tensors(self._problem, arguments, workspace)
+            return tensors, tensors[-4]
+        tensors = inputs.recurrent_tensors(self._problem, arguments)
+        return tensors, tensors[-3]
+
+    def check(self, prepared: Prepared) -> float:
+        before = self._checked["initial_state"]
+        arguments = self._checked | {"initial_state": before.clone()}
+        tensors, out = self._tensors(arguments, prepared)
+        _launch(prepared, tensors)()
+        expected, after = self._expected, arguments["initial_state"]
+        written = sorted(expected.written_slots)
+        untouched = sorted(set(range(before.shape[0])) - expected.written_slots)
+        if not compare.same_bits(after[untouched], before[untouched]):
+            raise WrongResult("a slot that belongs to no sequence was changed")
+        assert expected.state is not None
+        output = compare.token_error(out, expected.o[0], expected.offsets)
+        state = compare.error(after[written], expected.state[written], groups=2)
+        op, problem = self._problem.op, self._problem
+        for what, found, limit in (
+            ("output", output, self._OUTPUT_LIMIT[op][problem.dtype]),
+            ("state", state, self._STATE_LIMIT[op][problem.state_dtype]),
+        ):
+            if not found.l2 <= limit:  # NaN too
+                raise WrongResult(f"{what} error {found.l2:.1e} at {found.where}, allowed {limit:.0e}")
+        return max(output.l2, state.l2)
+
+    def launches(self, prepared: Prepared) -> list[Call]:
+        return [_launch(prepared, self._tensors(arguments, prepared)[0]) for arguments in self._timed]
+
+    def public_calls(self, backend: str | None) -> list[Call]:
+        function: Callable[..., object]
+        function = getattr(
+            gdn, "chunk_gated_delta_rule" if isinstance(self._problem, ChunkProblem) else "fused_recurrent_gated_delta_rule"
+        )
+
+        def call(arguments: dict[str, Any]) -> Call:
+            return lambda: function(**arguments, backend=backend)
+
+        return [call(arguments) for arguments in self._timed]
+
+
+class _LogitsCase:
+    def __init__(
+        self, shape: Shape, problem: MqaLogitsProblem | PagedMqaLogitsProblem, device: torch.device, copies: int
+    ) -> None:
+        self._shape, self._problem, self._device, self._copies = shape, problem, device, copies
+
+    def _inputs(self, seed: int) -> Any:
+        if isinstance(self._problem, MqaLogitsProblem):
+            return inputs_logits.make_mqa_inputs(self._problem, self._device, seed, ranges=self._shape.ranges)
+        return inputs_logits.make_paged_inputs(self._problem, self._device, seed)
+
+    @cached_property
+    def _checked(self) -> Any:
+        return self._inputs(seed=0)
+
+    @cached_property
+    def _expected(self) -> oracle_logits.ExactLogits:
+        exact = oracle_logits.exact_mqa_logits if isinstance(self._problem, MqaLogitsProblem) else None
+        if exact is not None:
+            return exact(self._checked, relu=self._problem.relu)
+        return oracle_logits.exact_paged_mqa_logits(self._checked, relu=self._problem.relu)
+
+    @cached_property
+    def _timed(self) -> list[Any]:
+        made = [self._inputs(seed=1 + copy) for copy in range(self._copies)]
+        if isinstance(self._problem, PagedMqaLogitsProblem):  # the rows behind the pages serve the exact answer alone
+            made = [replace(one, rows=one.rows[:0], row_scales=None) for one in made]
+        return made
+
+    def _tensors(self, made: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
+        """Positional tensors of a launch with a NaN-filled out, and that out."""
+        problem = self._problem
+        dtype = getattr(torch, problem.out_dtype)
+        if isinstance(problem, MqaLogitsProblem):
+            out = torch.full((problem.num_queries, problem.num_columns), torch.nan, dtype=dtype, device=self._device)
+            tensors = (made.q, made.k, made.k_scale, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke, out, 1.0)
+            return tensors, out
+        shape = (problem.batch * problem.next_n, problem.max_context_len)
+        out = torch.full(shape, torch.nan, dtype=dtype, device=self._device)
+        cache = made.cache.flatten(1)  # a view: only the pages may lie apart
+        return (made.q, cache, made.weights, made.context_lens, made.block_tables, out, 1.0), out
+
+    def check(self, prepared: Prepared) -> float:
+        tensors, out = self._tensors(self._checked)
+        _launch(prepared, tensors)()
+        problem, expected = self._problem, self._expected
+        wrong = oracle_logits.logits_error(out, expected, fp8=problem.dtype == "float8_e4m3fn", clean=problem.clean)
+        if wrong is not None:
+            raise WrongResult(wrong)
+        seen = torch.where(expected.visible, out.double(), expected.values)
+        return oracle_logits.calc_diff(seen, expected.values)
+
+    def launches(self, prepared: Prepared) -> list[Call]:
+        return [_launch(prepared, self._tensors(made)[0]) for made in self._timed]
+
+    def public_calls(self, backend: str | None) -> list[Call]:
+        problem = self._problem
+        options: dict[str, Any] = {
+            "relu": problem.relu,
+            "clean_logits": problem.clean,
+            "out_dtype": getattr(torch, problem.out_dtype),
+            "backend": backend,
+        }
+
+        def call(made: Any) -> Call:
+            if isinstance(problem, MqaLogitsProblem):
+                ragged = (made.q, made.k, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke)
+                return lambda: gdn.mqa_logits(*ragged, k_scale=made.k_scale, **options)
+            paged = (made.q, made.cache, made.weights, made.context_lens, made.block_tables, made.max_context_len)
+            return lambda: gdn.paged_mqa_logits(*paged, **options)
+
+        return [call(made) for made in self._timed]

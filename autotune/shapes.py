@@ -1,0 +1,193 @@
+"""The problems worth tuning and measuring: per operator, named shapes as serving engines call them.
+
+Delta rule: raw gates and the norm inside the kernel, q, k, v as slices of the convolution's output, a float32 pool with V
+first and int32 slots. A tuned table serves exactly the static fields it was made for, so these are the ones of the demo
+and of the engines.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem, and what its sizes leave open."""
+
+    name: str
+    problem: Problem
+    lengths: tuple[int, ...] = ()  # tokens of each sequence (chunk, recurrent)
+    ranges: str = "causal"  # of keys, as gdn.testing.inputs_logits names them (mqa_logits)
+
+    @property
+    def op(self) -> str:
+        return self.problem.op
+
+
+_RAGGED = (37, 4000, 511, 2048, 7, 6001, 1200, 2580)
+
+
+def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
+    num_k_heads, num_v_heads = heads
+    problem = ChunkProblem(
+        num_q_heads=num_k_heads,
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        head_k_dim=128,
+        head_v_dim=128,
+        dtype="bfloat16",
+        state_dtype="float32",
+        gate_dtype="bfloat16",
+        beta_dtype="bfloat16",
+        cu_seqlens_dtype="int32",
+        index_dtype="int32",
+        state_v_first=True,
+        use_qk_l2norm=True,
+        use_gate=True,
+        use_beta_sigmoid=True,
+        has_initial_state=True,
+        has_final_state=True,
+        has_final_indices=False,
+        has_mask=True,
+        has_checkpoints=False,
+        num_tokens=sum(lengths),
+        num_sequences=len(lengths),
+    )
+    return Shape(f"{num_k_heads}/{num_v_heads} {label}", problem, lengths=tuple(lengths))
+
+
+def _recurrent(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> Shape:
+    num_k_heads, num_v_heads = heads
+    tokens = 1 + drafts
+    problem = RecurrentProblem(
+        num_q_heads=num_k_heads,
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        head_k_dim=128,
+        head_v_dim=128,
+        dtype="bfloat16",
+        state_dtype=state_dtype,
+        gate_dtype="bfloat16",
+        beta_dtype="bfloat16",
+        cu_seqlens_dtype="int32",
+        index_dtype="int32",
+        state_v_first=True,
+        use_qk_l2norm=True,
+        use_gate=True,
+        use_beta_sigmoid=True,
+        has_initial_state=True,
+        has_final_state=True,
+        has_final_indices=False,
+        write_every_token=drafts > 0,
+        has_accepted=drafts > 0,
+        has_parent=False,
+        has_rounding=False,
+        num_tokens=batch * tokens,
+        num_sequences=batch,
+    )
+    steps = f", {tokens} tokens each" if drafts else ""
+    kind = {"float32": "f32", "bfloat16": "bf16"}[state_dtype]
+    return Shape(f"{num_k_heads}/{num_v_heads} batch {batch} {kind}{steps}", problem, lengths=(tokens,) * batch)
+
+
+_FP8_LOGITS = MqaLogitsProblem(
+    num_heads=64,
+    num_kv_heads=1,
+    head_dim=128,
+    dtype="float8_e4m3fn",
+    has_k_scale=True,
+    weights_dtype="float32",
+    relu=True,
+    clean=True,
+    out_dtype="float32",
+    packed=False,
+    num_queries=4096,
+    num_keys=32768,
+    num_columns=32768,
+)
+
+
+def _ragged(num_queries: int, num_keys: int, num_heads: int, ranges: str = "causal", bf16: bool = False) -> Shape:
+    problem = replace(_FP8_LOGITS, num_heads=num_heads, num_queries=num_queries, num_keys=num_keys, num_columns=num_keys)
+    if bf16:
+        problem = replace(problem, dtype="bfloat16", has_k_scale=False, weights_dtype="bfloat16")
+    kind = "bf16" if bf16 else "fp8"
+    return Shape(f"{num_queries} x {num_keys}, {num_heads} heads, {kind}, {ranges}", problem, ranges=ranges)
+
+
+def _paged(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool = False) -> Shape:
+    problem = PagedMqaLogitsProblem(
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=128,
+        dtype="bfloat16" if bf16 else "float8_e4m3fn",
+        has_k_scale=not bf16,
+        weights_dtype="bfloat16" if bf16 else "float32",
+        relu=True,
+        clean=True,
+        out_dtype="float32",
+        page_size=64,
+        next_n=next_n,
+        per_draft_lengths=False,
+        batch=batch,
+        max_context_len=context,
+    )
+    kind = "bf16" if bf16 else "fp8"
+    return Shape(f"batch {batch}, context {context}, {num_heads} heads, next_n {next_n}, {kind}", problem)
+
+
+_SHAPES: dict[str, tuple[Shape, ...]] = {
+    "chunk": (
+        _chunk((16, 32), [1024], "1024"),
+        _chunk((16, 32), [4096], "4096"),
+        _chunk((16, 32), [8192], "8192"),
+        _chunk((16, 32), [32768], "32768"),
+        _chunk((16, 32), [1024] * 8, "8 x 1024"),
+        _chunk((16, 32), _RAGGED, "ragged 16384"),
+        _chunk((4, 8), [8192], "8192"),
+        _chunk((4, 8), [32768], "32768"),
+        _chunk((2, 4), [32768], "32768"),
+        _chunk((16, 64), [8192], "8192"),
+    ),
+    "recurrent": (
+        *(_recurrent((16, 32), batch) for batch in (1, 8, 32, 128, 512)),
+        *(_recurrent((16, 32), batch, "bfloat16") for batch in (128, 512)),
+        *(_recurrent((4, 8), batch) for batch in (1, 128)),
+        *(_recurrent((16, 32), batch, drafts=3) for batch in (32, 128)),
+    ),
+    "mqa_logits": (
+        _ragged(2048, 8192, 64, "full"),
+        _ragged(4096, 32768, 64),
+        _ragged(4096, 32768, 32),
+        _ragged(4096, 32768, 16),
+        _ragged(8192, 8192, 64),
+        _ragged(1024, 131072, 64),
+        _ragged(8192, 8192, 16, bf16=True),
+        _ragged(4096, 32768, 16, bf16=True),
+    ),
+    "paged_mqa_logits": (
+        _paged(32, 8192, 64),
+        _paged(64, 32768, 64),
+        _paged(64, 65536, 64),
+        _paged(64, 32768, 32),
+        _paged(128, 8192, 64, next_n=2),
+        _paged(1, 131072, 64),
+        _paged(64, 32768, 16),
+        _paged(64, 32768, 16, bf16=True),
+    ),
+}
+
+
+def operators() -> list[str]:
+    return list(_SHAPES)
+
+
+def shapes(op: str, pattern: str = "") -> list[Shape]:
+    """The shapes of an operator whose name contains pattern. ValueError where there is no such operator or shape."""
+    if op not in _SHAPES:
+        raise ValueError(f"op: expected one of {', '.join(_SHAPES)}, got {op!r}")
+    found = [shape for shape in _SHAPES[op] if pattern in shape.name]
+    if not found:
+        raise ValueError(f"shapes: expected part of one of {[shape.name for shape in _SHAPES[op]]}, got {pattern!r}")
+    return found

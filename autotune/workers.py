@@ -1,0 +1,123 @@
+"""A pool of worker processes in which a crashing or hanging task loses only itself.
+
+concurrent.futures gives up the whole pool when one process dies, and cannot end a task that hangs inside a compiler; here
+each worker is one spawned process with a pipe and a deadline, killed with all its children (nvcc, ptxas) and replaced.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one task: a value, or the reason why there is none."""
+
+    index: int  # of the task in the sequence given
+    value: Any
+    failure: str | None  # None = value is valid
+    seconds: float
+
+
+def _serve(function: Callable[..., Any], connection: Connection) -> None:
+    """A worker's life: one (arguments) in, one (value, failure) out, until the pipe closes."""
+    os.setsid()  # a group of its own, so that a kill reaches the compilers it started
+    while True:
+        try:
+            arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (function(*arguments), None)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            answer = (None, f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})")
+        connection.send(answer)
+
+
+class _Worker:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit CUDA and the DSLs' threads
+        self.connection, theirs = context.Pipe()
+        self.process: SpawnProcess = context.Process(target=_serve, args=(function, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.task: int | None = None
+        self.started = 0.0
+
+    def give(self, index: int, arguments: tuple[Any, ...]) -> None:
+        self.task, self.started = index, time.monotonic()
+        self.connection.send(arguments)
+
+    def stop(self) -> None:
+        if self.process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def run(
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, workers: int, timeout_s: float
+) -> Iterator[Outcome]:
+    """function(*task) for every task, in spawned processes; outcomes in the order in which they finish.
+
+    function is importable by name, tasks and values pickle. timeout_s bounds one task, the start of its process included.
+    """
+    waiting = deque(range(len(tasks)))
+    pool: list[_Worker] = []
+    try:
+        while waiting or any(worker.task is not None for worker in pool):
+            while waiting and len(pool) < workers:
+                pool.append(_Worker(function))
+            for worker in pool:
+                if worker.task is None and waiting:
+                    index = waiting.popleft()
+                    worker.give(index, tasks[index])
+            busy = [worker for worker in pool if worker.task is not None]
+            first_deadline = min(worker.started for worker in busy) + timeout_s
+            wait([worker.connection for worker in busy], timeout=max(0.0, first_deadline - time.monotonic()))
+            for worker in busy:
+                outcome = _collect(worker, timeout_s)
+                if outcome is None:
+                    continue
+                if worker.task is not None:  # it did not answer: the process is lost
+                    worker.stop()
+                    pool.remove(worker)
+                yield outcome
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
+    """The outcome of a busy worker, or None while it works on. A worker that answered has task None afterwards."""
+    assert worker.task is not None
+    index, seconds = worker.task, time.monotonic() - worker.started
+    if worker.connection.poll():
+        try:
+            value, failure = worker.connection.recv()
+        except EOFError:
+            worker.process.join()
+            return Outcome(index, None, f"worker process died ({_cause(worker.process.exitcode)})", seconds)
+        worker.task = None
+        return Outcome(index, value, failure, seconds)
+    if seconds >= timeout_s:
+        return Outcome(index, None, f"took longer than {timeout_s:g} s", seconds)
+    return None
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return signal.Signals(-exit_code).name
+    return f"exit code {exit_code}"

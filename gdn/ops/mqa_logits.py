@@ -1,0 +1,197 @@
+"""Indexer logits of ragged prefill: `gdn.mqa_logits` and its DeepGEMM-shaped form `gdn.fp8_mqa_logits`."""
+
+import torch
+
+from gdn import reference, runtime
+from gdn.ops import _library_qsa
+from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._logits_checks import (
+    INDEX_DTYPES,
+    QUERY_DTYPES,
+    aligned,
+    as_int32,
+    check_count,
+    check_flag,
+    check_heads,
+    check_out,
+    check_scale,
+    check_weights,
+    kernel_weights,
+    reading_allowed,
+)
+from gdn.problems import MqaLogitsProblem
+from gdn.runtime import env
+
+
+def mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    scale: float = 1.0,
+    relu: bool = True,
+    max_seqlen_k: int | None = None,
+    clean_logits: bool = True,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Scores of every query row against its range of key rows.
+
+        score(i, j) = scale * sum_g k_scale[j, g] * sum_{h in group g} weights[i, h] * relu(q[i, h] . k[j, g])
+
+    with g = h // (H / kv_heads): the indexer of Qwen3-Next and the lightning indexer of DeepSeek-V3.2, in their
+    published form sum_h w_h relu(q_h . k) / sqrt(D).
+
+    q [M, H, D] float8_e4m3fn or bfloat16, last dim contiguous (copied where not contiguous as a whole).
+    k [Nk, D] or [Nk, kv_heads, D], dtype of q; H is a multiple of kv_heads.
+    weights [M, H] float32, bfloat16, float16 or float64, any row stride; None = 1.
+    cu_seqlen_ks, cu_seqlen_ke [M] int32 (int64 is converted): row i sees keys [ks[i], ke[i]), counted in key rows.
+        A range is clamped to [0, Nk]; ks >= ke is empty. Not cumulative sums: one pair per row.
+    k_scale [Nk] or [Nk, kv_heads] float32, FP8 only; None = 1.
+    scale: D**-0.5 goes here or into weights, never both. A q scale of FP8 goes into weights.
+    relu: False leaves the products as they are.
+    max_seqlen_k: None = out is [M, Nk]; a number = out is [M, max_seqlen_k] and column 0 of row i is key ks[i]; keys
+        beyond the last column are left out.
+    clean_logits: columns outside a row's range are -inf (True) or unspecified (False).
+    out: [M, columns] of out_dtype (float32 or bfloat16), last dim contiguous; None = a new tensor.
+    backend: 'tilelang', 'cute', 'reference' or None; 'reference' sums in float32 and runs on any device.
+
+    Returns out. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 negative
+    starts, and ranges longer than max_seqlen_k, are errors too (costs a sync). No host read otherwise.
+    """
+    if torch.compiler.is_compiling():
+        if out is not None:
+            _library_qsa.mqa_logits_out(
+                q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out, backend
+            )
+            return out
+        return _library_qsa.mqa_logits(
+            q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out_dtype, backend
+        )
+    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    device = q.device
+    num_queries, num_heads, head_dim = q.shape
+    if not isinstance(k, torch.Tensor) or k.dim() != 2:
+        check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
+    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
+    check_heads(num_heads, num_kv_heads)
+    if k_scale is not None:
+        if q.dtype == torch.bfloat16:
+            bad_value("k_scale", "None for bfloat16 keys", "a tensor")
+        check_tensor(
+            "k_scale",
+            k_scale,
+            shape=[num_keys] if isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1 else [num_keys, num_kv_heads],
+            dtypes=(torch.float32,),
+            device=device,
+        )
+    check_weights(weights, num_queries, num_heads, device)
+    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+    scale = check_scale("scale", scale)
+    check_flag("relu", relu)
+    check_flag("clean_logits", clean_logits)
+    num_columns = num_keys if max_seqlen_k is None else check_count("max_seqlen_k", max_seqlen_k)
+    check_out(out, [num_queries, num_columns], out_dtype, device)
+    if env.current().validate and reading_allowed(device):
+        _check_values(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+
+    problem = MqaLogitsProblem(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype_name(q.dtype),
+        has_k_scale=k_scale is not None,
+        weights_dtype="float32" if weights is not None and weights.dtype == torch.float64 else _name(weights),
+        relu=relu,
+        clean=clean_logits,
+        out_dtype=dtype_name(out_dtype),
+        packed=max_seqlen_k is not None,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        num_columns=num_columns,
+    )
+    prepared = runtime.prepare(problem, device, backend)
+    if prepared.launch is None:
+        return reference.mqa_logits(
+            q,
+            k,
+            weights,
+            cu_seqlen_ks,
+            cu_seqlen_ke,
+            k_scale=k_scale,
+            scale=scale,
+            relu=relu,
+            max_seqlen_k=max_seqlen_k,
+            clean_logits=clean_logits,
+            out_dtype=out_dtype,
+            out=out,
+        )
+    if out is None:
+        out = torch.empty(num_queries, num_columns, dtype=out_dtype, device=device)
+    if num_keys == 0 and clean_logits:
+        out.fill_(-torch.inf)
+    if num_queries == 0 or num_columns == 0 or num_keys == 0:
+        return out
+    prepared.launch(
+        aligned(q),
+        aligned(k if k.dim() == 3 else k[:, None]),
+        aligned(k_scale.view(num_keys, 1) if k_scale.dim() == 1 else k_scale) if k_scale is not None else None,
+        kernel_weights(weights),
+        as_int32(cu_seqlen_ks),
+        as_int32(cu_seqlen_ke),
+        out,
+        scale,
+    )
+    return out
+
+
+def _name(weights: torch.Tensor | None) -> str | None:
+    return None if weights is None else dtype_name(weights.dtype)
+
+
+def _check_values(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
+    """GDN_VALIDATE=1."""
+    if starts.numel() == 0:
+        return
+    first = int(starts.min())
+    if first < 0:
+        bad_value("cu_seqlen_ks", "starts >= 0", first)
+    if max_seqlen_k is not None:
+        longest = int((ends.clamp(max=num_keys).long() - starts.long()).max())
+        if longest > max_seqlen_k:
+            bad_value("max_seqlen_k", f"at least {longest}, the longest range", max_seqlen_k)
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    """`mqa_logits` in the argument order of DeepGEMM's function of this name; float32 out, ReLU, scale 1.
+
+    q [M, H, D] float8_e4m3fn; kv = (k [Nk, D] float8_e4m3fn, k_scale [Nk] float32); weights [M, H]; max_seqlen_k 0 = out
+    is [M, Nk]. Errors as `mqa_logits`.
+    """
+    if not isinstance(kv, tuple | list) or len(kv) != 2:
+        bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)
+    k, k_scale = kv
+    return mqa_logits(
+        q,
+        k,
+        weights,
+        cu_seqlen_ks,
+        cu_seqlen_ke,
+        k_scale=k_scale,
+        max_seqlen_k=max_seqlen_k if max_seqlen_k != 0 else None,
+        clean_logits=clean_logits,
+    )

@@ -1,0 +1,87 @@
+"""Attention over the tokens that the indexer selected, in plain torch.
+
+For query token t of a sequence (query head h, its key head g = h // (heads / kv_heads)) and its selected positions J:
+
+    s_j = scale * q[t, h] . k[j, g]      lse = log sum_{j in J} exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
+
+Float32 inside. A position counts where 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf.
+"""
+
+import torch
+
+from gdn.reference.logits import compute_dtype
+
+BLOCK_BYTES = 256 * 1024 * 1024  # of gathered keys and values
+
+
+def query_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence and position of each query token, [tokens] int64 each; position -1 for padding behind the last sequence.
+
+    query_start_loc [N + 1], seq_lens [N] = cached tokens plus new ones: the new ones stand at the end.
+    """
+    bounds = query_start_loc.long()
+    token = torch.arange(num_tokens, device=bounds.device)
+    sequence = torch.searchsorted(bounds, token, right=True) - 1
+    real = (sequence >= 0) & (sequence < seq_lens.numel())
+    sequence = sequence.clamp(0, max(0, seq_lens.numel() - 1))
+    position = seq_lens.long()[sequence] - (bounds[sequence + 1] - token)
+    return sequence, torch.where(real, position, -1)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_indices: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    topk_length: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """q [tokens, heads, D] -> o [tokens, heads, D], and lse [tokens, heads] float32 (natural logarithm) on request.
+
+    kv_cache: (k_cache, v_cache), each [num_blocks, block_size, kv_heads, D] with any block and token stride, or one
+    tensor [2, ...]. topk_indices [tokens, k]: positions in the query's sequence, -1 = none, anywhere in the row; with
+    topk_length [tokens] only the first ones of a row count. block_tables [N, max_blocks].
+    """
+    k_cache, v_cache = kv_cache[0], kv_cache[1]
+    num_tokens, num_heads, dim = q.shape
+    num_blocks, block_size, kv_heads, _ = k_cache.shape
+    group = num_heads // kv_heads
+    dtype = compute_dtype(q)
+    if scale is None:
+        scale = dim**-0.5
+    if out is None:
+        out = torch.empty_like(q)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=dtype, device=q.device)
+    k = topk_indices.shape[1]
+    if num_tokens == 0 or k == 0 or num_blocks == 0 or seq_lens.numel() == 0 or block_tables.shape[1] == 0:
+        out.zero_()
+        return (out, lse.float()) if return_lse else out
+
+    sequence, position = query_positions(query_start_loc, seq_lens, num_tokens)
+    step = max(1, BLOCK_BYTES // (2 * k * kv_heads * dim * dtype.itemsize))
+    for low in range(0, num_tokens, step):
+        part = slice(low, min(low + step, num_tokens))
+        index = topk_indices[part].long()
+        valid = (index >= 0) & (index <= position[part, None])
+        if topk_length is not None:
+            valid &= torch.arange(k, device=q.device) < topk_length[part, None]
+        index = torch.where(valid, index, 0)
+        column = (index // block_size).clamp(max=block_tables.shape[1] - 1)
+        block = block_tables[sequence[part, None], column].long().clamp(0, num_blocks - 1)
+        mask = valid[:, :, None, None]
+        # Masked by selection, not by a product: rows that do not count may hold NaN.
+        keys = torch.where(mask, k_cache[block, index % block_size].to(dtype), 0.0)  # [m, k, kv_heads, D]
+        values = torch.where(mask, v_cache[block, index % block_size].to(dtype), 0.0)
+        queries = q[part].to(dtype).unflatten(1, (kv_heads, group))
+        score = torch.einsum("mgrd,mkgd->mgrk", queries, keys) * scale
+        score = score.masked_fill(~valid[:, None, None], -torch.inf)
+        row_lse = score.logsumexp(dim=-1)
+        share = torch.exp(score - row_lse[..., None]).masked_fill(~valid[:, None, None], 0.0)
+        out[part] = torch.einsum("mgrk,mkgd->mgrd", share, values).flatten(1, 2).to(out.dtype)
+        lse[part] = row_lse.flatten(1, 2)
+    return (out, lse.float()) if return_lse else out

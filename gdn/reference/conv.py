@@ -1,0 +1,143 @@
+"""Causal depthwise convolution of short width in plain torch, with its sliding window kept in a pool of slots.
+
+    y[t] = activation(bias + sum_j weight[:, j] * x[t - (w - 1) + j])        weight[:, w - 1] multiplies the current token
+
+A slot [dim, columns] keeps raw inputs, oldest first. Computed in float32 (float64 where x is float64).
+"""
+
+import torch
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    conv_states: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    cache_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    checkpoint_offsets: torch.Tensor | None = None,
+    checkpoint_slots: torch.Tensor | None = None,
+    null_slot: int = -1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gdn.causal_conv1d_fn`: packed prefill, x [tokens, dim]."""
+    window = weight.shape[1] - 1
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    sequences = _sequences(query_start_loc, x.shape[0])
+    slots = list(range(len(sequences))) if cache_indices is None else cache_indices.tolist()
+    is_continued = None if has_initial_state is None else has_initial_state.tolist()
+    offsets = None if checkpoint_offsets is None else checkpoint_offsets.tolist()
+    offset_slots = None if checkpoint_slots is None else checkpoint_slots.tolist()
+
+    for n, (start, end) in enumerate(sequences):
+        if start == end or (cache_indices is not None and slots[n] <= null_slot):
+            continue
+        tokens = x[start:end].t()  # [dim, T]
+        history = tokens.new_zeros(tokens.shape[0], window)
+        if conv_states is not None and (is_continued is None or is_continued[n]):
+            history = conv_states[slots[n], :, :window].to(x.dtype)
+        line = torch.cat([history, tokens], dim=1)  # column i + window is token i
+        out[start:end] = _convolve(line, weight, bias, activation).t().to(out.dtype)
+        if conv_states is None:
+            continue
+        conv_states[slots[n], :, :window] = line[:, line.shape[1] - window :].to(conv_states.dtype)
+        if offsets is not None and offset_slots is not None:
+            for offset, slot in zip(offsets[n], offset_slots[n], strict=True):
+                if 0 < offset <= end - start and slot > null_slot:
+                    conv_states[slot, :, :window] = line[:, offset : offset + window].to(conv_states.dtype)
+    return out
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    conv_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    parent_token: torch.Tensor | None = None,
+    null_slot: int = -1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gdn.causal_conv1d_update`: decode, x [tokens, dim], [B, dim] or [B, dim, T]."""
+    if out is None:
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    else:
+        out.zero_()
+    if query_start_loc is None:
+        inputs = list(x.unsqueeze(-1) if x.dim() == 2 else x)  # of each sequence, [dim, T]
+        outputs = list(out.unsqueeze(-1) if x.dim() == 2 else out)
+        first_rows = [n * inputs[0].shape[1] for n in range(len(inputs))]
+    else:
+        ranges = _sequences(query_start_loc, x.shape[0])
+        inputs = [x[start:end].t() for start, end in ranges]
+        outputs = [out[start:end].t() for start, end in ranges]
+        first_rows = [start for start, _ in ranges]
+
+    window = weight.shape[1] - 1
+    rows = [[n] for n in range(len(inputs))]
+    if conv_state_indices is not None:
+        rows = (conv_state_indices[:, None] if conv_state_indices.dim() == 1 else conv_state_indices).tolist()
+    two_dimensional = conv_state_indices is not None and conv_state_indices.dim() == 2
+    is_speculative = num_accepted_tokens is not None or two_dimensional
+    accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    parents = None if parent_token is None else parent_token.tolist()
+
+    for n, tokens in enumerate(inputs):
+        column = 0 if accepted is None else accepted[n] - 1  # of the token that was accepted last
+        last_start = conv_state.shape[2] - window if parents is None else column
+        if two_dimensional:
+            last_start = min(last_start, len(rows[n]) - 1)
+        if tokens.shape[1] == 0 or not 0 <= column <= last_start:
+            continue
+        # A draft tree keeps one window per node, in the node's own slot; a line of drafts keeps one line in the first slot.
+        slot, first = (rows[n][0], column) if parents is None else (rows[n][column], 0)
+        if conv_state_indices is not None and slot <= null_slot:
+            continue
+        history = conv_state[slot, :, first : first + window].to(x.dtype)
+
+        if parents is not None:
+            windows: list[torch.Tensor] = []
+            for i in range(tokens.shape[1]):
+                parent = parents[first_rows[n] + i]
+                line = torch.cat([history if parent < 0 else windows[parent], tokens[:, i : i + 1]], dim=1)
+                outputs[n][:, i : i + 1] = _convolve(line, weight, bias, activation).to(out.dtype)
+                windows.append(line[:, 1:])
+            for i, node_slot in enumerate(rows[n][: tokens.shape[1]]):
+                if node_slot > null_slot:
+                    conv_state[node_slot, :, :window] = windows[i].to(conv_state.dtype)
+            continue
+
+        line = torch.cat([history, tokens], dim=1)
+        outputs[n].copy_(_convolve(line, weight, bias, activation))
+        kept = line[:, 1:] if is_speculative else line[:, line.shape[1] - window :]
+        kept = kept[:, : conv_state.shape[2]]
+        conv_state[slot, :, : kept.shape[1]] = kept.to(conv_state.dtype)
+    return out
+
+
+def _convolve(
+    line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """line [dim, w - 1 + T] -> [dim, T]."""
+    dtype = torch.float64 if line.dtype == torch.float64 else torch.float32
+    line, weight = line.to(dtype), weight.to(dtype)
+    width = weight.shape[1]
+    length = line.shape[1] - width + 1
+    y = sum(weight[:, j : j + 1] * line[:, j : j + length] for j in range(width))
+    assert isinstance(y, torch.Tensor)
+    if bias is not None:
+        y = y + bias.to(dtype)[:, None]
+    return torch.nn.functional.silu(y) if activation in ("silu", "swish") else y
+
+
+def _sequences(query_start_loc: torch.Tensor | None, num_tokens: int) -> list[tuple[int, int]]:
+    """(first token, end) of every sequence; a length below zero counts as empty."""
+    offsets = [0, num_tokens] if query_start_loc is None else query_start_loc.tolist()
+    return [(start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]

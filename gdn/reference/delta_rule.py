@@ -1,0 +1,309 @@
+"""The gated delta rule in plain torch: the chunk form and the token recurrence, beside their formulas.
+
+Written for one head with state S [K, V]; the code carries all state heads of one sequence at once. Everything is computed
+in float32 (float64 where q is float64), on any device. Arguments are those of the public operators, already checked.
+"""
+
+import torch
+
+from gdn.reference.rounding import stochastic_bfloat16
+
+CHUNK_SIZE = 64  # tokens
+L2_NORM_EPS = 1e-6  # added to the sum of squares
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    head_first: bool = False,
+    *,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    final_state_indices: torch.Tensor | None = None,
+    checkpoint_offsets: torch.Tensor | None = None,
+    checkpoint_slots: torch.Tensor | None = None,
+    null_slot: int = -1,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`gdn.chunk_gated_delta_rule`, chunk by chunk of 64 tokens."""
+    if head_first:
+        raise ValueError("head_first: expected False, got True")
+    tokens = _Tokens(
+        q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
+    )
+    out = tokens.zeroed_output(out)
+    sequences = _sequences(q, cu_seqlens)
+    final_state = None
+    if state_indices is None and output_final_state:
+        final_state = tokens.new_state(len(sequences), state_v_first)
+
+    read_slots = list(range(len(sequences))) if state_indices is None else state_indices.tolist()
+    write_slots = read_slots if final_state_indices is None else final_state_indices.tolist()
+    is_continued = None if has_initial_state is None else has_initial_state.tolist()
+    checkpoints: list[list[tuple[int, int]]] = [[] for _ in sequences]
+    if checkpoint_offsets is not None and checkpoint_slots is not None:
+        pairs = zip(checkpoint_offsets.tolist(), checkpoint_slots.tolist(), strict=True)
+        checkpoints = [list(zip(offsets, slots, strict=True)) for offsets, slots in pairs]
+
+    for n, (b, start, end) in enumerate(sequences):
+        if state_indices is not None and (read_slots[n] <= null_slot or start == end):
+            continue  # padding: no slot is read or written, its rows stay zero
+        if initial_state is None or (is_continued is not None and not is_continued[n]):
+            state = tokens.zero_state()
+        else:
+            state = _load(initial_state, read_slots[n], state_v_first, tokens.dtype)
+
+        for first in range(start, end, CHUNK_SIZE):
+            last = min(first + CHUNK_SIZE, end)
+            o, state = _chunk(state, *tokens.rows(b, first, last))
+            out[b, first:last] = o.transpose(0, 1).to(out.dtype)
+            for offset, slot in checkpoints[n]:
+                if offset == last - start and offset % CHUNK_SIZE == 0 and slot > null_slot and initial_state is not None:
+                    _store(initial_state, slot, state, state_v_first)
+
+        if state_indices is not None and initial_state is not None:
+            if write_slots[n] > null_slot:
+                _store(initial_state, write_slots[n], state, state_v_first)
+        elif final_state is not None:
+            _store(final_state, n, state, state_v_first)
+
+    if state_indices is not None and output_final_state:
+        return out, initial_state
+    return out, final_state
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    inplace_final_state: bool | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    output_final_state: bool = True,
+    final_state_indices: torch.Tensor | None = None,
+    disable_state_update: bool = False,
+    parent_token: torch.Tensor | None = None,
+    rounding_seed: torch.Tensor | None = None,
+    null_slot: int = -1,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`gdn.fused_recurrent_gated_delta_rule`, token by token."""
+    tokens = _Tokens(
+        q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
+    )
+    out = tokens.zeroed_output(out)
+    sequences = _sequences(q, cu_seqlens)
+    pooled = ssm_state_indices is not None
+    every_token = ssm_state_indices is not None and ssm_state_indices.dim() == 2
+
+    # `target` receives states; `final_state` is what the caller gets back.
+    target: torch.Tensor | None = None
+    if pooled or inplace_final_state:
+        final_state = initial_state if output_final_state else None
+        target = None if disable_state_update else initial_state
+    else:
+        wanted = output_final_state and not disable_state_update
+        final_state = tokens.new_state(len(sequences), state_v_first) if wanted else None
+        target = final_state
+
+    # Slots as [N][columns]; one column where only the last state is kept.
+    rows = [[n] for n in range(len(sequences))]
+    read_slots = rows if ssm_state_indices is None else _columns(ssm_state_indices)
+    write_slots = read_slots if final_state_indices is None else _columns(final_state_indices)
+    accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    seed = None if rounding_seed is None else int(rounding_seed.item())
+    parents = None if parent_token is None else parent_token.tolist()
+
+    for n, (b, start, end) in enumerate(sequences):
+        column = 0 if accepted is None else accepted[n] - 1
+        if pooled and (start == end or not 0 <= column < len(read_slots[n]) or read_slots[n][column] <= null_slot):
+            continue  # padding: no slot is read or written, its rows stay zero
+        slot = read_slots[n][column]
+        first_state = tokens.zero_state() if initial_state is None else _load(initial_state, slot, state_v_first, tokens.dtype)
+
+        state = first_state
+        history: list[torch.Tensor] = []  # the state after each token; kept for tree drafts only
+        q_rows, k_rows, v_rows, g_rows, beta_rows = tokens.rows(b, start, end)
+        for i in range(end - start):
+            if parents is not None:
+                parent = parents[start + i]
+                state = first_state if parent < 0 else history[parent]
+            o, state = _step(state, q_rows[:, i], k_rows[:, i], v_rows[:, i], g_rows[:, i], beta_rows[:, i])
+            out[b, start + i] = o.to(out.dtype)
+            if parents is not None:
+                history.append(state)
+            if every_token and target is not None and i < len(write_slots[n]) and write_slots[n][i] > null_slot:
+                _store(target, write_slots[n][i], state, state_v_first, seed)
+
+        if not every_token and target is not None:
+            slot = write_slots[n][0]
+            if not pooled or slot > null_slot:
+                _store(target, slot, state, state_v_first, seed)
+
+    return out, final_state
+
+
+def _step(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token. state [HS, K, V]; q, k [HS, K]; v [HS, V]; g, beta [HS] -> o [HS, V], the state after it.
+
+    S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q
+    """
+    state = g.exp()[:, None, None] * state
+    u = beta[:, None] * (v - _transposed_times(state, k))
+    state = state + k[:, :, None] * u[:, None, :]
+    return _transposed_times(state, q), state
+
+
+def _transposed_times(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """S^T x for every head: [HS, K, V], [HS, K] -> [HS, V]."""
+    return (x[:, None, :] @ state)[:, 0]
+
+
+def _chunk(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to 64 tokens. state [HS, K, V]; q, k [HS, C, K]; v [HS, C, V]; g, beta [HS, C] -> o [HS, C, V], state.
+
+    With c the inclusive running sum of g, and G_ij = exp(c_i - c_j) for i >= j, else 0 (never exp(-c), which overflows):
+        L  = strict_lower(diag(beta) K K^T);   A = (I + L)^-1
+        W  = V - exp(c) (K S)
+        Vn = (A * G * beta_column) W
+        O  = exp(c) (Q S) + (G * (Q K^T)) Vn
+        S' = exp(c_last) S + K^T (exp(c_last - c) Vn)
+    """
+    c = g.cumsum(-1)
+    lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+    decay = torch.where(lower, c[:, :, None] - c[:, None, :], -torch.inf).exp()
+    identity = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)
+
+    strict_lower = (beta[:, :, None] * (k @ k.mT)).tril(-1)
+    inverse = torch.linalg.solve_triangular(
+        identity + strict_lower, identity.expand_as(strict_lower), upper=False, unitriangular=True
+    )
+    w = v - c.exp()[:, :, None] * (k @ state)
+    v_new = (inverse * decay * beta[:, None, :]) @ w
+    o = c.exp()[:, :, None] * (q @ state) + (decay * (q @ k.mT)) @ v_new
+    c_last = c[:, -1:]
+    state = c_last.exp()[:, :, None] * state + k.mT @ ((c_last - c).exp()[:, :, None] * v_new)
+    return o, state
+
+
+class _Tokens:
+    """The tokens of a call: rows(...) hands out a range with norm, scale and gates applied and heads expanded."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        scale: float | None,
+        use_qk_l2norm: bool,
+        use_gate: bool,
+        A_log: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        use_beta_sigmoid: bool,
+    ) -> None:
+        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+        self.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        self.use_qk_l2norm, self.use_gate, self.use_beta_sigmoid = use_qk_l2norm, use_gate, use_beta_sigmoid
+        self.A_log, self.dt_bias = A_log, dt_bias
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.num_heads = max(q.shape[2], v.shape[2])
+
+    def rows(self, b: int, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """q, k [HS, T, K], v [HS, T, V], g (log decay), beta [HS, T] of tokens start..end."""
+        q, k, v = (self._expanded(x[b, start:end]) for x in (self.q, self.k, self.v))
+        if self.use_qk_l2norm:
+            q = q * (q.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
+            k = k * (k.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
+        return q * self.scale, k, v, self._log_decay(b, start, end), self._beta(b, start, end)
+
+    def _expanded(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""
+        return x.to(self.dtype).repeat_interleave(self.num_heads // x.shape[1], dim=1).transpose(0, 1)
+
+    def _log_decay(self, b: int, start: int, end: int) -> torch.Tensor:
+        if self.g is None:
+            return self.q.new_zeros(self.num_heads, end - start, dtype=self.dtype)
+        g = self.g[b, start:end].to(self.dtype)
+        if self.use_gate:
+            assert self.A_log is not None  # checked by the operator
+            if self.dt_bias is not None:
+                g = g + self.dt_bias.to(self.dtype)
+            g = -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(g, beta=1.0, threshold=20.0)
+        return g.t()
+
+    def _beta(self, b: int, start: int, end: int) -> torch.Tensor:
+        if self.beta is None:
+            return self.q.new_ones(self.num_heads, end - start, dtype=self.dtype)
+        beta = self.beta[b, start:end].to(self.dtype)
+        return (beta.sigmoid() if self.use_beta_sigmoid else beta).t()
+
+    def zeroed_output(self, out: torch.Tensor | None) -> torch.Tensor:
+        """[B, T, HS, V]: rows that no live sequence owns are zero."""
+        if out is not None:
+            return out.zero_()
+        return self.v.new_zeros(*self.q.shape[:2], self.num_heads, self.v.shape[-1])
+
+    def zero_state(self) -> torch.Tensor:
+        return self.q.new_zeros(self.num_heads, self.q.shape[-1], self.v.shape[-1], dtype=self.dtype)
+
+    def new_state(self, num_sequences: int, state_v_first: bool) -> torch.Tensor:
+        k_dim, v_dim = self.q.shape[-1], self.v.shape[-1]
+        inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
+        return self.q.new_zeros(num_sequences, self.num_heads, *inner, dtype=self.dtype)
+
+
+def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[tuple[int, int, int]]:
+    """(batch row, first token, end) of every sequence; a length below zero counts as empty."""
+    batch, length = q.shape[:2]
+    if cu_seqlens is None:
+        return [(b, 0, length) for b in range(batch)]
+    offsets = cu_seqlens.tolist()
+    return [(0, start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def _columns(indices: torch.Tensor) -> list[list[int]]:
+    return (indices[:, None] if indices.dim() == 1 else indices).tolist()  # type: ignore[no-any-return]
+
+
+def _load(pool: torch.Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> torch.Tensor:
+    """The state in a slot as [HS, K, V]."""
+    state = pool[slot].to(dtype)
+    return state.mT if state_v_first else state
+
+
+def _store(pool: torch.Tensor, slot: int, state: torch.Tensor, state_v_first: bool, seed: int | None = None) -> None:
+    """state [HS, K, V] into a slot, rounded to the pool's dtype: to nearest, or stochastically where a seed is given."""
+    if seed is not None and pool.dtype == torch.bfloat16:
+        state = stochastic_bfloat16(state, seed, slot)
+    pool[slot].copy_(state.mT if state_v_first else state)

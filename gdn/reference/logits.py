@@ -1,0 +1,190 @@
+"""Indexer logits in plain torch: what the ragged and the paged kernel must compute.
+
+For query row i, key row j, and the key head g(h) = h // (H / kv_heads) of query head h:
+
+    score(i, j) = scale * sum_g k_scale[j, g] * sum_{h: g(h) = g} w[i, h] * act(q[i, h] . k[j, g])      act = relu or identity
+
+All products and sums are float32 (float64 where q is float64). FP8 values enter as what they are; k_scale is 1 where it
+is None, w is 1 where weights is None. Columns outside a row's key range are -inf. No value is read back to the host, so
+these functions can be captured in a CUDA graph.
+"""
+
+import torch
+
+# Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
+BLOCK_BYTES = 256 * 1024 * 1024
+
+
+def compute_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype that sums are kept in: float32, or float64 for float64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    scale: float,
+    relu: bool,
+) -> torch.Tensor:
+    """Unmasked scores: q [m, H, D], k [n, kv_heads, D], k_scale [n, kv_heads], weights [m, H] -> [m, n]."""
+    dtype = compute_dtype(q)
+    num_rows, num_heads, _ = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    group = num_heads // num_kv_heads
+    total = torch.zeros(num_rows, num_keys, dtype=dtype, device=q.device)
+    for kv_head in range(num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        products = torch.matmul(q[:, heads].to(dtype), k[:, kv_head].to(dtype).T)  # [m, group, n]
+        if relu:
+            products = products.relu_()
+        if weights is None:
+            head_sum = products.sum(dim=1)
+        else:
+            head_sum = torch.matmul(weights[:, None, heads].to(dtype), products)[:, 0]
+        if k_scale is not None:
+            head_sum = head_sum * k_scale[:, kv_head].to(dtype)
+        total += head_sum
+    return total * scale
+
+
+def rows_per_block(num_heads: int, num_keys: int, dtype: torch.dtype) -> int:
+    return max(1, BLOCK_BYTES // max(1, num_heads * num_keys * dtype.itemsize))
+
+
+def key_range(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranges clamped to [0, num_keys], with end >= start: starts and ends [rows] -> int64."""
+    start = starts.long().clamp(0, num_keys)
+    end = torch.maximum(ends.long().clamp(0, num_keys), start)
+    return start, end
+
+
+def mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    scale: float = 1.0,
+    relu: bool = True,
+    max_seqlen_k: int | None = None,
+    clean_logits: bool = True,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Ragged prefill: out [M, Nk], or [M, max_seqlen_k] with column 0 of row i at key cu_seqlen_ks[i].
+
+    q [M, H, D]; k [Nk, D] or [Nk, kv_heads, D]; k_scale [Nk] or [Nk, kv_heads]; weights [M, H].
+    clean_logits=False allows anything outside the ranges; here it is -inf all the same.
+    """
+    if k.dim() == 2:
+        k = k[:, None]
+    if k_scale is not None and k_scale.dim() == 1:
+        k_scale = k_scale[:, None]
+    num_rows, num_heads, _ = q.shape
+    num_keys = k.shape[0]
+    num_columns = num_keys if max_seqlen_k is None else max_seqlen_k
+    if out is None:
+        out = torch.empty(num_rows, num_columns, dtype=out_dtype, device=q.device)
+    if num_keys == 0:
+        return out.fill_(-torch.inf)
+    start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
+    first = start[:, None] if max_seqlen_k is not None else torch.zeros_like(start)[:, None]
+    columns = torch.arange(num_columns, device=q.device)
+    block = rows_per_block(num_heads, num_keys, compute_dtype(q))
+    for low in range(0, num_rows, block):
+        rows = slice(low, min(low + block, num_rows))
+        row_weights = weights[rows] if weights is not None else None
+        values = scores(q[rows], k, k_scale, row_weights, scale, relu)
+        key = first[rows] + columns  # [block, columns]: the key row that each column stands for
+        if max_seqlen_k is not None:
+            values = values.gather(1, key.clamp(max=num_keys - 1))
+        visible = (key >= start[rows, None]) & (key < end[rows, None])
+        out[rows] = values.masked_fill_(~visible, -torch.inf).to(out.dtype)
+    return out
+
+
+def page_views(cache: torch.Tensor, head_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Typed views of an indexer cache: values [pages, page_size, kv_heads, D] and, in uint8 pages, their float32 scales.
+
+    cache: uint8 [pages, page_size, kv_heads, D + 4], or float8_e4m3fn / bfloat16 [pages, page_size, kv_heads, D]; the
+    kv_heads axis may be missing. A uint8 page holds its page_size * kv_heads * D e4m3 values first, then its
+    page_size * kv_heads scales [pages, page_size, kv_heads]. Views, so writes reach the cache.
+    """
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(2)
+    if cache.dtype != torch.uint8:
+        return cache, None
+    pages, page_size, kv_heads, row_bytes = cache.shape
+    dim = row_bytes - 4 if head_dim is None else head_dim
+    split = page_size * kv_heads * dim
+    flat = cache.view(pages, page_size * kv_heads * row_bytes)
+    values = flat[:, :split].view(torch.float8_e4m3fn).view(pages, page_size, kv_heads, dim)
+    scales = flat[:, split:].view(torch.float32).view(pages, page_size, kv_heads)
+    return values, scales
+
+
+def take_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """values[index] along dim 0; FP8 goes through bytes, since torch indexes no FP8 on every device."""
+    if values.dtype == torch.float8_e4m3fn:
+        return values.view(torch.uint8)[index].view(torch.float8_e4m3fn)
+    return values[index]
+
+
+def visible_lengths(context_lens: torch.Tensor, batch: int, next_n: int, limit: int) -> torch.Tensor:
+    """Keys that each query row sees, [B * next_n] int64 in [0, limit].
+
+    context_lens [B, next_n] are those counts; with [B], draft i of next_n sees context_len - next_n + 1 + i.
+    """
+    lengths = context_lens.long()
+    if lengths.dim() == 1:
+        lengths = lengths[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
+    return lengths.reshape(batch * next_n).clamp(0, limit)
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    *,
+    scale: float = 1.0,
+    relu: bool = True,
+    clean_logits: bool = True,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode from cache pages: out [B * next_n, max_context_len].
+
+    q [B, next_n, H, D]; cache as `page_views`; weights [B * next_n, H]; context_lens [B] or [B, next_n]; block_tables
+    [B, max_pages] page of each page_size keys of a sequence. Entries behind a sequence's length may hold anything.
+    """
+    batch, next_n, num_heads, head_dim = q.shape
+    values, scales = page_views(cache, head_dim)
+    num_pages, page_size = values.shape[:2]
+    if out is None:
+        out = torch.empty(batch * next_n, max_context_len, dtype=out_dtype, device=q.device)
+    num_columns = min(max_context_len, block_tables.shape[1] * page_size)
+    if num_columns < max_context_len or num_pages == 0:
+        out.fill_(-torch.inf)
+    if num_pages == 0 or num_columns == 0 or batch == 0:
+        return out
+    lengths = visible_lengths(context_lens, batch, next_n, num_columns).view(batch, next_n, 1)
+    key_block = max(1, BLOCK_BYTES // (next_n * num_heads * page_size * compute_dtype(q).itemsize)) * page_size
+    for sequence in range(batch):
+        rows = slice(sequence * next_n, (sequence + 1) * next_n)
+        row_weights = weights[rows] if weights is not None else None
+        for low in range(0, num_columns, key_block):
+            high = min(low + key_block, num_columns)
+            page = block_tables[sequence, low // page_size : -(-high // page_size)].long().clamp(0, num_pages - 1)
+            k = take_rows(values, page).flatten(0, 1)[: high - low]
+            k_scale = take_rows(scales, page).flatten(0, 1)[: high - low] if scales is not None else None
+            block = scores(q[sequence], k, k_scale, row_weights, scale, relu)
+            hidden = torch.arange(low, high, device=q.device) >= lengths[sequence]
+            out[rows, low:high] = block.masked_fill_(hidden, -torch.inf).to(out.dtype)
+    return out

@@ -1,0 +1,135 @@
+"""The steps around the recurrence in plain torch: split, gates, gated norm, and one whole decode step."""
+
+import torch
+
+from gdn.reference.conv import causal_conv1d_update
+from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
+
+
+def fused_gdn_gating(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g = -exp(A_log) softplus(a + dt_bias), beta_output = sigmoid(b); a, b [..., HV] -> float32 of the same shapes."""
+    dtype = _compute_dtype(a)
+    softplus = torch.nn.functional.softplus(a.to(dtype) + dt_bias.to(dtype), beta=beta, threshold=threshold)
+    return -A_log.to(dtype).exp() * softplus, b.to(dtype).sigmoid()
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a."""
+    ratio = num_heads_v // num_heads_qk
+    length = mixed_qkvz.shape[0]
+    groups = mixed_qkvz.reshape(length, num_heads_qk, -1)
+    q, k, v, z = groups.split([head_qk, head_qk, ratio * head_v, ratio * head_v], dim=2)
+    mixed_qkv = torch.cat([part.reshape(length, -1) for part in (q, k, v)], dim=1)
+    b, a = mixed_ba.reshape(length, num_heads_qk, 2 * ratio).split(ratio, dim=2)
+    return (
+        mixed_qkv,
+        z.reshape(length, num_heads_v, head_v).contiguous(),
+        b.reshape(length, num_heads_v).contiguous(),
+        a.reshape(length, num_heads_v).contiguous(),
+    )
+
+
+def rms_norm_gated(
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, activation: str = "silu"
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x."""
+    dtype = _compute_dtype(x)
+    wide, gate = x.to(dtype), z.to(dtype)
+    gate = gate.sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(gate)
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (normed * weight.to(dtype) * gate).to(x.dtype)
+
+
+def fused_gdn_decode(
+    mixed_qkv: torch.Tensor,
+    z: torch.Tensor | None,
+    b: torch.Tensor,
+    a: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    conv_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    ssm_state: torch.Tensor,
+    state_indices: torch.Tensor,
+    *,
+    conv_bias: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    activation: str | None = "silu",
+    gate_activation: str = "silu",
+    projection_layout: str = "flat",
+    rounding_seed: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    null_slot: int = -1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gdn.fused_gdn_decode`, as the composition of its steps; what lies between two steps has the dtype of mixed_qkv."""
+    num_v_heads = A_log.shape[0]
+    if projection_layout == "interleaved":
+        mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(
+            mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim
+        )
+    assert z is not None and a is not None  # checked by the operator
+    length = mixed_qkv.shape[0]
+    if query_start_loc is None:  # one token each; indices may have more rows than there are tokens
+        query_start_loc = torch.arange(length + 1, dtype=torch.int32, device=mixed_qkv.device)
+
+    x = causal_conv1d_update(
+        mixed_qkv,
+        conv_state,
+        conv_weight,
+        conv_bias,
+        activation,
+        conv_state_indices=state_indices,
+        num_accepted_tokens=num_accepted_tokens,
+        query_start_loc=query_start_loc,
+        null_slot=null_slot,
+    )
+    keys = num_k_heads * head_k_dim
+    q, k, v = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    o, _ = fused_recurrent_gated_delta_rule(
+        q.reshape(1, length, num_k_heads, head_k_dim),
+        k.reshape(1, length, num_k_heads, head_k_dim),
+        v.reshape(1, length, num_v_heads, head_v_dim),
+        g[None],
+        beta[None],
+        scale,
+        ssm_state,
+        cu_seqlens=query_start_loc,
+        ssm_state_indices=state_indices,
+        num_accepted_tokens=num_accepted_tokens,
+        use_qk_l2norm_in_kernel=True,
+        state_v_first=state_v_first,
+        rounding_seed=rounding_seed,
+        null_slot=null_slot,
+    )
+    o = o[0]
+    is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
+    normed = rms_norm_gated(o, z, norm_weight, eps, gate_activation).masked_fill(is_padding, 0)
+    normed = normed.reshape(length, num_v_heads * head_v_dim)
+    return normed if out is None else out.copy_(normed)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,180 @@
+"""Exact, deterministic top-k over rows of logits, and the indices that compressed keys stand for."""
+
+from collections.abc import Callable
+
+import torch
+
+from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
+
+BLOCK_BYTES = 64 * 1024 * 1024  # of logits that one step of the selection works on
+DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
+
+
+def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
+    """values [rows, n], -inf where nothing may be selected -> columns [rows, k] int64, -1 behind the last selected one.
+
+    Everything above the k-th largest value is in; of the values equal to it, the leftmost that still fit.
+    """
+    rows, n = values.shape
+    if n == 0 or k == 0:
+        return torch.full((rows, k), -1, dtype=torch.int64, device=values.device)
+    kept = min(k, n)
+    threshold = values.topk(kept, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    above = values > threshold
+    equal = (values == threshold) & (values > -torch.inf)
+    places = kept - above.sum(dim=1, keepdim=True, dtype=torch.int32)
+    chosen = above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= places))
+    # Column c goes to place (number chosen before it); what is not chosen goes to a last place that is cut off.
+    place = torch.where(chosen, chosen.cumsum(dim=1, dtype=torch.int32).long() - 1, k)
+    columns = torch.arange(n, device=values.device).expand(rows, n)
+    picked = torch.full((rows, k + 1), -1, dtype=torch.int64, device=values.device)
+    picked = picked.scatter_(1, place, columns)[:, :k].contiguous()
+    if sorted_by == "score":
+        score = values.gather(1, picked.clamp(min=0)).masked_fill_(picked < 0, -torch.inf)
+        # Stable, and columns ascend already: equal scores stay in column order, and -1 (the only -inf) stays last.
+        picked = picked.gather(1, score.sort(dim=1, descending=True, stable=True).indices)
+    return picked
+
+
+def topk_indices(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    sorted_by: str = "index",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Columns of the k largest values of each row's range, relative to its start: [rows, k] int32, -1 last.
+
+    logits [rows, n] any float dtype; row_starts, row_ends [rows], None = 0 and n. NaN and -inf are never selected; among
+    equal values (-0.0 equals 0.0) the smaller column wins. sorted_by "index": ascending; "score": descending, ties by
+    column.
+    """
+    rows, n = logits.shape
+    if out is None:
+        out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    start, end = key_range(zeros if row_starts is None else row_starts, zeros + n if row_ends is None else row_ends, n)
+    columns = torch.arange(n, device=logits.device)
+    block = max(1, BLOCK_BYTES // max(1, n * 4))
+    for low in range(0, rows, block):
+        part = slice(low, min(low + block, rows))
+        first = start[part, None]
+        hidden = (columns < first) | (columns >= end[part, None]) | logits[part].isnan()
+        picked = _select(logits[part].masked_fill(hidden, -torch.inf), k, sorted_by)
+        out[part] = torch.where(picked >= 0, picked - first, -1).to(torch.int32)
+    return out
+
+
+def list_short_rows(picked: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Rows with at most k visible keys list them all, whatever their scores: picked [rows, k] int32, lengths [rows]."""
+    k = picked.shape[1]
+    columns = torch.arange(k, device=picked.device, dtype=torch.int32)
+    listed = columns.where(columns < lengths[:, None], torch.full_like(columns, -1))
+    return torch.where(lengths[:, None] <= k, listed, picked)
+
+
+def _in_blocks(
+    out: torch.Tensor, lengths: torch.Tensor, step: int, logits_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Fills out [rows, k] `step` rows at a time; logits_of(rows) gives their logits, row starts and row ends."""
+    for low in range(0, out.shape[0], step):
+        part = slice(low, min(low + step, out.shape[0]))
+        logits, starts, ends = logits_of(part)
+        out[part] = list_short_rows(topk_indices(logits, out.shape[1], starts, ends), lengths[part])
+    return out
+
+
+def indexer_topk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    topk: int,
+    *,
+    k_scale: torch.Tensor | None = None,
+    scale: float = 1.0,
+    relu: bool = True,
+    workspace_bytes: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """topk_indices(mqa_logits(...)) with at most workspace_bytes of float32 logits at a time: [M, topk] int32.
+
+    Indices are relative to cu_seqlen_ks and ascend. A row with at most topk visible keys lists them unscored.
+    """
+    num_rows, num_keys = q.shape[0], k.shape[0]
+    if out is None:
+        out = torch.empty(num_rows, topk, dtype=torch.int32, device=q.device)
+    start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
+    budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+
+    def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        part = weights[rows] if weights is not None else None
+        logits = mqa_logits(q[rows], k, part, start[rows], end[rows], k_scale=k_scale, scale=scale, relu=relu)
+        return logits, start[rows], end[rows]
+
+    return _in_blocks(out, end - start, max(1, budget // max(1, 4 * num_keys)), logits_of)
+
+
+def paged_indexer_topk(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    topk: int,
+    *,
+    scale: float = 1.0,
+    relu: bool = True,
+    workspace_bytes: int | None = None,
+    max_context_len: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """topk_indices(paged_mqa_logits(...)), whole sequences at a time: [B * next_n, topk] int32, positions ascending.
+
+    max_context_len: a bound on the lengths; None = what block_tables can address.
+    """
+    batch, next_n = q.shape[:2]
+    width = block_tables.shape[1] * cache.shape[1]
+    if max_context_len is not None:
+        width = min(width, max_context_len)
+    if out is None:
+        out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=q.device)
+    lengths = visible_lengths(context_lens, batch, next_n, width)
+    budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    per_draft = lengths.view(batch, next_n)
+
+    def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        part = slice(rows.start // next_n, rows.stop // next_n)
+        part_weights = weights[rows] if weights is not None else None
+        logits = paged_mqa_logits(
+            q[part], cache, part_weights, per_draft[part], block_tables[part], width, scale=scale, relu=relu
+        )
+        return logits, torch.zeros_like(lengths[rows]), lengths[rows]
+
+    return _in_blocks(out, lengths, next_n * max(1, budget // max(1, 4 * next_n * width)), logits_of)
+
+
+def expand_topk_groups(
+    group_indices: torch.Tensor, positions: torch.Tensor, *, ratio: int = 4, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Groups of `ratio` tokens to token positions, with the causal tail: [tokens, k * ratio + ratio - 1] int32.
+
+    group_indices [tokens, k], -1 = none; positions [tokens]. The tail is the query's own unfinished group, up to and
+    with the query: tokens (pos + 1) // ratio * ratio .. pos. Groups keep their order, the tail follows, -1 is last.
+    """
+    tokens, k = group_indices.shape
+    device = group_indices.device
+    if out is None:
+        out = torch.empty(tokens, k * ratio + ratio - 1, dtype=torch.int32, device=device)
+    groups = group_indices.long()[:, :, None]
+    members = torch.where(groups >= 0, groups * ratio + torch.arange(ratio, device=device), -1).flatten(1)
+    position = positions.long()[:, None]
+    tail = (position + 1) // ratio * ratio + torch.arange(ratio - 1, device=device)
+    tail = torch.where((tail <= position) & (position >= 0), tail, -1)
+    listed = torch.cat([members, tail], dim=1)
+    order = (listed < 0).to(torch.uint8).sort(dim=1, stable=True).indices
+    out.copy_(listed.gather(1, order))
+    return out

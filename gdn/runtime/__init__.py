@@ -1,0 +1,216 @@
+"""From a problem to a kernel that can be launched: `prepare`.
+
+Switches (env) -> who serves it (registry, select) -> tiles (tuned tables, or the kernel's default) -> compiled kernel.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gdn.device import DeviceSpec
+from gdn.problems import Problem
+from gdn.runtime import compiled, devices, env, log, registry, select, toolchain, tuned
+from gdn.runtime.select import Choice
+from gdn.runtime.tuned import Found
+
+__all__ = ["Choice", "Explained", "Prepared", "explain_problem", "explaining", "prepare", "reference_only"]
+
+_MEMO_LIMIT = 4096
+_ANY_CUDA = torch.device("cuda")  # names no index: the current device
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A problem with the kernel that runs it."""
+
+    backend: str  # tilelang | cute | reference
+    config: Any  # None for the reference
+    workspace_bytes: int
+    launch: Callable[..., None] | None  # positional tensors of the problem's launch order; None for the reference
+    choice: Choice
+
+
+class KernelCandidate:
+    """One kernel backend of one operator: its module, imported at the first question, and its tuned tables."""
+
+    def __init__(self, op: str, backend: str, module_name: str) -> None:
+        self.op, self.backend, self.module_name = op, backend, module_name
+        self._module: types.ModuleType | None = None
+        self._import_error: str | None = None
+        self._lacking = toolchain.missing(backend)
+        self._usable: dict[tuple[str, str], list[Found]] = {}
+
+    @property
+    def module(self) -> Any:
+        if self._module is None:
+            self._module = importlib.import_module(self.module_name)
+        return self._module
+
+    def refusal(self, problem: Problem) -> str | None:
+        if self._import_error is None and self._module is None:
+            try:
+                self._module = importlib.import_module(self.module_name)
+            except (ImportError, OSError) as error:  # the DSL, or a library of it, is not installed
+                self._import_error = f"requires {self.module_name} to be importable, got {type(error).__name__}: {error}"
+                log.once(f"{self.op}: {self.backend} {self._import_error}", logging.WARNING)
+        if self._import_error is not None:
+            return self._import_error
+        reason: str | None = self.module.refusal(problem)
+        if reason is not None or self._lacking is None or compiled.has_entries(self.op, self.backend):
+            return reason
+        return self._lacking
+
+    def tuned(self, problem: Problem, device: DeviceSpec) -> Sequence[select.Tuned]:
+        key = (device.key, problem.static_key())
+        usable = self._usable.get(key)
+        if usable is None:
+            usable = self._usable[key] = self._read(problem, device)
+        return [
+            select.Tuned(found.config, tuple(sorted(found.entry.sizes.items())), found.entry.time_us, str(found.path))
+            for found in tuned.nearest_first(usable, problem.sizes())
+        ]
+
+    def _read(self, problem: Problem, device: DeviceSpec) -> list[Found]:
+        """The table entries of the problem's static fields whose configs the kernel still takes."""
+        switches = env.current()
+        found = tuned.usable(
+            (switches.tuned_dir, tuned.SHIPPED) if switches.tuned_dir is not None else (tuned.SHIPPED,),
+            device.key,
+            self.op,
+            self.backend,
+            problem.static_fields(),
+            frozenset(problem.sizes()),
+            self.module.Config,
+            lambda config: bool(self.module.fits(problem, config, device)),
+        )
+        if found and found[0].kernel_source != compiled.source_hash(self.module.__file__):
+            log.once(f"{found[0].path}: tuned with another version of {self.module_name}")
+        return found
+
+    def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
+        return self.module.default_config(problem, device)
+
+
+@functools.cache
+def candidates(op: str) -> dict[str, KernelCandidate]:
+    """The kernel backends of an operator, in built-in order."""
+    modules = registry.operator(op).modules
+    return {backend: KernelCandidate(op, backend, name) for backend, name in modules.items()}
+
+
+def _forget_tables() -> None:
+    tuned.forget()
+    candidates.cache_clear()  # with the entries that each had found usable
+
+
+class Explained(BaseException):
+    """Raised by `prepare` inside `explaining()`, before anything is allocated or launched.
+
+    Not an Exception: no operator may mistake it for an error of its own.
+    """
+
+    def __init__(self, choice: Choice, problem: Problem | None) -> None:
+        super().__init__(choice)
+        self.choice, self.problem = choice, problem
+
+
+_explaining: ContextVar[bool] = ContextVar("gdn_explaining", default=False)
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, in this thread, `prepare` and `reference_only` raise Explained with the choice."""
+    token = _explaining.set(True)
+    try:
+        yield
+    finally:
+        _explaining.reset(token)
+
+
+def explain_problem(problem: Problem, spec: DeviceSpec | None, backend: str | None = None) -> Choice:
+    """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it."""
+    return select.choose(problem, spec, candidates(problem.op), env.current(), backend)
+
+
+_memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
+_memo_switches: env.Switches | None = None
+
+
+def prepare(problem: Problem, device: torch.device, backend: str | None = None, *, config: Any = None) -> Prepared:
+    """The kernel of a problem, chosen, compiled and loaded, or the reference; memoised.
+
+    backend: the public function's argument. config: tiles to take as they are (autotuner, tests).
+    """
+    global _memo_switches
+    if _explaining.get():
+        raise Explained(_choose(problem, device, backend, config), problem)
+    switches = env.current()
+    if switches is not _memo_switches:
+        _memo.clear()
+        _forget_tables()
+        _memo_switches = switches
+    if device == _ANY_CUDA:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (problem, device, backend, config)
+    found = _memo.get(key)
+    if found is None:
+        found = _prepare(problem, device, backend, config)
+        while len(_memo) >= _MEMO_LIMIT:
+            _memo.pop(next(iter(_memo)), None)  # the oldest
+        _memo[key] = found
+    return found
+
+
+def _prepare(problem: Problem, device: torch.device, backend: str | None, config: Any) -> Prepared:
+    choice = _choose(problem, device, backend, config)
+    _tell(choice, problem)
+    if choice.backend == "reference":
+        return Prepared("reference", None, 0, None, choice)
+    module = candidates(problem.op)[choice.backend].module
+    kernel = compiled.get(problem.op, choice.backend, module, problem, choice.config)
+    return Prepared(
+        backend=choice.backend,
+        config=choice.config,
+        workspace_bytes=module.workspace_bytes(problem, choice.config),
+        launch=functools.partial(module.launch, kernel),
+        choice=choice,
+    )
+
+
+def _choose(problem: Problem, device: torch.device, backend: str | None, config: Any) -> Choice:
+    spec, name = devices.describe(device)
+    available = candidates(problem.op)
+    return select.choose(problem, spec, available, env.current(), backend, config=config, device_name=name)
+
+
+def _tell(choice: Choice, problem: Problem | None) -> None:
+    """Logs a decision once: per operator, static fields and outcome, not per size."""
+    static = problem.static_key() if problem is not None else ""
+    key = (choice.op, static, choice.backend, choice.config, choice.decided_by)
+    log.once(str(choice) + (f"\n  problem: {static}" if static else ""), key=key)
+
+
+@functools.lru_cache(maxsize=256)
+def _reference_choice(op: str, backend: str | None, phase: str | None, switches: env.Switches) -> Choice:
+    choice = select.choose_reference(op, switches, backend, phase=phase)
+    _tell(choice, None)
+    return choice
+
+
+def reference_only(op: str, backend: str | None = None, *, phase: str | None = None) -> Choice:
+    """For operators without a kernel: checks `backend` and the switches as `prepare` does; always the reference.
+
+    phase: "prefill" or "decode" where the operator's switches tell them apart.
+    """
+    switches = env.current()
+    if _explaining.get():
+        raise Explained(select.choose_reference(op, switches, backend, phase=phase), None)
+    return _reference_choice(op, backend, phase, switches)

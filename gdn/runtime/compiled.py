@@ -1,0 +1,293 @@
+"""Compiled kernels: in memory, on disk, and how they are loaded.
+
+A kernel is compiled once for its operator, backend, static fields and configuration. On disk it is a folder named by the
+SHA-256 of all of these, of the sources that make it and of the versions of what compiles and loads it; in it
+`manifest.json` and the shared libraries. Entries are written beside their place and moved there, under a lock: readers
+see a whole entry or none, and of several processes one compiles. An entry whose files do not match its manifest is
+replaced.
+
+Loading an entry imports no DSL: the runtime library that the DSL ships is loaded by path, then tvm-ffi opens the kernel.
+"""
+
+import atexit
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import filelock
+import platformdirs
+
+from gdn import problems
+from gdn.problems import Problem
+from gdn.runtime import env, log, toolchain
+
+TARGET = "sm_90a"
+FORMAT = 1  # of the entry on disk
+
+_DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
+
+
+class KernelModule(Protocol):
+    """What kernels_*/<op>.py export (the part that is used here)."""
+
+    __name__: str
+    __file__: str
+
+    def compile(self, problem: Any, config: Any) -> dict[str, bytes]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Handed to a kernel module's launch."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    problem: Problem  # static fields valid; sizes are those of the call that compiled
+    config: Any
+
+
+class CompileError(RuntimeError):
+    """A kernel that should compile did not."""
+
+
+_loaded: dict[tuple[str, str, str, Any], Compiled] = {}
+_lock = threading.RLock()
+_compilations = 0
+
+
+def compilations() -> int:
+    """How many kernels this process compiled (not: loaded)."""
+    return _compilations
+
+
+def forget() -> None:
+    """Empties the memory cache; the disk cache stays."""
+    with _lock:
+        _loaded.clear()
+
+
+def get(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Compiled:
+    """The compiled kernel, from memory, from disk, or compiled now."""
+    key = (op, backend, problem.static_key(), config)
+    found = _loaded.get(key)
+    if found is None:
+        with _lock:
+            found = _loaded.get(key)
+            if found is None:
+                folder = ensure(op, backend, module, problem, config)
+                found = Compiled(load(backend, folder), problem, config)
+                _loaded[key] = found
+    return found
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: GDN_CACHE_DIR, or the platform's user cache."""
+    return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
+
+
+@functools.cache
+def _scratch_dir() -> Path:
+    """Takes the place of a cache that cannot be written, for as long as the process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="gdn-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _writable_dir() -> Path:
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        reason = "not writable"
+    except OSError as error:
+        reason = str(error)
+    log.once(f"kernel cache {folder} cannot be used ({reason}): kernels are compiled again in every process", logging.WARNING)
+    return _scratch_dir()
+
+
+@functools.cache
+def source_hash(file: str) -> str:
+    """SHA-256 over a kernel module, the `_*.py` beside it, and the problems: all that decides what it compiles to."""
+    path = Path(file)
+    digest = hashlib.sha256()
+    for source in [path, *sorted(path.parent.glob("_*.py")), Path(problems.__file__)]:
+        text = source.read_bytes()
+        digest.update(f"{source.name} {len(text)}\n".encode())
+        digest.update(text)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def versions(backend: str) -> dict[str, str]:
+    """Versions of what compiles and what loads a kernel."""
+    names = ("apache-tvm-ffi", _DISTRIBUTIONS.get(backend, backend))
+    return {name: _version(name) for name in names}
+
+
+def config_fields(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> str:
+    """The name of an entry: changes with everything that may change the machine code."""
+    parts = {
+        "format": FORMAT,
+        "op": op,
+        "backend": backend,
+        "problem": problem.static_fields(),
+        "config": config_fields(config),
+        "source": source_hash(module.__file__),
+        "versions": versions(backend),
+        "target": TARGET,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Path:
+    """The folder of the kernel's entry, compiled where no whole entry is there. Needs no GPU and loads nothing."""
+    folder = _writable_dir()
+    key = entry_key(op, backend, module, problem, config)
+    place = folder / f"{op}.{backend}" / key
+    if is_whole(place):
+        log.debug(f"{op}.{backend} {key[:12]}: found in {folder}")
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(place.with_suffix(".lock")):
+        if not is_whole(place):  # another process may have compiled it while this one waited
+            libraries = _compile(op, backend, module, problem, config)
+            _write(place, libraries, {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)})
+    return place
+
+
+def has_entries(op: str, backend: str) -> bool:
+    """Whether the disk cache holds any kernel of an operator: a machine without a compiler can still run those."""
+    return any((cache_dir() / f"{op}.{backend}").glob("*/manifest.json"))
+
+
+def _compile(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> dict[str, bytes]:
+    global _compilations
+    lacking = toolchain.missing(backend)
+    if lacking is not None:
+        raise CompileError(f"{op}: the {backend} kernel {lacking}; `gdn doctor` says more")
+    log.once(f"{op}: compiling {backend} kernel for {problem.static_key()} with {config}")
+    start = time.perf_counter()
+    try:
+        libraries = module.compile(problem, config)
+    except Exception as error:
+        what = f"{op}: the {backend} kernel did not compile for {problem.static_key()} with {config}"
+        raise CompileError(f"{what}: {error}") from error
+    _compilations += 1
+    log.debug(f"{op}.{backend}: compiled in {time.perf_counter() - start:.1f} s")
+    return libraries
+
+
+def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]) -> None:
+    """Puts a whole entry in its place. The caller holds the entry's lock."""
+    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+    temporary.mkdir()
+    try:
+        listed = {}
+        for name, library in libraries.items():
+            digest = hashlib.sha256(library).hexdigest()
+            file = f"{digest[:16]}.so"
+            (temporary / file).write_bytes(library)
+            listed[name] = {"file": file, "sha256": digest}
+        manifest = {"format": FORMAT, **about, "libraries": listed}
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        if place.exists():  # a broken entry: a folder is only ever moved onto a free name
+            broken = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+            os.replace(place, broken)
+            shutil.rmtree(broken, ignore_errors=True)
+        os.replace(temporary, place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def libraries_of(place: Path) -> dict[str, Path]:
+    """Entry name -> shared library of an entry; ValueError or OSError where the entry is not whole."""
+    manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not manifest.get("libraries"):
+        raise ValueError(f"{place}: not a manifest of format {FORMAT}")
+    found = {}
+    for name, listed in manifest["libraries"].items():
+        path = place / listed["file"]
+        if hashlib.sha256(path.read_bytes()).hexdigest() != listed["sha256"]:
+            raise ValueError(f"{path}: does not match its manifest")
+        found[name] = path
+    return found
+
+
+def is_whole(place: Path) -> bool:
+    try:
+        libraries_of(place)
+    except FileNotFoundError:
+        return False
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        log.once(f"broken cache entry, compiled again: {error}")
+        return False
+    return True
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def runtime_library(backend: str) -> Path | None:
+    """The shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
+    if backend == "tilelang":
+        candidates = [folder / "lib" / "libtvm_runtime.so" for folder in _package_folders("tilelang")]
+    else:
+        roots = _package_folders("nvidia_cutlass_dsl")
+        # With the DSL on PYTHONPATH alone, only its inner folder may be visible: <root>/dsl_packages/cutlass.
+        roots += [folder.parent.parent for folder in _package_folders("cutlass")]
+        candidates = [root / cuda / "lib" / "libcute_dsl_runtime.so" for root in roots for cuda in ("cu13", "cu12")]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _package_folders(name: str) -> list[Path]:
+    try:
+        spec = importlib.util.find_spec(name)  # of a top-level package: imports nothing
+    except (ImportError, ValueError):
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
+
+
+@functools.cache
+def _preload(backend: str) -> None:
+    path = runtime_library(backend)
+    if path is None:
+        raise ImportError(f"{backend}: its runtime library was not found; install {_DISTRIBUTIONS[backend]}")
+    ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # the kernel's undefined symbols resolve against it
+
+
+def load(backend: str, place: Path) -> dict[str, Callable[..., Any]]:
+    """The functions of an entry, by entry name."""
+    import tvm_ffi
+
+    if backend in _DISTRIBUTIONS:
+        _preload(backend)
+    modules = {path: tvm_ffi.load_module(str(path)) for path in set(libraries_of(place).values())}
+    return {name: modules[path][name] for name, path in libraries_of(place).items()}

@@ -1,0 +1,225 @@
+"""Every environment switch: declared, typed and documented here, and read nowhere else.
+
+Switches are read at the first `current()` and again after `reload()`. Values are case-insensitive; an empty value counts
+as unset. A value that is not understood raises ValueError with the valid ones; a name that has one of our prefixes and
+is nobody's warns once with the nearest known name.
+"""
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gdn.runtime import log, registry
+
+PREFIXES = ("VLLM_GDN_", "VLLM_QSA_", "VLLM_DSA_", "GDN_")
+
+# Names that the serving stack, or builds of it, read themselves: ours to leave alone.
+SERVING_STACK_NAMES = frozenset(
+    {
+        "VLLM_GDN_DECODE_KERNEL",
+        "VLLM_GDN_PREFILL_BACKEND",
+        "VLLM_QSA_EXACT_TOPK",
+        "VLLM_QSA_PREFILL_CP_USE_SPARSE_GATHER",
+        "VLLM_QSA_PREFILL_ONLY_INDEXER_USE_CP",
+    }
+)
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_BACKEND_VALUES = MappingProxyType({name: name for name in ("auto", *registry.BACKENDS)})
+_ATTENTION_VALUES = MappingProxyType({**_BACKEND_VALUES, "triton": "tilelang", "pai-fa3": "cute", "fa2": "auto", "fa3": "auto"})
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One switch. kind: "bool", "int", "path" or "choice" (values: accepted word -> meaning)."""
+
+    name: str
+    kind: str
+    default: Any
+    effect: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    minimum: int = 0
+
+    @property
+    def accepted(self) -> str:
+        """The valid values in words."""
+        if self.kind == "bool":
+            return "1, 0, true, false, yes, no, on, off"
+        if self.kind == "int":
+            return f"an integer >= {self.minimum}"
+        return "a path" if self.kind == "path" else ", ".join(self.values)
+
+    def parse(self, text: str) -> Any:
+        """The typed value; ValueError where the text is not understood."""
+        word = text.strip().lower()
+        if self.kind == "bool" and word in _TRUE + _FALSE:
+            return word in _TRUE
+        if self.kind == "int":
+            try:
+                number = int(word)
+            except ValueError:
+                number = self.minimum - 1
+            if number >= self.minimum:
+                return number
+        if self.kind == "choice" and word in self.values:
+            return self.values[word]
+        if self.kind == "path":
+            return Path(text.strip()).expanduser()
+        raise ValueError(f"{self.name}: expected {self.accepted}, got {text!r}")
+
+
+def _switch(
+    name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None, *, minimum: int = 0
+) -> Any:
+    declaration = Declaration(name, kind, default, effect, values or {}, minimum)
+    return field(default=default, metadata={"declaration": declaration})
+
+
+def _words(*words: str) -> dict[str, str]:
+    return {word: word for word in words}
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The values of all switches. A field that is None (or "auto") is a switch that asks for nothing."""
+
+    gdn_use_bladnn: bool | None = _switch(
+        "VLLM_GDN_USE_BLADNN", "bool", None,
+        "chunk and recurrent GDN operators: 1 prefers CuTe, 0 TileLang; unset: whichever is tuned fastest",
+    )  # fmt: skip
+    qsa_use_fp8_indexer: bool = _switch(
+        "VLLM_QSA_USE_FP8_INDEXER", "bool", False, "indexer cache and logits: 1 in FP8, 0 in bf16"
+    )
+    qsa_prefill_use_tl_indexer: bool | None = _switch(
+        "VLLM_QSA_PREFILL_USE_TL_INDEXER", "bool", None, "prefill logits: 1 prefers TileLang, 0 CuTe; unset: tuned fastest"
+    )
+    qsa_decode_use_tl_indexer: bool | None = _switch(
+        "VLLM_QSA_DECODE_USE_TL_INDEXER", "bool", None,
+        "paged decode logits: 1 prefers TileLang, 0 CuTe; unset: tuned fastest",
+    )  # fmt: skip
+    qsa_prefill_attn_backend: str = _switch(
+        "VLLM_QSA_PREFILL_ATTN_BACKEND", "choice", "auto",
+        "sparse attention of prefill: preferred backend (triton = tilelang, pai-fa3 = cute, fa2 and fa3 = auto)",
+        _ATTENTION_VALUES,
+    )  # fmt: skip
+    qsa_decode_attn_backend: str = _switch(
+        "VLLM_QSA_DECODE_ATTN_BACKEND", "choice", "auto",
+        "sparse attention of decode: preferred backend (triton = tilelang, pai-fa3 = cute, fa2 and fa3 = auto)",
+        _ATTENTION_VALUES,
+    )  # fmt: skip
+    qsa_prefill_use_cp: bool = _switch(
+        "VLLM_QSA_PREFILL_USE_CP", "bool", False, "context parallel for QSA prefill, where a process group is given"
+    )
+    dsa_context_parallel_threshold: int = _switch(
+        "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "int", 16384,
+        "tokens: sequences longer than this go context parallel",
+    )  # fmt: skip
+    dsa_dense_prefill_threshold: int = _switch(
+        "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "int", 2048,
+        "tokens: sequences (context + new) shorter than this attend densely",
+    )  # fmt: skip
+    sparse_indexer_max_logits_mb: int = _switch(
+        "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "int", 256, "MiB: default workspace of indexer_topk", minimum=1
+    )
+    backend: str = _switch("GDN_BACKEND", "choice", "auto", "every operator: preferred backend", _BACKEND_VALUES)
+    tuned_dir: Path | None = _switch(
+        "GDN_TUNED_DIR", "path", None, "folder of tuned tables that are looked up before the shipped ones"
+    )
+    cache_dir: Path | None = _switch(
+        "GDN_CACHE_DIR", "path", None, "folder of compiled kernels; unset: the platform's user cache"
+    )
+    tuned: str = _switch(
+        "GDN_TUNED", "choice", "auto",
+        "tuned tables: auto uses an entry where there is one, strict raises where there is none, off ignores them",
+        _words("auto", "strict", "off"),
+    )  # fmt: skip
+    batch_invariant: bool = _switch(
+        "GDN_BATCH_INVARIANT", "bool", False,
+        "1: a sequence's result is the same bits whatever else is in the batch (tiles ignore token and batch counts)",
+    )  # fmt: skip
+    validate: bool = _switch(
+        "GDN_VALIDATE", "bool", False,
+        "1: values that live on the device (cu_seqlens, slots, block ids) are checked too, at the cost of a sync",
+    )  # fmt: skip
+    log: str = _switch(
+        "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",
+        _words("off", "info", "debug"),
+    )  # fmt: skip
+    # op -> GDN_BACKEND_<OP>, where set; a mapping has no hash, and equality still sees it
+    backend_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    given: frozenset[str] = frozenset()  # names of the variables that were set
+
+    def value(self, name: str) -> Any:
+        """The value of the variable of this name."""
+        if name in _OP_BY_SWITCH:
+            return self.backend_of.get(_OP_BY_SWITCH[name], "auto")
+        return getattr(self, _FIELD_BY_SWITCH[name])
+
+
+_OP_BY_SWITCH: dict[str, str] = {op.switch: op.name for op in registry.OPERATORS.values()}
+_FIELD_BY_SWITCH: dict[str, str] = {f.metadata["declaration"].name: f.name for f in fields(Switches) if f.metadata}
+
+# Every switch by name, in the order in which `gdn env` prints them.
+DECLARATIONS: dict[str, Declaration] = {
+    **{f.metadata["declaration"].name: f.metadata["declaration"] for f in fields(Switches) if f.metadata},
+    **{
+        name: Declaration(name, "choice", "auto", f"orders the backend of {op}", _BACKEND_VALUES)
+        for name, op in _OP_BY_SWITCH.items()
+    },
+}
+
+
+def parse(environ: Mapping[str, str]) -> Switches:
+    """The switches of an environment; ValueError for a value that is not understood. Pure."""
+    given = {name: environ[name] for name in DECLARATIONS if environ.get(name, "").strip()}
+    values = {name: DECLARATIONS[name].parse(text) for name, text in given.items()}
+    orders = {_OP_BY_SWITCH[name]: value for name, value in values.items() if name in _OP_BY_SWITCH}
+    settings: dict[str, Any] = {_FIELD_BY_SWITCH[name]: value for name, value in values.items() if name in _FIELD_BY_SWITCH}
+    return Switches(**settings, backend_of=MappingProxyType(orders), given=frozenset(given))
+
+
+def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Names with one of our prefixes that nobody reads -> the nearest known name, or None."""
+    known = [*DECLARATIONS, *SERVING_STACK_NAMES]
+    found: dict[str, str | None] = {}
+    for name in sorted(environ):
+        if name.startswith(PREFIXES) and name not in DECLARATIONS and name not in SERVING_STACK_NAMES:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            found[name] = nearest[0] if nearest else None
+    return found
+
+
+def toolkit_home() -> Path | None:
+    """The CUDA toolkit that CUDA_HOME (or CUDA_PATH) names; not a switch of ours, the DSLs heed it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(home) if home else None
+
+
+_current: Switches | None = None
+_warned: set[str] = set()
+
+
+def current() -> Switches:
+    """The switches of this process, read once."""
+    return _current if _current is not None else reload()
+
+
+def reload() -> Switches:
+    """Reads the environment again. Every decision memoised under the former switches is forgotten."""
+    global _current
+    _current = None  # where a value below is not understood, the next current() must say so again
+    switches = parse(os.environ)
+    for name, nearest in unknown_names(os.environ).items():
+        if name not in _warned:
+            _warned.add(name)
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            warnings.warn(f"unknown environment switch {name}{hint} (`gdn env` lists all)", stacklevel=2)
+    log.configure(switches.log)
+    _current = switches
+    return switches

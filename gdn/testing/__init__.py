@@ -1,0 +1,1 @@
+"""What tests and the autotuner share: exact oracles, seeded inputs, comparisons."""

@@ -1,0 +1,303 @@
+"""Seeded arguments for the delta-rule operators, made from a problem: what tests and the autotuner run kernels on.
+
+`chunk_inputs` and `recurrent_inputs` return the keyword arguments of the public operator (and of the reference and the
+oracle); `chunk_tensors` and `recurrent_tensors` turn those into the positional tensors of a kernel's launch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from gdn.problems import ChunkProblem, DeltaRuleProblem, RecurrentProblem
+
+Case = Literal[
+    "random",
+    "no_decay",  # g = 0
+    "total_decay",  # g = -50
+    "mixed_decay",  # every third token forgets everything, the others nothing
+    "correlated_90",  # neighbouring keys have a cosine of 0.9
+    "correlated_99",
+    "equal_keys",  # one key for all tokens, beta 1: each token overwrites the last
+    "large_norm",  # |q| = |k| = 1e3; meant for problems with the norm inside
+    "zero_norm",  # every other token has q = k = 0
+]
+CASES: tuple[Case, ...] = (
+    "random", "no_decay", "total_decay", "mixed_decay", "correlated_90", "correlated_99", "equal_keys", "large_norm", "zero_norm",
+)  # fmt: skip
+
+
+def chunk_inputs(
+    problem: ChunkProblem,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    *,
+    lengths: Sequence[int] | None = None,
+    case: Case = "random",
+    strided: bool = False,
+    slot_gap: int = 0,
+    null_slot: int = -1,
+    null_sequences: Sequence[int] = (),
+    padded_tokens: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of gdn.chunk_gated_delta_rule.
+
+    lengths: tokens of each sequence; left out, the problem's tokens are spread evenly over its sequences
+    strided: q, k, v are slices of one buffer, g and beta have strides too
+    slot_gap: elements between the slots of the pool (a multiple of 16 bytes)
+    null_sequences: sequences whose slot is null_slot; padded_tokens: rows beyond cu_seqlens[-1]
+    Every slot of the pool that no sequence reads is NaN, and the rows of padding are NaN in q, k, v, g and beta.
+    """
+    gen = _Generator(problem, device, seed)
+    lengths = _lengths(problem.num_tokens, problem.num_sequences, lengths)
+    arguments = gen.tokens(lengths, case, strided, padded_tokens)
+    arguments["output_final_state"] = problem.has_final_state
+    count = len(lengths)
+    if problem.pooled:
+        num_checkpoints = 2 if problem.has_checkpoints else 0
+        groups = 1 + int(problem.has_final_indices) + num_checkpoints
+        slots = gen.slots(count * groups, null_slot).view(groups, count)
+        slots[0, list(null_sequences)] = null_slot
+        arguments["initial_state"] = gen.pool(slots[0], count * groups + null_slot + 3, slot_gap)
+        arguments["state_indices"] = slots[0].to(gen.index_dtype)
+        arguments["null_slot"] = null_slot
+        if problem.has_final_indices:
+            arguments["final_state_indices"] = slots[1].to(gen.index_dtype)
+        if problem.has_checkpoints:
+            reach = torch.tensor([length // 64 * 64 for length in lengths], dtype=torch.int32, device=gen.device)
+            arguments["checkpoint_offsets"] = torch.stack([reach.clamp(max=64), reach], dim=1)
+            repeated = reach <= 64  # one offset twice would write two slots with one state: legal, but 0 covers "none"
+            arguments["checkpoint_offsets"][repeated, 1] = 0
+            arguments["checkpoint_slots"] = slots[-2:].t().to(gen.index_dtype)
+    elif problem.has_initial_state:
+        arguments["initial_state"] = gen.states(count)
+    if problem.has_mask:
+        arguments["has_initial_state"] = torch.arange(count, device=gen.device) % 3 != 1
+    return arguments
+
+
+def recurrent_inputs(
+    problem: RecurrentProblem,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    *,
+    lengths: Sequence[int] | None = None,
+    case: Case = "random",
+    strided: bool = False,
+    slot_gap: int = 0,
+    null_slot: int = -1,
+    null_sequences: Sequence[int] = (),
+    padded_tokens: int = 0,
+    num_columns: int | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of gdn.fused_recurrent_gated_delta_rule; as chunk_inputs.
+
+    num_columns: of 2-D indices, the longest sequence where left out.
+    """
+    gen = _Generator(problem, device, seed)
+    lengths = _lengths(problem.num_tokens, problem.num_sequences, lengths)
+    arguments = gen.tokens(lengths, case, strided, padded_tokens)
+    count = len(lengths)
+    if problem.pooled:
+        columns = max([1, *lengths]) if num_columns is None else num_columns
+        columns = columns if problem.write_every_token else 1
+        groups = 1 + int(problem.has_final_indices)
+        slots = gen.slots(groups * count * columns, null_slot).view(groups, count, columns)
+        slots[0, list(null_sequences)] = null_slot
+        accepted = torch.ones(count, dtype=torch.int32, device=gen.device)
+        if problem.has_accepted:
+            accepted = torch.arange(count, dtype=torch.int32, device=gen.device) % columns + 1
+            arguments["num_accepted_tokens"] = accepted
+        read = slots[0].gather(1, (accepted.long() - 1)[:, None])[:, 0]
+        arguments["initial_state"] = gen.pool(read, groups * count * columns + null_slot + 3, slot_gap)
+        shaped = slots if problem.write_every_token else slots[:, :, 0]
+        arguments["ssm_state_indices"] = shaped[0].to(gen.index_dtype)
+        arguments["null_slot"] = null_slot
+        if problem.has_final_indices:
+            arguments["final_state_indices"] = shaped[1].to(gen.index_dtype)
+        arguments["disable_state_update"] = not problem.has_final_state
+    else:
+        arguments["output_final_state"] = problem.has_final_state
+        if problem.has_initial_state:
+            arguments["initial_state"] = gen.states(count)
+    if problem.has_parent:
+        # Node i hangs from i // 2 - 1 below it: -1, -1, 0, 0, 1, 1, ... a binary tree with two roots.
+        parents = [i // 2 - 1 for length in lengths for i in range(length)] + [-1] * padded_tokens
+        arguments["parent_token"] = torch.tensor(parents, dtype=torch.int32, device=gen.device)
+    if problem.has_rounding:
+        arguments["rounding_seed"] = torch.tensor([0x1234_5678_9ABC + seed], dtype=torch.int64, device=gen.device)
+    return arguments
+
+
+def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> tuple[Any, ...]:
+    """The positional arguments of launch after `compiled`, with a NaN-filled out; the pool is the one in arguments."""
+    get = arguments.get
+    final_state, out = _targets(problem, arguments)
+    return (
+        *_token_tensors(arguments), get("initial_state"), get("state_indices"), get("has_initial_state"), final_state,
+        get("final_state_indices"), arguments["cu_seqlens"], get("checkpoint_offsets"), get("checkpoint_slots"), out,
+        workspace, problem.head_k_dim**-0.5, get("null_slot", -1),
+    )  # fmt: skip
+
+
+def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """As chunk_tensors, for a recurrent kernel."""
+    get = arguments.get
+    final_state, out = _targets(problem, arguments)
+    return (
+        *_token_tensors(arguments), get("initial_state"), get("ssm_state_indices"), get("num_accepted_tokens"), final_state,
+        get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"), get("rounding_seed"), out,
+        problem.head_k_dim**-0.5, get("null_slot", -1),
+    )  # fmt: skip
+
+
+def _token_tensors(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    tokens = [arguments.get(name) for name in ("q", "k", "v", "g", "beta")]
+    packed = [None if x is None else x[0] for x in tokens]
+    return (*packed, arguments.get("A_log"), arguments.get("dt_bias"))
+
+
+def _targets(problem: DeltaRuleProblem, arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """final_state, out: where a launch writes; new tensors are full of NaN, so that what is never written shows."""
+    v = arguments["v"]
+    out = torch.full((v.shape[1], problem.num_state_heads, problem.head_v_dim), torch.nan, dtype=v.dtype, device=v.device)
+    if not problem.has_final_state:
+        return None, out
+    if problem.pooled:
+        return arguments["initial_state"], out
+    shape = (arguments["cu_seqlens"].shape[0] - 1, *_state_shape(problem))
+    return torch.full(shape, torch.nan, dtype=torch.float32, device=v.device), out
+
+
+def _state_shape(problem: DeltaRuleProblem) -> tuple[int, int, int]:
+    k_dim, v_dim = problem.head_k_dim, problem.head_v_dim
+    return (problem.num_state_heads, *((v_dim, k_dim) if problem.state_v_first else (k_dim, v_dim)))
+
+
+def _lengths(num_tokens: int, num_sequences: int, lengths: Sequence[int] | None) -> list[int]:
+    if lengths is not None:
+        return list(lengths)
+    return [num_tokens * (n + 1) // num_sequences - num_tokens * n // num_sequences for n in range(num_sequences)]
+
+
+class _Generator:
+    def __init__(self, problem: DeltaRuleProblem, device: torch.device | str, seed: int) -> None:
+        self.problem = problem
+        self.device = torch.device(device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.dtype: torch.dtype = getattr(torch, problem.dtype)
+        self.index_dtype: torch.dtype = getattr(torch, problem.index_dtype or "int32")
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def uniform(self, low: float, high: float, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device) * (high - low) + low
+
+    def tokens(self, lengths: Sequence[int], case: Case, strided: bool, padded_tokens: int) -> dict[str, Any]:
+        p = self.problem
+        live = sum(lengths)
+        total = live + padded_tokens
+        offsets = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+        q = self.normal(live, p.num_q_heads, p.head_k_dim)
+        k = self._keys(live, case)
+        v = self.normal(live, p.num_v_heads, p.head_v_dim)
+        if case == "large_norm":
+            q, k = q * 1e3 / q.norm(dim=-1, keepdim=True), k * 1e3
+        if case == "zero_norm":
+            q[::2] = 0
+            k[::2] = 0
+        q, k, v = (self._padded(x, total).to(self.dtype) for x in (q, k, v))
+        if strided:
+            q, k, v = _slices_of_one_buffer(q, k, v)
+        arguments: dict[str, Any] = {
+            "q": q[None], "k": k[None], "v": v[None],
+            "cu_seqlens": offsets.to(self.device, getattr(torch, p.cu_seqlens_dtype)),
+            "state_v_first": p.state_v_first,
+            "use_qk_l2norm_in_kernel": p.use_qk_l2norm,
+            "use_gate_in_kernel": p.use_gate,
+            "use_beta_sigmoid_in_kernel": p.use_beta_sigmoid,
+        }  # fmt: skip
+        if p.gate_dtype is not None:
+            g = self._padded(self._gate(live, case, arguments), total).to(getattr(torch, p.gate_dtype))
+            arguments["g"] = (_spread(g) if strided else g)[None]
+        if p.beta_dtype is not None:
+            b = self._padded(self._beta(live, case), total).to(getattr(torch, p.beta_dtype))
+            arguments["beta"] = (_spread(b) if strided else b)[None]
+        return arguments
+
+    def _keys(self, live: int, case: Case) -> torch.Tensor:
+        """[live, Hk, K], of length one."""
+        p = self.problem
+        k = self.normal(live, p.num_k_heads, p.head_k_dim)
+        cosine = {"correlated_90": 0.9, "correlated_99": 0.99, "equal_keys": 1.0}.get(case)
+        if cosine is not None:
+            common = self.normal(1, p.num_k_heads, p.head_k_dim)
+            k = cosine**0.5 * common + (1 - cosine) ** 0.5 * k  # any two of them have this cosine on average
+        return k / k.norm(dim=-1, keepdim=True)
+
+    def _gate(self, live: int, case: Case, arguments: dict[str, Any]) -> torch.Tensor:
+        """[live, HS]: the log decay, or a raw gate (with its A_log and dt_bias put into arguments)."""
+        p = self.problem
+        heads = p.num_state_heads
+        a = self.normal(live, heads)
+        if p.use_gate:
+            arguments["A_log"] = self.uniform(0.5, 8.0, heads).log()
+            arguments["dt_bias"] = self.uniform(-5.0, -1.0, heads)
+            if case in ("total_decay", "no_decay"):
+                arguments["A_log"] = torch.zeros(heads, device=self.device)
+                a = torch.full_like(a, 52.0 if case == "total_decay" else -40.0)
+            return a
+        if case == "no_decay":
+            return torch.zeros_like(a)
+        if case == "total_decay":
+            return torch.full_like(a, -50.0)
+        if case == "mixed_decay":
+            forgets = (torch.arange(live, device=self.device) % 3 == 0)[:, None]
+            return torch.where(forgets, -50.0, 0.0).expand_as(a).clone()
+        return -self.uniform(0.1, 2.0, heads) * torch.nn.functional.softplus(a - 2.0)
+
+    def _beta(self, live: int, case: Case) -> torch.Tensor:
+        b = self.normal(live, self.problem.num_state_heads)
+        if case == "equal_keys":
+            b = torch.full_like(b, 40.0)
+        return b if self.problem.use_beta_sigmoid else b.sigmoid()
+
+    def _padded(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        rest = torch.full((total - x.shape[0], *x.shape[1:]), torch.nan, device=self.device)
+        return torch.cat([x, rest])
+
+    def states(self, count: int) -> torch.Tensor:
+        state = 0.3 * self.normal(count, *_state_shape(self.problem))
+        return state.to(getattr(torch, self.problem.state_dtype))
+
+    def slots(self, count: int, null_slot: int) -> torch.Tensor:
+        """Distinct live slots, none of them the last slot (which nobody owns) or null."""
+        order = torch.randperm(count + 1, generator=self.generator, device=self.device)
+        return order[:count] + null_slot + 1
+
+    def pool(self, read_slots: torch.Tensor, num_slots: int, gap: int) -> torch.Tensor:
+        """Random states in the slots that are read, NaN everywhere else, between the slots too."""
+        shape = _state_shape(self.problem)
+        inner = shape[0] * shape[1] * shape[2]
+        dtype = getattr(torch, self.problem.state_dtype)
+        buffer = torch.full((max(num_slots, 1), inner + gap), torch.nan, dtype=dtype, device=self.device)
+        pool = buffer[:, :inner].unflatten(1, shape)
+        live = read_slots[read_slots >= 0]
+        pool[live] = self.states(live.shape[0])
+        return pool
+
+
+def _slices_of_one_buffer(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of [L, heads, D] tensors as column ranges of one [L, sum] buffer, as a fused projection gives them."""
+    buffer = torch.cat([part.flatten(1) for part in parts], dim=1)
+    columns = buffer.split([part[0].numel() if len(part) else part.shape[1] * part.shape[2] for part in parts], dim=1)
+    return [column.unflatten(1, part.shape[1:]) for column, part in zip(columns, parts, strict=True)]
+
+
+def _spread(x: torch.Tensor) -> torch.Tensor:
+    """A copy of [L, heads] whose two strides are both larger than they need be."""
+    buffer = torch.full((x.shape[0], x.shape[1] + 3, 2), torch.nan, dtype=x.dtype, device=x.device)
+    view = buffer[:, : x.shape[1], 0]
+    view.copy_(x)
+    return view

@@ -1,0 +1,195 @@
+"""Seeded inputs of the two logits operators, built from a problem: shared by the tests and the autotuner.
+
+Whatever no row may see is NaN: keys outside every range, the rest of a sequence's last page, pages of nobody.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gdn.problems import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class MqaInputs:
+    q: torch.Tensor  # [M, H, D]
+    k: torch.Tensor  # [Nk, kv_heads, D]
+    k_scale: torch.Tensor | None  # [Nk, kv_heads] float32
+    weights: torch.Tensor | None  # [M, H], a column slice of a wider tensor
+    cu_seqlen_ks: torch.Tensor  # [M] int32
+    cu_seqlen_ke: torch.Tensor  # [M] int32
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    q: torch.Tensor  # [B, next_n, H, D]
+    cache: torch.Tensor  # as gdn.paged_mqa_logits takes it, 4 dims
+    weights: torch.Tensor | None  # [B * next_n, H]
+    context_lens: torch.Tensor  # [B] or [B, next_n] int32
+    block_tables: torch.Tensor  # [B, max_pages] int32, behind a sequence's last page the number of a poisoned page
+    max_context_len: int
+    page_size: int
+    rows: torch.Tensor  # [B, longest, kv_heads, D]: what the pages hold, in key order
+    row_scales: torch.Tensor | None  # [B, longest, kv_heads] float32
+
+
+def _randn(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _to_fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448.0, 448.0).to(FP8)
+
+
+def _queries(problem: LogitsProblem, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """[rows, H, D] in the problem's dtype; scaled FP8 spans e4m3's range, as quantised queries do."""
+    q = _randn((rows, problem.num_heads, problem.head_dim), generator)
+    if problem.dtype != "float8_e4m3fn":
+        return q.to(getattr(torch, problem.dtype))
+    return _to_fp8(q * 112.0 if problem.has_k_scale else q)
+
+
+def _keys(problem: LogitsProblem, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[rows, kv_heads, D] and, where the problem has them, scales [rows, kv_heads] over some octaves."""
+    k = _randn((rows, problem.num_kv_heads, problem.head_dim), generator)
+    if problem.dtype != "float8_e4m3fn":
+        return k.to(getattr(torch, problem.dtype)), None
+    if not problem.has_k_scale:
+        return _to_fp8(k), None
+    scale = torch.exp(_randn((rows, problem.num_kv_heads), generator)) / 112.0
+    return _to_fp8(k * 112.0), scale
+
+
+def _weights(problem: LogitsProblem, rows: int, generator: torch.Generator) -> torch.Tensor | None:
+    if problem.weights_dtype is None:
+        return None
+    factor = 1.0 / 112.0 if problem.has_k_scale else 1.0
+    wide = _randn((rows, problem.num_heads + 8), generator) * factor
+    return wide.to(getattr(torch, problem.weights_dtype))[:, 8:]
+
+
+def key_ranges(kind: str, num_queries: int, num_keys: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """cu_seqlen_ks and cu_seqlen_ke [M] int32.
+
+    causal: [0, Nk - M + i + 1), the end of one prefill. full: every key. random: any sub-range of the middle half.
+    sequences: several packed sequences, causal in each. hard: random ranges among empty, full, ks > ke, ke > Nk, ks < 0.
+    """
+    device = generator.device
+    row = torch.arange(num_queries, device=device)
+    if kind == "full":
+        start, end = torch.zeros_like(row), torch.full_like(row, num_keys)
+    elif kind == "causal":
+        start, end = torch.zeros_like(row), (num_keys - num_queries + row + 1).clamp(0, num_keys)
+    elif kind in ("random", "hard"):
+        low, high = (num_keys // 4, 3 * num_keys // 4) if kind == "random" else (0, num_keys)
+        pair = torch.randint(low, max(low, high) + 1, (2, num_queries), generator=generator, device=device)
+        start, end = pair.min(dim=0).values, pair.max(dim=0).values
+        if kind == "hard":
+            case = row % 7
+            middle = num_keys // 2
+            start = start.where(case != 0, torch.full_like(row, middle))  # empty: ks == ke
+            end = end.where(case != 0, torch.full_like(row, middle))
+            start = start.where(case != 1, torch.zeros_like(row))  # everything
+            end = end.where(case != 1, torch.full_like(row, num_keys))
+            start = start.where(case != 2, torch.full_like(row, num_keys))  # ks > ke
+            end = end.where(case != 2, torch.full_like(row, num_keys // 3))
+            end = end.where(case != 3, torch.full_like(row, num_keys + 1000))  # ke > Nk
+            start = start.where(case != 4, torch.full_like(row, -5))  # ks < 0
+    elif kind == "sequences":
+        count = max(1, min(4, num_queries))
+        sequence = row * count // max(1, num_queries)
+        first_row = (sequence * num_queries + count - 1) // count
+        start = sequence * num_keys // count
+        end = torch.minimum(start + (row - first_row + 1) * (num_keys // count) * count // max(1, num_queries), (sequence + 1) * num_keys // count)
+    else:
+        raise ValueError(f"kind: expected causal, full, random, sequences or hard, got {kind!r}")
+    return start.to(torch.int32), end.to(torch.int32)
+
+
+def make_mqa_inputs(
+    problem: MqaLogitsProblem, device: torch.device | str = "cpu", seed: int = 0, ranges: str = "causal", poison: bool = True
+) -> MqaInputs:
+    """Inputs of `gdn.mqa_logits` for one problem; with `poison`, keys that no row sees (and their scales) are NaN."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    q = _queries(problem, problem.num_queries, generator)
+    k, k_scale = _keys(problem, problem.num_keys, generator)
+    weights = _weights(problem, problem.num_queries, generator)
+    starts, ends = key_ranges(ranges, problem.num_queries, problem.num_keys, generator)
+    if poison and problem.num_keys:
+        # +1 at each start, -1 at each end: keys where the running sum is 0 lie in no range.
+        low = starts.long().clamp(0, problem.num_keys)
+        high = torch.maximum(ends.long().clamp(0, problem.num_keys), low)
+        edges = torch.zeros(problem.num_keys + 1, dtype=torch.int64, device=device)
+        ones = torch.ones_like(low)
+        edges.index_add_(0, low, ones).index_add_(0, high, -ones)
+        unseen = edges.cumsum(0)[: problem.num_keys] == 0
+        k.view(torch.uint8)[unseen] = 0xFF
+        if k_scale is not None:
+            k_scale[unseen] = torch.nan
+    return MqaInputs(q, k, k_scale, weights, starts, ends)
+
+
+def make_paged_inputs(
+    problem: PagedMqaLogitsProblem,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    page_pad_bytes: int = 0,
+    spare_pages: int = 3,
+) -> PagedInputs:
+    """Inputs of `gdn.paged_mqa_logits` for one problem.
+
+    lengths: per sequence, or with per_draft_lengths per sequence and draft; None = all max_context_len. The cache holds
+    pages for max_context_len keys of every sequence, so a graph may be replayed with other lengths; keys beyond the
+    longest draft of a sequence are NaN. page_pad_bytes: bytes between pages, a multiple of 16. Pages lie shuffled.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    batch, next_n, page_size = problem.batch, problem.next_n, problem.page_size
+    kv_heads, dim, longest = problem.num_kv_heads, problem.head_dim, problem.max_context_len
+    if lengths is None:
+        lengths = [[longest] * next_n] * batch if problem.per_draft_lengths else [longest] * batch
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = _queries(problem, batch * next_n, generator).view(batch, next_n, problem.num_heads, dim)
+    weights = _weights(problem, batch * next_n, generator)
+    flat_rows, flat_scales = _keys(problem, batch * longest, generator)
+    rows = flat_rows.view(batch, longest, kv_heads, dim)
+    row_scales = flat_scales.view(batch, longest, kv_heads) if flat_scales is not None else None
+
+    pages_each = -(-longest // page_size)
+    used = batch * pages_each
+    value_bytes = page_size * kv_heads * dim * rows.element_size()
+    page_bytes = value_bytes + (page_size * kv_heads * 4 if problem.has_k_scale else 0)
+    stride = page_bytes + page_pad_bytes
+    storage = torch.full((used + spare_pages, stride), 0xFF, dtype=torch.uint8, device=device)  # 0xFF.. is NaN in every dtype
+    order = torch.randperm(used + spare_pages, generator=generator, device=device)[:used].view(batch, pages_each)
+    guard = torch.ones(used + spare_pages, dtype=torch.bool, device=device).index_fill_(0, order.flatten(), False)
+    guard_page = int(guard.nonzero()[0]) if spare_pages else 0
+    block_tables = torch.full((batch, pages_each + 2), guard_page, dtype=torch.int32, device=device)[:, : pages_each + 1]
+    for sequence in range(batch):
+        visible = int(context_lens[sequence].max()) if batch else 0
+        visible = min(max(visible, 0), longest)
+        pages = -(-visible // page_size)
+        if pages == 0:
+            continue
+        own = order[sequence, :pages]
+        block_tables[sequence, :pages] = own.to(torch.int32)
+        content = torch.full((pages, page_bytes), 0xFF, dtype=torch.uint8, device=device)
+        values = torch.full((pages * page_size, value_bytes // page_size), 0xFF, dtype=torch.uint8, device=device)
+        values[:visible] = rows[sequence, :visible].view(torch.uint8).reshape(visible, value_bytes // page_size)
+        content[:, :value_bytes] = values.view(pages, value_bytes)
+        if row_scales is not None:
+            scales = torch.full((pages * page_size, kv_heads), torch.nan, device=device)
+            scales[:visible] = row_scales[sequence, :visible]
+            content[:, value_bytes:] = scales.view(pages, page_size * kv_heads).view(torch.uint8)
+        storage[own, :page_bytes] = content
+    if problem.has_k_scale:
+        row = dim + 4
+        cache = storage.as_strided((used + spare_pages, page_size, kv_heads, row), (stride, kv_heads * row, row, 1))
+    else:
+        typed = storage.view(rows.dtype)
+        unit = stride // rows.element_size()
+        cache = typed.as_strided((used + spare_pages, page_size, kv_heads, dim), (unit, kv_heads * dim, dim, 1))
+    return PagedInputs(q, cache, weights, context_lens, block_tables, longest, page_size, rows, row_scales)

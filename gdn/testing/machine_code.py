@@ -1,0 +1,217 @@
+"""What a compiled kernel costs and uses, read from the machine code inside the shared library that `compile` returns.
+
+Both DSLs embed their cubins uncompressed, so a scan for CUDA ELF headers finds them without any CUDA library. Every
+figure comes from the cubin's own attributes or from nvdisasm's text; one that is missing raises. Dynamic shared memory
+is a launch argument and stands in no cubin: `static_shared_bytes` is what the code itself declares.
+"""
+
+import importlib.metadata
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_MACHINE_CUDA = 190  # e_machine of a cubin
+_SECTION_WITHOUT_BYTES = 8  # SHT_NOBITS
+_RESERVED_SHARED_BYTES = 1024  # SM90 keeps the first KiB of a block's shared memory; .nv.shared counts it
+
+# Attribute codes of .nv.info: one 4-byte header (format, code, size or value), then the value where the format is 4.
+_FORMAT_SIZED = 4
+_ATTRIBUTE_MAX_THREADS = 0x05
+_ATTRIBUTE_REQUIRED_THREADS = 0x10
+_ATTRIBUTE_FRAME_SIZE = 0x11
+_ATTRIBUTE_REGISTERS = 0x2F
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+
+
+class MachineCodeError(RuntimeError):
+    """The library holds no cubin, or a figure cannot be read from it."""
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """One kernel function of a cubin."""
+
+    name: str
+    target: str  # "sm_90a"
+    registers: int  # 32-bit registers a thread at launch
+    max_threads: int  # threads of a block the code was compiled for
+    stack_bytes: int  # frame of one thread in local memory
+    static_shared_bytes: int
+    instructions: Counter[str]  # full opcode ("LDG.E.128.CONSTANT") -> occurrences
+
+    def count(self, pattern: str) -> int:
+        """Instructions of a mnemonic and, after dots, modifiers in any place: "LDG.128" counts "LDG.E.128.CONSTANT"."""
+        mnemonic, *modifiers = pattern.split(".")
+        total = 0
+        for opcode, occurrences in self.instructions.items():
+            head, *parts = opcode.split(".")
+            if head == mnemonic and all(modifier in parts for modifier in modifiers):
+                total += occurrences
+        return total
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of local memory: spilled registers, or arrays that did not fit into registers."""
+        return self.count("LDL") + self.count("STL")
+
+
+@dataclass(frozen=True)
+class _Section:
+    name: str
+    kind: int
+    offset: int
+    size: int
+    link: int
+
+
+class _Cubin:
+    """The ELF sections of one cubin at `start` of a larger file."""
+
+    def __init__(self, file: bytes, start: int) -> None:
+        program_offset, section_offset = struct.unpack_from("<QQ", file, start + 32)
+        program_size, program_count, section_size, section_count, names_index = struct.unpack_from("<HHHHH", file, start + 54)
+        starts = range(start + section_offset, start + section_offset + section_count * section_size, section_size)
+        headers = [struct.unpack_from("<IIQQQQIIQQ", file, at) for at in starts]
+        end = max(section_offset + section_size * section_count, program_offset + program_size * program_count)
+        end = max([end, *(header[4] + header[5] for header in headers if header[1] != _SECTION_WITHOUT_BYTES)])
+        if start + end > len(file):
+            raise MachineCodeError(f"cubin at byte {start} is cut off: needs {end} bytes, has {len(file) - start}")
+        self.bytes = file[start : start + end]
+        names = headers[names_index][4]
+        self.sections = [
+            _Section(self._text(names + header[0]), header[1], header[4], header[5], header[6]) for header in headers
+        ]
+
+    def _text(self, offset: int) -> str:
+        return self.bytes[offset : self.bytes.index(b"\0", offset)].decode()
+
+    def find(self, name: str) -> _Section | None:
+        return next((section for section in self.sections if section.name == name), None)
+
+    def section(self, name: str) -> _Section:
+        found = self.find(name)
+        if found is None:
+            raise MachineCodeError(f"cubin has no section {name}")
+        return found
+
+    def kernels(self) -> list[str]:
+        return [section.name.removeprefix(".text.") for section in self.sections if section.name.startswith(".text.")]
+
+    def symbols(self) -> list[str]:
+        table = self.section(".symtab")
+        strings = self.sections[table.link]
+        offsets = [struct.unpack_from("<I", self.bytes, table.offset + at)[0] for at in range(0, table.size, 24)]
+        return [self._text(strings.offset + offset) for offset in offsets]
+
+    def attributes(self, section_name: str) -> Iterator[tuple[int, bytes]]:
+        """(code, value) of an .nv.info section; entries whose value sits in the header are skipped, none is needed."""
+        section = self.section(section_name)
+        at, end = section.offset, section.offset + section.size
+        while at < end:
+            form, code, size = struct.unpack_from("<BBH", self.bytes, at)
+            at += 4
+            if form == _FORMAT_SIZED:
+                yield code, self.bytes[at : at + size]
+                at += size
+
+    def per_kernel(self, code: int) -> dict[str, int]:
+        """Kernel name -> value of an attribute that .nv.info keeps as (symbol, value) pairs."""
+        symbols = self.symbols()
+        pairs = (struct.unpack("<II", value) for found, value in self.attributes(".nv.info") if found == code)
+        return {symbols[symbol]: value for symbol, value in pairs}
+
+
+def _cubins(library: bytes) -> Iterator[_Cubin]:
+    at = library.find(b"\x7fELF")
+    while at >= 0:
+        if len(library) >= at + 64 and struct.unpack_from("<H", library, at + 18)[0] == _MACHINE_CUDA:
+            yield _Cubin(library, at)
+        at = library.find(b"\x7fELF", at + 4)
+
+
+@cache
+def nvdisasm() -> Path:
+    """The disassembler: from the wheel nvidia-cuda-nvdisasm, else from PATH."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvdisasm":
+            return Path(str(file.locate()))
+    found = shutil.which("nvdisasm")
+    if found is None:
+        raise MachineCodeError("nvdisasm not found: install nvidia-cuda-nvdisasm, or put CUDA's nvdisasm on PATH")
+    return Path(found)
+
+
+def _disassemble(cubin: _Cubin) -> tuple[str, dict[str, Counter[str]]]:
+    """The target and the opcodes of each kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin.bytes)
+        file.flush()
+        done = subprocess.run([str(nvdisasm()), "-c", file.name], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MachineCodeError(f"nvdisasm failed: {done.stderr.strip()}")
+    target = re.search(r"^\s*\.target\s+(\w+)", done.stdout, re.MULTILINE)
+    if target is None:
+        raise MachineCodeError("nvdisasm names no target")
+    opcodes: dict[str, Counter[str]] = {}
+    current: Counter[str] = Counter()
+    for line in done.stdout.splitlines():
+        if line.startswith("\t.section\t.text."):
+            name = line.split()[1].split(",")[0].removeprefix(".text.").strip('"')
+            current = opcodes.setdefault(name, Counter())
+        elif (instruction := _INSTRUCTION.match(line)) is not None:
+            current[instruction[1]] += 1
+    return target[1], opcodes
+
+
+def _max_threads(cubin: _Cubin, kernel: str) -> int:
+    for code, value in cubin.attributes(f".nv.info.{kernel}"):
+        if code in (_ATTRIBUTE_MAX_THREADS, _ATTRIBUTE_REQUIRED_THREADS):
+            x, y, z = struct.unpack_from("<III", value)
+            return int(x * y * z)
+    raise MachineCodeError(f"{kernel}: the cubin states no maximum of threads")
+
+
+def _required(kernel: str, what: str, figures: dict[str, int]) -> int:
+    if kernel not in figures:
+        raise MachineCodeError(f"{kernel}: the cubin states no {what}")
+    return figures[kernel]
+
+
+def kernels(library: bytes) -> list[MachineCode]:
+    """Every kernel function in the cubins of a shared library, in file order; at least one."""
+    found: list[MachineCode] = []
+    for cubin in _cubins(library):
+        registers = cubin.per_kernel(_ATTRIBUTE_REGISTERS)
+        frames = cubin.per_kernel(_ATTRIBUTE_FRAME_SIZE)
+        target, opcodes = _disassemble(cubin)
+        for name in cubin.kernels():
+            if not opcodes.get(name):
+                raise MachineCodeError(f"{name}: nvdisasm shows no instruction")
+            shared = cubin.find(f".nv.shared.{name}")
+            found.append(
+                MachineCode(
+                    name=name,
+                    target=target,
+                    registers=_required(name, "register count", registers),
+                    max_threads=_max_threads(cubin, name),
+                    stack_bytes=_required(name, "stack frame", frames),
+                    # A kernel without static shared memory has no such section.
+                    static_shared_bytes=max(0, shared.size - _RESERVED_SHARED_BYTES) if shared is not None else 0,
+                    instructions=opcodes[name],
+                )
+            )
+    if not found:
+        raise MachineCodeError("the library holds no cubin")
+    return found

@@ -1,0 +1,169 @@
+"""The exact answer: the token recurrence in float64, written without anything of gdn.reference.
+
+Takes a call of either delta-rule operator and returns what every tensor must hold afterwards; no argument is modified.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class DeltaRuleResult:
+    """o [B, T, HS, V] float64, zero in rows that no live sequence owns; state: see oracle_delta_rule."""
+
+    o: Tensor
+    state: Tensor | None
+    offsets: list[int]  # [N + 1]: token ranges in o.flatten(0, 1)
+    live: list[bool]  # [N]: False = padding or empty
+    written_slots: set[int]  # rows of the pool that the call may change
+
+
+def oracle_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    parent_token: Tensor | None = None,
+    disable_state_update: bool = False,
+    null_slot: int = -1,
+    **ignored: Any,
+) -> DeltaRuleResult:
+    """Either operator's arguments by name (those without an effect on values are ignored).
+
+    With indices (1-D or 2-D, under either name) the result's state is the pool afterwards in float64, its untouched rows
+    being the values they had, and `written_slots` says which rows may have changed. Without, it is one final state per
+    sequence [N, HS, ...]. Stored states are exact here: the caller allows for the rounding of a bfloat16 pool.
+    """
+    indices = ssm_state_indices if state_indices is None else state_indices
+    f64 = torch.float64
+    batch, length, _, k_dim = q.shape
+    v_dim = v.shape[-1]
+    heads = max(q.shape[2], v.shape[2])
+    factor = k_dim**-0.5 if scale is None else scale
+
+    def flat(x: Tensor) -> Tensor:
+        """[B, T, heads, D] -> [B * T, HS, D] in float64, heads shared by their groups."""
+        x = x.to(f64).reshape(batch * length, x.shape[2], x.shape[3])
+        source = torch.arange(heads, device=x.device) // (heads // x.shape[1])
+        return x[:, source]
+
+    qs, ks, vs = flat(q), flat(k), flat(v)
+    if use_qk_l2norm_in_kernel:
+        qs = qs / torch.sqrt((qs * qs).sum(-1, keepdim=True) + 1e-6)
+        ks = ks / torch.sqrt((ks * ks).sum(-1, keepdim=True) + 1e-6)
+    qs = qs * factor
+
+    alpha = torch.ones(batch * length, heads, dtype=f64, device=q.device)
+    if g is not None:
+        log_decay = g.to(f64).reshape(batch * length, heads)
+        if use_gate_in_kernel:
+            assert A_log is not None
+            a = log_decay + (0.0 if dt_bias is None else dt_bias.to(f64))
+            log_decay = -torch.exp(A_log.to(f64)) * torch.where(a > 20, a, torch.log1p(torch.exp(a.clamp(max=20))))
+        alpha = torch.exp(log_decay)
+    b = torch.ones_like(alpha)
+    if beta is not None:
+        b = beta.to(f64).reshape(batch * length, heads)
+        if use_beta_sigmoid_in_kernel:
+            b = 1 / (1 + torch.exp(-b))
+
+    if cu_seqlens is None:
+        offsets = [n * length for n in range(batch + 1)]
+    else:
+        offsets = [int(x) for x in cu_seqlens.cpu()]
+    num_sequences = len(offsets) - 1
+
+    def stored(state: Tensor) -> Tensor:
+        return state.transpose(-1, -2) if state_v_first else state
+
+    if indices is not None:
+        assert initial_state is not None
+        result = initial_state.to(f64).clone()
+    else:
+        inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
+        result = torch.zeros(num_sequences, heads, *inner, dtype=f64, device=q.device)
+    source_states = None if initial_state is None else initial_state.to(f64)
+    written: set[int] = set()
+
+    def write(slot: int, state: Tensor) -> None:
+        if slot > null_slot:
+            result[slot] = stored(state)
+            written.add(slot)
+
+    index_rows = None if indices is None else indices.cpu().reshape(indices.shape[0], -1).tolist()
+    target_rows = index_rows
+    if final_state_indices is not None:
+        target_rows = final_state_indices.cpu().reshape(final_state_indices.shape[0], -1).tolist()
+    per_token = indices is not None and indices.dim() == 2
+
+    o = torch.zeros(batch * length, heads, v_dim, dtype=f64, device=q.device)
+    live = []
+    for n in range(num_sequences):
+        first, last = offsets[n], max(offsets[n], offsets[n + 1])
+        column = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
+        is_live = last > first
+        slot = n
+        if index_rows is not None:
+            in_range = 0 <= column < len(index_rows[n])
+            slot = index_rows[n][column] if in_range else null_slot
+            is_live = is_live and slot > null_slot
+        live.append(is_live)
+        starts_from_zero = has_initial_state is not None and not bool(has_initial_state[n])
+        if index_rows is not None and not is_live:
+            continue
+        if source_states is None or starts_from_zero:
+            start = torch.zeros(heads, k_dim, v_dim, dtype=f64, device=q.device)
+        else:
+            start = stored(source_states[slot])
+
+        state, nodes = start, []
+        for t in range(first, last):
+            if parent_token is not None:
+                parent = int(parent_token[t])
+                state = start if parent < 0 else nodes[parent]
+            state = alpha[t, :, None, None] * state
+            u = b[t, :, None] * (vs[t] - torch.einsum("hkv,hk->hv", state, ks[t]))
+            state = state + torch.einsum("hk,hv->hkv", ks[t], u)
+            o[t] = torch.einsum("hkv,hk->hv", state, qs[t])
+            if parent_token is not None:
+                nodes.append(state)
+            done = t - first + 1
+            if per_token and target_rows is not None and not disable_state_update and done <= len(target_rows[n]):
+                write(target_rows[n][done - 1], state)
+            if checkpoint_offsets is not None and checkpoint_slots is not None and done % 64 == 0:
+                for offset, checkpoint in zip(checkpoint_offsets[n].tolist(), checkpoint_slots[n].tolist(), strict=True):
+                    if offset == done:
+                        write(checkpoint, state)
+        if target_rows is None:
+            result[n] = stored(state)
+        elif not per_token and not disable_state_update:
+            write(target_rows[n][0], state)
+    return DeltaRuleResult(o.view(batch, length, heads, v_dim), result, offsets, live, written)
+
+
+def oracle_of(arguments: Mapping[str, Any]) -> DeltaRuleResult:
+    """oracle_delta_rule on a dict as gdn.testing.inputs makes them."""
+    return oracle_delta_rule(**arguments)

@@ -1,0 +1,144 @@
+"""Exact indexer logits in float64, and how far a float32 or bfloat16 result may be from them.
+
+Stated apart from `gdn.reference.logits`: every key is dequantised first, heads are walked one by one, and each row's own
+range is cut out. It takes the same FP8 or bf16 values as the kernel, so that only the kernel's own rounding is measured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from gdn.testing.inputs_logits import MqaInputs, PagedInputs
+
+# Of calc_diff. FP8 tensor-core sums on Hopper keep about 14 bits; a bf16 output keeps 8.
+CALC_DIFF_FLOAT32 = 5e-6
+CALC_DIFF_BFLOAT16 = 3e-5
+# Of |error| / (scale * sum_h |w_h| |q_h| . |k|), element by element: what a single wrong score cannot hide under.
+ELEMENT_FP8 = 2.0**-10
+ELEMENT_BFLOAT16 = 2.0**-16
+
+
+@dataclass(frozen=True)
+class ExactLogits:
+    values: torch.Tensor  # [rows, columns] float64; 0 where nothing is visible
+    magnitude: torch.Tensor  # [rows, columns] float64: the same sum over absolute values
+    visible: torch.Tensor  # [rows, columns] bool
+
+
+def calc_diff(got: torch.Tensor, want: torch.Tensor) -> float:
+    """1 - 2 <x, y> / (|x|^2 + |y|^2) in float64: 0 for equal tensors, about half the squared relative error for close ones."""
+    x, y = got.double(), want.double()
+    energy = float((x * x + y * y).sum())
+    return 0.0 if energy == 0.0 else 1.0 - 2.0 * float((x * y).sum()) / energy
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, scale: float, relu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [m, H, D] and k [n, kv_heads, D] float64 -> exact scores and their magnitudes, [m, n]."""
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    total = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
+    magnitude = torch.zeros_like(total)
+    for head in range(num_heads):
+        key = k[:, head // (num_heads // num_kv_heads)]
+        product = q[:, head] @ key.T
+        if relu:
+            product = torch.where(product > 0, product, torch.zeros_like(product))
+        size = q[:, head].abs() @ key.abs().T
+        if weights is not None:
+            product = product * weights[:, head, None]
+            size = size * weights[:, head, None].abs()
+        total += product
+        magnitude += size
+    return total * scale, magnitude * abs(scale)
+
+
+def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True, max_seqlen_k: int | None = None) -> ExactLogits:
+    """Exact ragged logits, laid out as `gdn.mqa_logits` lays them out."""
+    q = inputs.q.double()
+    k = inputs.k.double()
+    num_rows, num_keys = q.shape[0], k.shape[0]
+    if inputs.k_scale is not None:
+        k = k * inputs.k_scale.double()[..., None]
+    k = k.nan_to_num(0.0)  # poisoned keys lie outside every range
+    weights = inputs.weights.double() if inputs.weights is not None else None
+    columns = num_keys if max_seqlen_k is None else max_seqlen_k
+    values = torch.zeros(num_rows, columns, dtype=torch.float64, device=q.device)
+    magnitude = torch.zeros_like(values)
+    visible = torch.zeros(num_rows, columns, dtype=torch.bool, device=q.device)
+    ranges = list(zip(inputs.cu_seqlen_ks.tolist(), inputs.cu_seqlen_ke.tolist()))
+    block = max(1, 2**24 // max(1, num_keys))
+    for low in range(0, num_rows, block):
+        high = min(low + block, num_rows)
+        part = weights[low:high] if weights is not None else None
+        score, size = _dense(q[low:high], k, part, scale, relu)
+        for row in range(low, high):
+            start, end = max(0, ranges[row][0]), min(num_keys, ranges[row][1])
+            if end <= start:
+                continue
+            first = 0 if max_seqlen_k is not None else start
+            count = min(end - start, columns - first)
+            values[row, first : first + count] = score[row - low, start : start + count]
+            magnitude[row, first : first + count] = size[row - low, start : start + count]
+            visible[row, first : first + count] = True
+    return ExactLogits(values, magnitude, visible)
+
+
+def exact_paged_mqa_logits(inputs: PagedInputs, *, scale: float = 1.0, relu: bool = True) -> ExactLogits:
+    """Exact paged logits from the rows that the generator put into the pages (never read back through the cache)."""
+    batch, next_n = inputs.q.shape[:2]
+    columns = inputs.max_context_len
+    values = torch.zeros(batch * next_n, columns, dtype=torch.float64, device=inputs.q.device)
+    magnitude = torch.zeros_like(values)
+    visible = torch.zeros(batch * next_n, columns, dtype=torch.bool, device=inputs.q.device)
+    lengths = inputs.context_lens.tolist()
+    limit = min(columns, inputs.block_tables.shape[1] * inputs.page_size)
+    for sequence in range(batch):
+        per_draft = lengths[sequence]
+        if isinstance(per_draft, int):
+            per_draft = [per_draft - (next_n - 1) + draft for draft in range(next_n)]
+        per_draft = [min(limit, max(0, length)) for length in per_draft]
+        longest = max(per_draft)
+        if longest == 0:
+            continue
+        k = inputs.rows[sequence, :longest].double()
+        if inputs.row_scales is not None:
+            k = k * inputs.row_scales[sequence, :longest].double()[..., None]
+        rows = slice(sequence * next_n, (sequence + 1) * next_n)
+        weights = inputs.weights[rows].double() if inputs.weights is not None else None
+        score, size = _dense(inputs.q[sequence].double(), k, weights, scale, relu)
+        for draft, length in enumerate(per_draft):
+            row = sequence * next_n + draft
+            values[row, :length] = score[draft, :length]
+            magnitude[row, :length] = size[draft, :length]
+            visible[row, :length] = True
+    return ExactLogits(values, magnitude, visible)
+
+
+def logits_error(got: torch.Tensor, exact: ExactLogits, *, fp8: bool, clean: bool = True) -> str | None:
+    """None where `got` is right, else one sentence: the mask, then calc_diff, then the worst element."""
+    if got.shape != exact.values.shape:
+        return f"shape {list(got.shape)}, expected {list(exact.values.shape)}"
+    if clean:
+        wrong = (got == -torch.inf) == exact.visible
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            return f"{int(wrong.sum())} elements masked wrongly or never written, the first at [{row}, {column}]: {got[row, column].item()}"
+    inside = torch.where(exact.visible, got.double(), exact.values)
+    bad = ~torch.isfinite(inside)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        return f"{int(bad.sum())} visible elements are not finite, the first at [{row}, {column}]: {got[row, column].item()}"
+    narrow = got.dtype == torch.bfloat16
+    diff, allowed = calc_diff(inside, exact.values), CALC_DIFF_BFLOAT16 if narrow else CALC_DIFF_FLOAT32
+    if diff >= allowed:
+        return f"calc_diff {diff:.3e}, allowed {allowed:.0e}"
+    bound = exact.magnitude * (ELEMENT_FP8 if fp8 else ELEMENT_BFLOAT16) + 1e-30
+    if narrow:
+        bound = bound + exact.values.abs() * 2.0**-8
+    excess = (inside - exact.values).abs() / bound
+    if excess.numel() and float(excess.max()) > 1.0:
+        row, column = divmod(int(excess.argmax()), excess.shape[1])
+        want = exact.values[row, column].item()
+        return f"element [{row}, {column}] is {got[row, column].item()}, expected {want}: {float(excess.max()):.1f} times its bound"
+    return None

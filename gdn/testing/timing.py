@@ -1,0 +1,123 @@
+"""Times calls on the current CUDA device, and measures what the device can do in this run.
+
+A call is timed inside a CUDA-graph replay, where the host costs nothing, with several sets of inputs in turn if those
+given fit into the L2 cache. One that cannot be captured (it reads from the device) is timed between events.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+_TARGET_US = 4000.0  # of one replay: event resolution is about a microsecond
+_MOST_CALLS = 400  # in one graph
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this device did in this run; a kernel's floor is computed from these."""
+
+    copy_gbps: float  # bytes read plus bytes written, 1e9 a second
+    bf16_tflops: float  # dense matmul 8192^3
+    fp8_tflops: float
+
+    def floor_us(self, flops: int, num_bytes: int, dtype: str) -> float:
+        """The least time for so much arithmetic on tensor cores and so many bytes through device memory."""
+        tflops = self.fp8_tflops if dtype == "float8_e4m3fn" else self.bf16_tflops
+        return max(num_bytes / self.copy_gbps / 1e3, flops / tflops / 1e6)
+
+
+class Timed:
+    """Calls made ready to be timed again and again: `sample_us` is one replay, per call."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        """calls: the same work on different inputs, run in turn."""
+        self._calls = list(calls)
+        for call in self._calls:  # first calls compile, load and allocate
+            call()
+        torch.cuda.synchronize()
+        estimate = min(_elapsed_us(call) for call in self._calls for _ in range(2))
+        rounds = max(1, min(_MOST_CALLS, round(_TARGET_US / max(estimate, 1.0))) // len(self._calls))
+        self._count = rounds * len(self._calls)
+        self._graph = self._capture(rounds)
+        self.captured = self._graph is not None
+        self.sample_us()
+
+    def _capture(self, rounds: int) -> torch.cuda.CUDAGraph | None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in self._calls:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(rounds):
+                    for call in self._calls:
+                        call()
+        except RuntimeError:  # the call synchronises; capture is over, the device is as before
+            torch.cuda.synchronize()
+            return None
+        return graph
+
+    def _replay(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for index in range(self._count):
+            self._calls[index % len(self._calls)]()
+
+    def sample_us(self) -> float:
+        return _elapsed_us(self._replay) / self._count
+
+
+def _elapsed_us(call: Call) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def time_us(call: Call, *more: Call, samples: int = 11) -> float:
+    """Median time of one call. more: the same work on other inputs, so that none of them stays in the L2 cache."""
+    timed = Timed([call, *more])
+    return statistics.median(timed.sample_us() for _ in range(samples))
+
+
+def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
+    """Median time of each candidate's call, sampled in turn: a clock that drifts hits all of them alike."""
+    timed = [Timed(calls) for calls in candidates]
+    rows = [[one.sample_us() for one in timed] for _ in range(samples)]
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
+    """How many sets of inputs it takes to pass three times the L2 cache: then a call finds none of its own there."""
+    return max(1, min(most, -(-3 * l2_bytes // max(bytes_each, 1))))
+
+
+def measure_limits() -> Limits:
+    """Copy bandwidth and matmul rates of the current device, now. Takes 3 GiB of its memory for a moment."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy_us = time_us(lambda: target.copy_(source))
+    num_bytes = 2 * source.numel()
+    del source, target
+
+    size = 8192
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16, generator=generator)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16, generator=generator)
+    product = torch.empty_like(a)
+    bf16_us = time_us(lambda: torch.mm(a, b, out=product))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device="cuda")
+    fp8_us = time_us(lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16))
+    flops = 2 * size**3
+    return Limits(copy_gbps=num_bytes / copy_us / 1e3, bf16_tflops=flops / bf16_us / 1e6, fp8_tflops=flops / fp8_us / 1e6)

@@ -1,0 +1,493 @@
+"""The ragged logits kernel: keys are the M operand (64 rows a tile), queries x heads the N operand.
+
+A block keeps a tile of queries in shared memory (half of them for each math warpgroup) and streams key tiles past it; both
+warpgroups read the same key tile, in turns, so that one sums over heads while the tensor cores work for the other.
+
+Warps of the first warpgroup: 0 copies (queries once an item, keys through a ring), 1 publishes the item (ranges and weights
+in float32), 2 and 3 write -inf wherever no key of the range stands. Warpgroups 1 and 2 multiply and write the scores.
+
+An item is (query tile, span of key tiles). Items are dealt round robin; warps 0 and 1 derive the same list from the same
+ranges and pass over items that no range touches, the others only see what is published; query row -1 ends the list.
+
+    barrier        arrivals                                            waits
+    queries_full   33: warp 0 once, with the bytes; warp 1, 32 lanes   math warps
+    queries_free    8: one lane of each math warp, item done           warps 0 and 1
+    keys_full       1: warp 0, with the bytes                          math warps
+    keys_free       8: one lane of each math warp, products done       warp 0
+    turn 0 / 1     named, 256 threads: the other warpgroup arrives, this one waits, before it issues a tile
+Both warpgroups meet the same tiles, so the turns alternate strictly; warpgroup 1 hands out the first turn, and warpgroup 0
+takes the last one when the list has ended.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from kernels_cute import _logits_layouts as layouts
+
+KEY_ROWS = 64  # rows of a key tile: M of wgmma
+WARPGROUP = 128
+NUM_THREADS = 3 * WARPGROUP
+MATH_WARPS = 8
+TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free
+FILL_WARP = 2  # first of the two warps that write -inf
+NO_KEY = 2**31 - 1
+END_OF_LIST = -1
+
+
+class RaggedLogits:
+    """Everything here is known at compile time; sizes, strides and the scale arrive at launch."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        fp8: bool,
+        has_k_scale: bool,
+        has_weights: bool,
+        relu: bool,
+        clean: bool,
+        packed: bool,
+        columns: int,
+        query_stages: int,
+        key_stages: int,
+        handoff: int,
+        tiles_per_item: int,
+        num_blocks: int,
+    ):
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
+        self.has_k_scale, self.has_weights = has_k_scale, has_weights
+        self.relu, self.clean, self.packed = relu, clean, packed
+        self.columns = columns
+        self.query_stages, self.key_stages = query_stages, key_stages
+        self.handoff = handoff
+        self.tiles_per_item, self.num_blocks = tiles_per_item, num_blocks
+        self.queries_per_warpgroup = columns // num_heads
+        self.groups = self.queries_per_warpgroup // layouts.QUERIES_PER_GROUP
+        self.queries = 2 * self.queries_per_warpgroup
+        self.query_bytes = 2 * columns * head_dim * self.dtype.width // 8
+        self.key_bytes = KEY_ROWS * head_dim * self.dtype.width // 8
+        self.k_steps = head_dim * self.dtype.width // 256
+        self.math_registers, self.copy_registers = 232, 40
+
+    # ---- host
+
+    @cute.jit
+    def launch(self, q, k, k_scale, weights, starts, ends, out, scale: Float32, stream):
+        mma = cute.make_tiled_mma(self._mma_op())
+        query_smem = layouts.query_layout(self.dtype, self.num_heads, self.head_dim, self.groups, 2 * self.query_stages)
+        key_smem = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
+        num_queries, num_keys = cute.size(q, mode=[0]), cute.size(k, mode=[0])
+        # A descriptor needs an extent of at least one; nothing is loaded where there are no keys.
+        heads, dim = self.num_heads, self.head_dim
+        q_view = cute.make_tensor(
+            q.iterator,
+            cute.make_layout((2, cutlass.max(num_queries, 1), heads // 2, dim), stride=(dim, heads * dim, 2 * dim, 1)),
+        )
+        k_view = cute.make_tensor(
+            k.iterator, cute.make_layout((cutlass.max(num_keys, 1), dim), stride=(dim, 1))
+        )
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        query_box = (2, layouts.QUERIES_PER_GROUP, heads // 2, dim)
+        query_atom, query_tensor = cpasync.make_tiled_tma_atom(
+            copy, q_view, cute.slice_(query_smem, (None, None, None, None, 0, 0)), query_box
+        )
+        key_atom, key_tensor = cpasync.make_tiled_tma_atom(
+            copy, k_view, cute.slice_(key_smem, (None, None, 0)), (KEY_ROWS, dim)
+        )
+        columns = cute.size(out, mode=[1])
+        query_tiles = cute.ceil_div(num_queries, self.queries)
+        # Packed columns count from a row's own first key, so both key tiles and columns must be covered.
+        key_tiles = cute.ceil_div(cutlass.max(num_keys, columns), KEY_ROWS)
+        # Enough items for an even deal, none so small that loading its queries shows.
+        wanted = query_tiles * key_tiles // (self.num_blocks * 8)
+        item_tiles = cutlass.max(cutlass.min(wanted, self.tiles_per_item), cutlass.min(4, self.tiles_per_item))
+        num_items = query_tiles * cute.ceil_div(key_tiles, item_tiles)
+        self.kernel(
+            query_atom, query_tensor, key_atom, key_tensor, k_scale, weights, starts, ends, out, scale, mma,
+            num_keys, query_tiles, item_tiles, num_items,
+        ).launch(
+            grid=(cutlass.max(cutlass.min(num_items, self.num_blocks), 1), 1, 1),
+            block=(NUM_THREADS, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def _mma_op(self):
+        k_major = OperandMajorMode.K
+        source = warpgroup.OperandSource.SMEM
+        if self.dtype is cutlass.BFloat16:
+            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, self.columns, 16), source, k_major, k_major)
+        return warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, (KEY_ROWS, self.columns, 32), source, k_major, k_major)
+
+    def storage_type(self):
+        query_elements = 2 * self.columns * self.head_dim * self.query_stages
+        key_elements = KEY_ROWS * self.head_dim * self.key_stages
+        slots = self.queries * self.query_stages
+
+        @cute.struct
+        class Storage:
+            queries_full: cute.struct.MemRange[Int64, self.query_stages]
+            queries_free: cute.struct.MemRange[Int64, self.query_stages]
+            keys_full: cute.struct.MemRange[Int64, self.key_stages]
+            keys_free: cute.struct.MemRange[Int64, self.key_stages]
+            items: cute.struct.MemRange[Int32, 4 * self.query_stages]
+            starts: cute.struct.MemRange[Int32, slots]
+            ends: cute.struct.MemRange[Int32, slots]
+            weights: cute.struct.Align[cute.struct.MemRange[Float32, slots * self.num_heads], 16]
+            queries: cute.struct.Align[cute.struct.MemRange[self.dtype, query_elements], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[self.dtype, key_elements], 1024]
+
+        return Storage
+
+    # ---- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        query_atom: cute.CopyAtom,
+        query_tensor: cute.Tensor,
+        key_atom: cute.CopyAtom,
+        key_tensor: cute.Tensor,
+        k_scale,
+        weights,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        mma: cute.TiledMma,
+        num_keys: Int32,
+        query_tiles: Int32,
+        item_tiles: Int32,
+        num_items: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
+        if warp == 0:
+            cpasync.prefetch_descriptor(query_atom)
+            cpasync.prefetch_descriptor(key_atom)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.query_stages):
+                    cute.arch.mbarrier_init(storage.queries_full.data_ptr() + stage, 33)
+                    cute.arch.mbarrier_init(storage.queries_free.data_ptr() + stage, MATH_WARPS)
+                for stage in cutlass.range_constexpr(self.key_stages):
+                    cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(storage.keys_free.data_ptr() + stage, MATH_WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.copy_registers)
+            if warp == 0:
+                self.copy_warp(
+                    storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys,
+                    query_tiles, item_tiles, num_items,
+                )  # fmt: skip
+            if warp == 1:
+                self.publish_warp(storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items)
+            if cutlass.const_expr(self.clean):
+                if warp >= FILL_WARP:
+                    self.fill_warp(
+                        starts, ends, out, num_keys, query_tiles, item_tiles, num_items, warp - FILL_WARP
+                    )
+        else:
+            cute.arch.setmaxregister_increase(self.math_registers)
+            self.math_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
+
+    @cute.jit
+    def row_range(self, starts, ends, row, num_queries, num_keys, num_columns):
+        """A query's keys as (first, end), (0, 0) where it sees none or there is no such row."""
+        first, end = Int32(0), Int32(0)
+        if row < num_queries:
+            first = cutlass.max(starts[row], 0)
+            end = cutlass.min(ends[row], num_keys)
+            if cutlass.const_expr(not self.packed):
+                end = cutlass.min(end, num_columns)
+            if first >= end:
+                first, end = Int32(0), Int32(0)
+            if cutlass.const_expr(self.packed):
+                end = first + cutlass.min(end - first, num_columns)
+        return first, end
+
+    @cute.jit
+    def item_span(self, starts, ends, row0, span, item_tiles, num_queries, num_keys, num_columns):
+        """Key tiles [first, end) of an item that some query of the tile sees; the whole warp takes part."""
+        lane = cute.arch.lane_idx()
+        low, high = Int32(NO_KEY), Int32(0)
+        for block in cutlass.range_constexpr((self.queries + 31) // 32):
+            local = lane + 32 * block
+            if local < self.queries:
+                first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
+                if first < end:
+                    low = cutlass.min(low, first)
+                    high = cutlass.max(high, end)
+        low = cute.arch.warp_redux_sync(low, "min")
+        high = cute.arch.warp_redux_sync(high, "max")
+        tile_first = cutlass.max(low // KEY_ROWS, span * item_tiles)
+        tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span * item_tiles + item_tiles)
+        return tile_first, tile_end
+
+    @cute.jit
+    def copy_warp(
+        self, storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys, query_tiles,
+        item_tiles, num_items,
+    ):  # fmt: skip
+        num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
+        query_layout = layouts.query_layout(self.dtype, self.num_heads, self.head_dim, self.groups, 2 * self.query_stages)
+        key_layout = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
+        s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
+        s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
+        query_box = (2, layouts.QUERIES_PER_GROUP, self.num_heads // 2, self.head_dim)
+        g_queries = cute.local_tile(query_tensor, query_box, (0, None, 0, 0))
+        g_keys = cute.local_tile(key_tensor, (KEY_ROWS, self.head_dim), (None, 0))
+        single = cute.make_layout(1)
+        to_queries, from_queries = cpasync.tma_partition(
+            query_atom, 0, single, cute.group_modes(s_queries, 0, 4), cute.group_modes(g_queries, 0, 4)
+        )
+        to_keys, from_keys = cpasync.tma_partition(
+            key_atom, 0, single, cute.group_modes(s_keys, 0, 2), cute.group_modes(g_keys, 0, 2)
+        )
+        queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
+        keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
+
+        stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, num_items, blocks, unroll=1):
+            row0 = (item % query_tiles) * self.queries
+            tile_first, tile_end = self.item_span(
+                starts, ends, row0, item // query_tiles, item_tiles, num_queries, num_keys, num_columns
+            )
+            if tile_first < tile_end:
+                cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
+                for half in cutlass.range_constexpr(2):
+                    for group in cutlass.range(self.groups, unroll=1):
+                        box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
+                        cute.copy(
+                            query_atom,
+                            from_queries[None, box],
+                            to_queries[None, group, stage * 2 + half],
+                            tma_bar_ptr=queries_full + stage,
+                        )
+                stage, parity = self.advance(stage, parity, self.query_stages)
+                for tile in cutlass.range(tile_first, tile_end, unroll=1):
+                    cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
+                    cute.copy(key_atom, from_keys[None, tile], to_keys[None, key_stage], tma_bar_ptr=keys_full + key_stage)
+                    key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+        # The end mark carries no bytes: only the arrival that queries_full counts.
+        cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(queries_full + stage)
+
+    @cute.jit
+    def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items):
+        num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
+        lane = cute.arch.lane_idx()
+        slots = self.queries * self.query_stages
+        s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
+        s_starts, s_ends = storage.starts.get_tensor(cute.make_layout(slots)), storage.ends.get_tensor(cute.make_layout(slots))
+        s_weights = storage.weights.get_tensor(cute.make_layout(slots * self.num_heads))
+        queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
+
+        stage, parity = Int32(0), Int32(0)
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, num_items, blocks, unroll=1):
+            row0 = (item % query_tiles) * self.queries
+            tile_first, tile_end = self.item_span(
+                starts, ends, row0, item // query_tiles, item_tiles, num_queries, num_keys, num_columns
+            )
+            if tile_first < tile_end:
+                cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+                if lane == 0:
+                    s_items[4 * stage] = row0
+                    s_items[4 * stage + 1] = tile_first
+                    s_items[4 * stage + 2] = tile_end
+                slot = stage * self.queries
+                for part in cutlass.range_constexpr((self.queries + 31) // 32):
+                    local = lane + 32 * part
+                    if local < self.queries:
+                        first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
+                        s_starts[slot + local] = first
+                        s_ends[slot + local] = end
+                if cutlass.const_expr(self.has_weights):
+                    for part in cutlass.range(self.queries * self.num_heads // 32, unroll=8):
+                        local = lane + 32 * part
+                        row = row0 + local // self.num_heads
+                        weight = Float32(0.0)
+                        if row < num_queries:
+                            offset = Int64(row) * weights.stride[0] + local % self.num_heads
+                            weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
+                        s_weights[slot * self.num_heads + local] = weight
+                cute.arch.mbarrier_arrive(queries_full + stage)
+                stage, parity = self.advance(stage, parity, self.query_stages)
+        cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+        if lane == 0:
+            s_items[4 * stage] = Int32(END_OF_LIST)
+        cute.arch.mbarrier_arrive(queries_full + stage)
+
+    @cute.jit
+    def fill_warp(self, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, half):
+        """-inf in the columns of an item that lie outside a row's range; two warps share the rows."""
+        num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, num_items, blocks, unroll=1):
+            row0 = (item % query_tiles) * self.queries
+            column0 = item // query_tiles * item_tiles * KEY_ROWS
+            column1 = cutlass.min(column0 + item_tiles * KEY_ROWS, num_columns)
+            for part in cutlass.range_constexpr((self.queries + 31) // 32):
+                part_rows = cutlass.const_expr(min(32, self.queries - 32 * part))
+                # One load a lane; the rows' ranges are then handed round.
+                lane_first, lane_end = self.row_range(
+                    starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns
+                )
+                for step in cutlass.range(part_rows // 2, unroll=1):
+                    local = 2 * step + half
+                    first = cute.arch.shuffle_sync(lane_first, local)
+                    end = cute.arch.shuffle_sync(lane_end, local)
+                    row = row0 + 32 * part + local
+                    if row < num_queries:
+                        line = out.iterator + Int64(row) * out.stride[0]
+                        if cutlass.const_expr(self.packed):
+                            self.fill(line, out.element_type, cutlass.max(end - first, column0), column1, lane)
+                        else:
+                            self.fill(line, out.element_type, column0, cutlass.min(first, column1), lane)
+                            self.fill(line, out.element_type, cutlass.max(end, column0), column1, lane)
+
+    @cute.jit
+    def fill(self, line, element_type: cutlass.Constexpr, first, end, lane):
+        for column in cutlass.range(first + lane, end, 32, unroll=4):
+            cute.make_tensor(line + column, cute.make_layout(1))[0] = element_type(-Float32.inf)
+
+    @cute.jit
+    def math_warpgroup(self, storage, k_scale, out, scale, mma, half, warp):
+        lane = cute.arch.lane_idx()
+        slots = self.queries * self.query_stages
+        query_layout = layouts.operand_layout(self.dtype, self.columns, self.head_dim, 2 * self.query_stages)
+        key_layout = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
+        s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
+        s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
+        s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
+        s_starts, s_ends = storage.starts.get_tensor(cute.make_layout(slots)), storage.ends.get_tensor(cute.make_layout(slots))
+        s_weights = storage.weights.get_tensor(cute.make_layout(slots * self.num_heads))
+        queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
+        keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
+
+        thread_mma = mma.get_slice(0)
+        keys_operand = mma.make_fragment_A(thread_mma.partition_A(s_keys))
+        queries_operand = mma.make_fragment_B(thread_mma.partition_B(s_queries))
+        products = cute.make_rmem_tensor(thread_mma.partition_shape_C((KEY_ROWS, self.columns)), Float32)
+        held = cute.make_rmem_tensor(cute.make_layout(self.columns // 4), Float32)  # weights of this lane's queries
+
+        num_keys = cute.size(k_scale, mode=[0])
+        if cutlass.const_expr(self.has_k_scale):
+            key_scales = cute.make_tensor(k_scale.iterator, cute.make_layout(num_keys))
+        key_lane = 16 * warp + lane // 4  # this lane's first key row in a tile; its second is 8 further
+        query_lane = half * self.queries_per_warpgroup + lane % 4
+        if half == 1:
+            self.pass_turn(0)
+
+        stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(queries_full + stage, parity)
+        row0 = s_items[4 * stage]
+        while row0 >= 0:
+            tile_first, tile_end = s_items[4 * stage + 1], s_items[4 * stage + 2]
+            slot = stage * self.queries + query_lane
+            if cutlass.const_expr(self.has_weights):
+                for group in cutlass.range_constexpr(self.groups):
+                    for head in cutlass.range_constexpr(self.num_heads):
+                        held[group * self.num_heads + head] = s_weights[(slot + 4 * group) * self.num_heads + head]
+            for tile in cutlass.range(tile_first, tile_end, unroll=1):
+                key = tile * KEY_ROWS + key_lane
+                # Read here, the scales arrive while the turn is awaited.
+                factor = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+                for side in cutlass.range_constexpr(2):
+                    factor[side] = scale
+                    if cutlass.const_expr(self.has_k_scale):
+                        if key + 8 * side < num_keys:
+                            factor[side] = scale * key_scales[key + 8 * side]
+                cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
+                cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
+                warpgroup.fence()
+                for step in cutlass.range_constexpr(self.k_steps):
+                    mma.set(warpgroup.Field.ACCUMULATE, step != 0)
+                    cute.gemm(
+                        mma,
+                        products,
+                        keys_operand[None, None, step, key_stage],
+                        queries_operand[None, None, step, stage * 2 + half],
+                        products,
+                    )
+                    warpgroup.commit_group()
+                # While the last products are still on their way the other warpgroup may queue its own behind them.
+                warpgroup.wait_group(self.handoff)
+                self.pass_turn(1 - half)
+                warpgroup.wait_group(0)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(keys_free + key_stage)
+                key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                for group in cutlass.range_constexpr(self.groups):
+                    sums = self.head_sums(products, held, group)
+                    self.store(
+                        out, row0 + query_lane + 4 * group, key, s_starts[slot + 4 * group], s_ends[slot + 4 * group],
+                        sums[0] * factor[0], sums[1] * factor[1],
+                    )  # fmt: skip
+            cute.arch.sync_warp()  # the other lanes' reads of ranges and weights come before the release
+            if lane == 0:
+                cute.arch.mbarrier_arrive(queries_free + stage)
+            stage, parity = self.advance(stage, parity, self.query_stages)
+            cute.arch.mbarrier_wait(queries_full + stage, parity)
+            row0 = s_items[4 * stage]
+        if half == 0:
+            cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def head_sums(self, products, held, group: cutlass.Constexpr):
+        """The two keys' sums over heads of one query. Even and odd heads run as chains of their own."""
+        parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
+        parts.fill(0.0)
+        for pair in cutlass.range_constexpr(self.num_heads // 2):
+            for side in cutlass.range_constexpr(2):
+                for odd in cutlass.range_constexpr(2):
+                    value = products[odd + 2 * side + 4 * (group * (self.num_heads // 2) + pair)]
+                    if cutlass.const_expr(self.relu):
+                        value = cute.arch.fmax(value, Float32(0.0))
+                    if cutlass.const_expr(self.has_weights):
+                        weight = held[group * self.num_heads + 2 * pair + odd]
+                        parts[side, odd] = parts[side, odd] + value * weight
+                    else:
+                        parts[side, odd] = parts[side, odd] + value
+        return parts[0, 0] + parts[0, 1], parts[1, 0] + parts[1, 1]
+
+    @cute.jit
+    def store(self, out, row, key, first, end, score0, score1):
+        column = key
+        if cutlass.const_expr(self.packed):
+            column = key - first
+        place = out.iterator + (Int64(row) * out.stride[0] + column)
+        if key >= first:
+            if key < end:
+                cute.make_tensor(place, cute.make_layout(1))[0] = out.element_type(score0)
+        if key + 8 >= first:
+            if key + 8 < end:
+                cute.make_tensor(place + 8, cute.make_layout(1))[0] = out.element_type(score1)
+
+    @cute.jit
+    def pass_turn(self, half):
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def advance(self, stage, parity, stages: cutlass.Constexpr):
+        stage = stage + 1
+        if stage == stages:
+            stage = Int32(0)
+            parity = parity ^ 1
+        return stage, parity

@@ -1,0 +1,167 @@
+"""Ragged indexer logits on the tensor cores, FP8 or bf16.
+
+    score(i, j) = scale * k_scale[j] * sum_h w[i, h] * relu(q[i, h] . k[j])     for ks[i] <= j < ke[i], else -inf
+
+    q [M, H, D] e4m3 or bf16    k [Nk, 1, D] as q    k_scale [Nk, 1] float32    weights [M, H] float32 or bf16
+    cu_seqlen_ks, cu_seqlen_ke [M] int32             out [M, W] float32 or bf16
+
+The kernel, its warp roles and its barriers: _logits_ragged.py; the order of heads and queries: _logits_layouts.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, MqaLogitsProblem
+from kernels_cute._build import library
+from kernels_cute._logits_ragged import KEY_ROWS, RaggedLogits
+
+ENTRY = "gdn_cute_mqa_logits"
+HEADS = (4, 8, 16, 32, 64)
+HEAD_DIMS = (64, 128)
+COLUMNS = (64, 128, 256)
+MAX_PENDING = 7  # wgmma groups that a wait may leave in flight
+DTYPES: dict[str, Any] = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    columns: int  # queries x heads of one math warpgroup: N of wgmma; a block holds 2 * columns // num_heads queries
+    query_stages: int  # query tiles in shared memory; 2 load the next item's queries during this one
+    key_stages: int  # key tiles of 64 rows in flight
+    handoff: int  # tensor steps still running when a warpgroup lets the other one issue
+    tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
+    num_blocks: int  # persistent blocks: the device's SMs
+
+
+def refusal(problem: MqaLogitsProblem) -> str | None:
+    if problem.num_heads not in HEADS:
+        return f"requires 4, 8, 16, 32 or 64 indexer heads, got {problem.num_heads}"
+    if problem.num_kv_heads != 1:
+        return f"requires one key head, got {problem.num_kv_heads}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"requires head_dim 64 or 128, got {problem.head_dim}"
+    if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
+        return f"requires float8_e4m3fn or bfloat16 queries and keys, got {problem.dtype}"
+    if problem.weights_dtype not in (None, "float32", "bfloat16"):
+        return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
+    if problem.out_dtype not in ("float32", "bfloat16"):
+        return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
+    return None
+
+
+def _steps(problem: MqaLogitsProblem) -> int:
+    """Tensor steps of a tile: 32 bytes of the contraction each."""
+    return problem.head_dim * DTYPE_BYTES[problem.dtype] // 32
+
+
+def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
+    row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
+    queries = 2 * config.columns // problem.num_heads
+    tables = config.query_stages * (16 + 16 + queries * (8 + 4 * problem.num_heads)) + 16 * config.key_stages
+    tiles = (2 * config.columns * config.query_stages + KEY_ROWS * config.key_stages) * row_bytes
+    return -(-tables // 1024) * 1024 + 1024 + tiles
+
+
+def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
+    return (
+        config.columns % (4 * problem.num_heads) == 0
+        and 0 <= config.handoff <= min(_steps(problem), MAX_PENDING)
+        and config.query_stages >= 1
+        and config.key_stages >= 2
+        and config.tiles_per_item >= 1
+        and config.num_blocks >= 1
+        and _shared_bytes(problem, config) <= device.shared_bytes_per_block
+    )
+
+
+def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
+    # The widest tile reads each key least often; a narrower one serves when it already holds every query.
+    whole = [c for c in COLUMNS if c % (4 * problem.num_heads) == 0]
+    columns = next((c for c in whole if 2 * c // problem.num_heads >= problem.num_queries), whole[-1])
+    for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4)):
+        config = Config(columns, query_stages, key_stages, max(1, _steps(problem) // 4), 32, device.num_sms)
+        if fits(problem, config, device):
+            return config
+    raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
+
+
+def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
+    return [config for config in _space(problem, device) if fits(problem, config, device)]
+
+
+def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
+    steps = _steps(problem)
+    handoffs = sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})
+    for columns, query_stages, key_stages, handoff, tiles in product(COLUMNS, (2, 1), (8, 5, 4), handoffs, (16, 32, 64)):
+        yield Config(columns, query_stages, key_stages, handoff, tiles, device.num_sms)
+
+
+def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
+    kernel = RaggedLogits(
+        num_heads=problem.num_heads,
+        head_dim=problem.head_dim,
+        fp8=problem.dtype == "float8_e4m3fn",
+        has_k_scale=problem.has_k_scale,
+        has_weights=problem.weights_dtype is not None,
+        relu=problem.relu,
+        clean=problem.clean,
+        packed=problem.packed,
+        columns=config.columns,
+        query_stages=config.query_stages,
+        key_stages=config.key_stages,
+        handoff=config.handoff,
+        tiles_per_item=config.tiles_per_item,
+        num_blocks=config.num_blocks,
+    )
+    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+
+
+def _arguments(problem: MqaLogitsProblem) -> list[Any]:
+    """The fake tensors of a launch. An absent tensor is stood in for by cu_seqlen_ks, which the kernel then never reads."""
+    dtype = DTYPES[problem.dtype]
+    starts = _vector()
+    k_scale = _matrix(cutlass.Float32, 1) if problem.has_k_scale else _vector()
+    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
+    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
+    q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, 1, problem.head_dim)
+    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Float32(1.0)]
+
+
+def _rows(dtype: Any, heads: int, dim: int) -> Any:
+    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+    return make_fake_tensor(
+        dtype, (cute.sym_int(), heads, dim), stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=16
+    )
+
+
+def _matrix(dtype: Any, columns: Any) -> Any:
+    return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1))
+
+
+def _vector() -> Any:
+    return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
+
+
+def launch(
+    compiled: Any, q: Any, k: Any, k_scale: Any, weights: Any, cu_seqlen_ks: Any, cu_seqlen_ke: Any, out: Any, scale: float
+) -> None:
+    if out.shape[0] == 0 or out.shape[1] == 0:
+        return
+    k_scale = cu_seqlen_ks if k_scale is None else k_scale
+    weights = cu_seqlen_ks if weights is None else weights
+    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale)

@@ -1,0 +1,247 @@
+"""Second launch of the chunk kernel: the chain of chunks of a sequence, the state transposed and in registers.
+
+One block per (V slice, sequence, state head). Its math warpgroups own 64 rows (V columns) of S^T each, and per chunk compute
+
+    U^T  = S^T K^T              O^T = S^T Q^T                     S^T rounded to 16 bits, A operand from registers
+    W^T  = V^T - exp(c) U^T     columns of tokens past the end set to zero here
+    Vn^T = W^T M^T              M in `parts` 16-bit summands
+    S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c)) K
+    O^T  = exp(c) O^T + Vn^T P^T
+
+(factors of norms and scale are in the vectors and in P, see _chunk_prepare). The layout of a float32 accumulator, rounded,
+is the layout of a register operand, so nothing of the chain passes through shared memory.
+
+| barrier | waits | arrives (count) |
+|---|---|---|
+| full[stage] | math | the producer warp (32) + the bytes of the stage's bulk copies |
+| empty[stage] | producer | every math thread (64 columns = 128 threads) |
+"""
+
+from typing import Any
+
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+from gdn.problems import ChunkProblem
+from kernels_tl._chunk_types import (
+    CHUNK,
+    NUM_VECTORS,
+    ROW_KEY_TO_LAST,
+    ROW_LAST,
+    ROW_STATE_KEY,
+    ROW_STATE_QUERY,
+    bounds_tensor,
+    row_tensor,
+    state_tensor,
+    token_tensor,
+)
+
+PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
+PRODUCER_REGISTERS = 24
+MATH_REGISTERS = 240
+
+
+def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
+    """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup)."""
+    head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
+    heads_per_q = heads // problem.num_q_heads
+    heads_per_k = heads // problem.num_k_heads
+    heads_per_v = heads // problem.num_v_heads
+    dtype = problem.dtype
+    v_first, pooled = problem.state_v_first, problem.pooled
+    has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
+    has_final_indices = problem.has_final_indices
+    math_threads = columns * 2
+    slices = head_v // columns
+    final_dtype = problem.state_dtype if pooled else "float32"
+
+    num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
+    q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
+    k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
+    v_type = token_tensor("v", num_tokens, problem.num_v_heads, head_v, dtype)
+    initial_type = state_tensor("initial", bounds, problem, problem.state_dtype if has_initial else None)
+    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
+    mask_type = row_tensor("mask", bounds, problem, "bool" if has_mask else None)
+    final_type = state_tensor("final", bounds, problem, final_dtype if has_final else None)
+    final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
+    bounds_type = bounds_tensor(bounds, problem)
+    out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+
+    @T.prim_func
+    def chunk_chain(
+        q: q_type,
+        k: k_type,
+        v: v_type,
+        initial_state: initial_type,
+        indices: index_type,
+        mask: mask_type,
+        final_state: final_type,
+        final_indices: final_index_type,
+        cu_seqlens: bounds_type,
+        out: out_type,
+        tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
+        vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
+        null_slot: T.int32,
+    ):
+        with T.Kernel(slices, bounds - 1, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, sequence, head):
+            k_shared = T.alloc_shared((stages, CHUNK, head_k), dtype)
+            q_shared = T.alloc_shared((stages, CHUNK, head_k), dtype)
+            v_shared = T.alloc_shared((stages, CHUNK, columns), dtype)
+            m_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
+            rest_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
+            p_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
+            vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
+            out_shared = T.alloc_shared((CHUNK, columns), dtype)
+            full = T.alloc_barrier([32] * stages)
+            empty = T.alloc_barrier([math_threads] * stages)
+            state_fragment = T.alloc_fragment((columns, head_k), "float32")
+            state_operand = T.alloc_fragment((columns, head_k), dtype)
+            u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            w_operand = T.alloc_fragment((columns, CHUNK), dtype)
+            new_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            new_operand = T.alloc_fragment((columns, CHUNK), dtype)
+            decayed_operand = T.alloc_fragment((columns, CHUNK), dtype)
+            out_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            read_slot = T.alloc_var("int64", init=0)
+            write_slot = T.alloc_var("int64", init=0)
+            live = T.alloc_var("bool", init=True)
+            starts = T.alloc_var("bool", init=True)
+            tx = T.get_thread_binding()
+            T.annotate_layout({v_shared: make_swizzled_layout(v_shared), out_shared: make_swizzled_layout(out_shared)})
+
+            sequence_begin = T.cast(cu_seqlens[sequence], "int32")
+            length = T.cast(cu_seqlens[sequence + 1], "int32") - sequence_begin
+            first_slot = sequence_begin // CHUNK + sequence
+            column_begin = v_slice * columns
+            read_slot = T.cast(sequence, "int64")
+            if pooled:
+                read_slot = T.cast(indices[sequence], "int64")
+                live = length > 0 and read_slot > T.cast(null_slot, "int64")
+            num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
+
+            if tx >= math_threads:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                if tx < math_threads + 32:
+                    for step in T.serial(num_chunks):
+                        stage = step % stages
+                        T.barrier_wait(empty[stage], ((step // stages) & 1) ^ 1)
+                        token = sequence_begin + step * CHUNK
+                        slot = first_slot + step
+                        T.tma_copy(
+                            k[token : token + CHUNK, head // heads_per_k, :],
+                            k_shared[stage, :, :],
+                            barrier=full[stage],
+                            leader_scope_threads=32,
+                        )
+                        T.tma_copy(
+                            v[token : token + CHUNK, head // heads_per_v, column_begin : column_begin + columns],
+                            v_shared[stage, :, :],
+                            barrier=full[stage],
+                            leader_scope_threads=32,
+                        )
+                        T.tma_copy(
+                            vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                        )
+                        T.tma_copy(
+                            tiles[slot, head, 0, :, :], m_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                        )
+                        if parts == 2:
+                            T.tma_copy(
+                                tiles[slot, head, 1, :, :], rest_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                            )
+                        T.tma_copy(
+                            q[token : token + CHUNK, head // heads_per_q, :],
+                            q_shared[stage, :, :],
+                            barrier=full[stage],
+                            leader_scope_threads=32,
+                        )
+                        T.tma_copy(
+                            tiles[slot, head, parts, :, :], p_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                        )
+                        # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
+                        T.barrier_arrive(full[stage])
+            else:
+                T.set_max_nreg(MATH_REGISTERS, 1)
+                if has_initial:
+                    starts = live
+                    if has_mask:
+                        if live:
+                            starts = mask[sequence]
+                    if starts:
+                        for i, j in T.Parallel(columns, head_k):
+                            if v_first:
+                                state_fragment[i, j] = T.cast(initial_state[read_slot, head, column_begin + i, j], "float32")
+                            else:
+                                state_fragment[i, j] = T.cast(initial_state[read_slot, head, j, column_begin + i], "float32")
+                    else:
+                        T.clear(state_fragment)
+                else:
+                    T.clear(state_fragment)
+
+                for step in T.serial(num_chunks):
+                    stage = step % stages
+                    begin = sequence_begin + step * CHUNK
+                    valid = T.min(length - step * CHUNK, CHUNK)
+                    T.barrier_wait(full[stage], (step // stages) & 1)
+                    if valid < CHUNK:
+                        # The tile holds the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
+                        for i, j in T.Parallel(CHUNK, head_k):
+                            if i >= valid:
+                                k_shared[stage, i, j] = 0
+                        T.fence_proxy_async()
+                        T.sync_threads(3, math_threads)
+
+                    T.copy(state_fragment, state_operand)
+                    T.gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True)
+                    T.wgmma_gemm(state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        w_operand[i, j] = T.if_then_else(
+                            j < valid,
+                            T.cast(v_shared[stage, j, i], "float32") - vector_shared[stage, ROW_STATE_KEY, j] * u_fragment[i, j],
+                            0.0,
+                        )
+                    T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True)
+                    if parts == 2:
+                        T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True)
+                    for i, j in T.Parallel(columns, head_k):
+                        state_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        decayed_operand[i, j] = new_fragment[i, j] * vector_shared[stage, ROW_KEY_TO_LAST, j]
+                    for i, j in T.Parallel(columns, CHUNK):
+                        new_operand[i, j] = new_fragment[i, j]
+                    T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_fragment[i, j] *= vector_shared[stage, ROW_STATE_QUERY, j]
+                    T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(empty[stage])
+
+                    if valid == CHUNK:
+                        T.tma_store_wait(0)  # by all: only the elected thread has a store under way
+                        T.sync_threads(4, math_threads)
+                        for i, j in T.Parallel(columns, CHUNK):
+                            out_shared[j, i] = out_fragment[i, j]
+                        T.fence_proxy_async()
+                        T.sync_threads(5, math_threads)
+                        T.tma_copy(out_shared, out[begin : begin + CHUNK, head, column_begin : column_begin + columns])
+                    else:
+                        for i, j in T.Parallel(columns, CHUNK):
+                            if j < valid:
+                                out[T.cast(begin + j, "int64"), head, column_begin + i] = out_fragment[i, j]
+
+                if has_final:
+                    write_slot = read_slot
+                    if has_final_indices:
+                        if live:
+                            write_slot = T.cast(final_indices[sequence], "int64")
+                            live = write_slot > T.cast(null_slot, "int64")
+                    if live:
+                        for i, j in T.Parallel(columns, head_k):
+                            if v_first:
+                                final_state[write_slot, head, column_begin + i, j] = T.cast(state_fragment[i, j], final_dtype)
+                            else:
+                                final_state[write_slot, head, j, column_begin + i] = T.cast(state_fragment[i, j], final_dtype)
+                T.tma_store_wait(0)
+
+    return chunk_chain

@@ -1,0 +1,235 @@
+"""First launch of the chunk kernel: everything of a chunk that does not depend on the state.
+
+One block per (chunk slot, state head). With c the inclusive cumulative sum of the log decays g of the chunk, and
+K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K and Q themselves stay as they are):
+
+    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   float32, forward substitution by columns
+    M = A_ij exp(c_i - c_j) beta_j                                  16-bit, as `parts` summands
+    P = lower(scale exp(c_i - c_j) Q^_i . |k_j|^-1 K^_j ...)        16-bit
+    vectors                                                         float32, see _chunk_types
+
+Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows and columns of M and P are zero,
+and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
+chunk if the sequence is padding, and those of tokens `64 * slot ...` that lie at or beyond cu_seqlens[N].
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from gdn.problems import ChunkProblem
+from kernels_tl._chunk_types import (
+    CHUNK,
+    NUM_VECTORS,
+    ROW_KEY_TO_LAST,
+    ROW_LAST,
+    ROW_STATE_KEY,
+    ROW_STATE_QUERY,
+    bounds_tensor,
+    gate_tensor,
+    row_tensor,
+    token_tensor,
+)
+
+PREPARE_THREADS = 128
+NORM_EPS = 1e-6
+SOFTPLUS_THRESHOLD = 20.0
+# A decay below exp(-128) is 0 in float32. Cutting g there keeps c small, so that its later differences keep their digits.
+LOWEST_LOG_DECAY = -128.0
+INVERSE_PITCH = 68  # floats: 16-byte rows whose starts fall into different banks
+
+
+def prepare(problem: ChunkProblem, parts: int) -> Any:
+    """The prim_func `chunk_prepare`."""
+    head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
+    heads_per_q = heads // problem.num_q_heads
+    heads_per_k = heads // problem.num_k_heads
+    dtype = problem.dtype
+    has_gate, has_beta, pooled = problem.gate_dtype is not None, problem.beta_dtype is not None, problem.pooled
+    raw_gate = has_gate and problem.use_gate
+    raw_beta = has_beta and problem.use_beta_sigmoid
+    normalize = problem.use_qk_l2norm
+
+    num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
+    q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
+    k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
+    g_type = gate_tensor("g", num_tokens, bounds, problem, problem.gate_dtype)
+    beta_type = gate_tensor("beta", num_tokens, bounds, problem, problem.beta_dtype)
+    a_log_type = T.Tensor((heads,), "float32") if raw_gate else bounds_tensor(bounds, problem)
+    dt_bias_type = T.Tensor((heads,), "float32") if raw_gate else bounds_tensor(bounds, problem)
+    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
+    bounds_type = bounds_tensor(bounds, problem)
+    out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+
+    @T.prim_func
+    def chunk_prepare(
+        q: q_type,
+        k: k_type,
+        g: g_type,
+        beta: beta_type,
+        a_log: a_log_type,
+        dt_bias: dt_bias_type,
+        indices: index_type,
+        cu_seqlens: bounds_type,
+        out: out_type,
+        tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
+        vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
+        scale: T.float32,
+        null_slot: T.int32,
+    ):
+        with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
+            k_shared = T.alloc_shared((CHUNK, head_k), dtype)
+            q_shared = T.alloc_shared((CHUNK, head_k), dtype)
+            inverse_shared = T.alloc_shared((CHUNK, INVERSE_PITCH), "float32")
+            m_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            rest_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            p_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            sum_shared = T.alloc_shared((CHUNK,), "float32")
+            beta_shared = T.alloc_shared((CHUNK,), "float32")
+            k_factor_shared = T.alloc_shared((CHUNK,), "float32")
+            q_factor_shared = T.alloc_shared((CHUNK,), "float32")
+            loaded = T.alloc_barrier(PREPARE_THREADS)
+            kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            square_fragment = T.alloc_fragment((CHUNK, head_k), "float32")
+            norm_fragment = T.alloc_fragment((CHUNK,), "float32")
+            column = T.alloc_local((CHUNK,), "float32")
+            low = T.alloc_var("int32", init=0)
+            high = T.alloc_var("int32", init=0)
+            log_decay = T.alloc_var("float32", init=0.0)
+            gate_input = T.alloc_var("float32", init=0.0)
+            strength = T.alloc_var("float32", init=0.0)
+            live = T.alloc_var("bool", init=True)
+            tx = T.get_thread_binding()
+
+            # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
+            high = T.max(bounds - 2, 0)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if T.cast(cu_seqlens[middle], "int32") // CHUNK + middle <= slot:
+                    low = middle
+                else:
+                    high = middle - 1
+            sequence_begin = T.cast(cu_seqlens[low], "int32")
+            sequence_end = T.cast(cu_seqlens[T.min(low + 1, bounds - 1)], "int32")
+            begin = sequence_begin + (slot - sequence_begin // CHUNK - low) * CHUNK
+            valid = T.min(sequence_end - begin, CHUNK)
+            if pooled:
+                if valid > 0:
+                    live = indices[low] > null_slot
+
+            used = T.cast(cu_seqlens[bounds - 1], "int32")
+            for i, j in T.Parallel(CHUNK, head_v):
+                if slot * CHUNK + i >= used and slot * CHUNK + i < num_tokens:
+                    out[T.cast(slot * CHUNK + i, "int64"), head, j] = 0
+            if pooled:
+                if valid > 0 and not live:
+                    for i, j in T.Parallel(CHUNK, head_v):
+                        if i < valid:
+                            out[T.cast(begin + i, "int64"), head, j] = 0
+
+            if valid > 0 and live:
+                T.tma_copy(k[begin : begin + CHUNK, head // heads_per_k, :], k_shared, barrier=loaded)
+                T.tma_copy(q[begin : begin + CHUNK, head // heads_per_q, :], q_shared, barrier=loaded)
+                T.barrier_arrive(loaded)
+
+                if tx < CHUNK:
+                    log_decay = 0.0
+                    strength = 0.0
+                    if tx < valid:
+                        token = T.cast(begin + tx, "int64")
+                        if has_gate:
+                            gate_input = T.cast(g[token, head], "float32")
+                            if raw_gate:
+                                gate_input = gate_input + dt_bias[head]
+                                if gate_input <= SOFTPLUS_THRESHOLD:
+                                    gate_input = T.log1p(T.exp(gate_input))
+                                log_decay = -T.exp(a_log[head]) * gate_input
+                            else:
+                                log_decay = gate_input
+                            if log_decay < LOWEST_LOG_DECAY:
+                                log_decay = LOWEST_LOG_DECAY
+                        strength = 1.0
+                        if has_beta:
+                            strength = T.cast(beta[token, head], "float32")
+                            if raw_beta:
+                                strength = 1.0 / (1.0 + T.exp(-strength))
+                    sum_shared[tx] = log_decay
+                    beta_shared[tx] = strength
+                T.sync_threads()
+                T.cumsum(sum_shared, dim=0)
+
+                T.barrier_wait(loaded, 0)
+                if valid < CHUNK:
+                    for i, j in T.Parallel(CHUNK, head_k):
+                        if i >= valid:
+                            k_shared[i, j] = 0
+                            q_shared[i, j] = 0
+                    T.fence_proxy_async()
+                    T.sync_threads()
+
+                T.gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
+                T.gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if normalize:
+                    for i, j in T.Parallel(CHUNK, head_k):
+                        square_fragment[i, j] = T.cast(k_shared[i, j], "float32") * T.cast(k_shared[i, j], "float32")
+                    T.reduce_sum(square_fragment, norm_fragment, dim=1)
+                    for i in T.Parallel(CHUNK):
+                        k_factor_shared[i] = T.rsqrt(norm_fragment[i] + NORM_EPS)
+                    for i, j in T.Parallel(CHUNK, head_k):
+                        square_fragment[i, j] = T.cast(q_shared[i, j], "float32") * T.cast(q_shared[i, j], "float32")
+                    T.reduce_sum(square_fragment, norm_fragment, dim=1)
+                    for i in T.Parallel(CHUNK):
+                        q_factor_shared[i] = T.rsqrt(norm_fragment[i] + NORM_EPS) * scale
+                else:
+                    for i in T.Parallel(CHUNK):
+                        k_factor_shared[i] = 1.0
+                        q_factor_shared[i] = scale
+                T.sync_threads()
+
+                # Row k of inverse_shared first holds column k of L, so that a step of the substitution reads one row.
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    inverse_shared[i, j] = T.if_then_else(
+                        i < j, kk_fragment[i, j] * (k_factor_shared[i] * k_factor_shared[j]) * beta_shared[j], 0.0
+                    )
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    p_shared[i, j] = T.if_then_else(
+                        i >= j,
+                        qk_fragment[i, j]
+                        * (q_factor_shared[i] * k_factor_shared[j])
+                        * T.exp(T.min(sum_shared[i] - sum_shared[j], 0.0)),
+                        0.0,
+                    )
+                T.sync_threads()
+                if tx < CHUNK:
+                    for i in T.unroll(CHUNK):
+                        column[i] = T.if_then_else(tx == i, 1.0, 0.0)
+                    for step in T.unroll(CHUNK - 1):
+                        for i in T.unroll(CHUNK):
+                            if i > step:
+                                column[i] = column[i] - inverse_shared[step, i] * column[step]
+                T.sync_threads()
+                if tx < CHUNK:
+                    for i in T.unroll(CHUNK):
+                        inverse_shared[i, tx] = column[i]
+                T.sync_threads()
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    value = T.if_then_else(
+                        i >= j, inverse_shared[i, j] * beta_shared[j] * T.exp(T.min(sum_shared[i] - sum_shared[j], 0.0)), 0.0
+                    )
+                    m_shared[i, j] = T.cast(value, dtype)
+                    if parts == 2:
+                        rest_shared[i, j] = T.cast(value - T.cast(T.cast(value, dtype), "float32"), dtype)
+                T.copy(m_shared, tiles[slot, head, 0, :, :])
+                if parts == 2:
+                    T.copy(rest_shared, tiles[slot, head, 1, :, :])
+                T.copy(p_shared, tiles[slot, head, parts, :, :])
+
+                if tx < CHUNK:
+                    total = sum_shared[CHUNK - 1]
+                    vectors[slot, head, ROW_STATE_KEY, tx] = T.exp(sum_shared[tx]) * k_factor_shared[tx]
+                    vectors[slot, head, ROW_KEY_TO_LAST, tx] = T.exp(total - sum_shared[tx]) * k_factor_shared[tx]
+                    vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp(sum_shared[tx]) * q_factor_shared[tx]
+                    vectors[slot, head, ROW_LAST, tx] = T.exp(total)
+
+    return chunk_prepare

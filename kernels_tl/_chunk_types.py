@@ -1,0 +1,66 @@
+"""What the two launches of the chunk kernel share: tile constants, parameter types, and where a chunk's slot lies.
+
+A chunk slot is a row of the workspace. Sequence n owns the slots from `cu_seqlens[n] // 64 + n` on: consecutive sequences
+never overlap, `ceil(L / 64) + N` slots are enough, and finding the sequence of a slot needs no prefix sum over lengths.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from gdn.problems import ChunkProblem
+
+CHUNK = 64  # tokens of a chunk; the tile of every matmul and the rows of a wgmma
+NUM_VECTORS = 4  # rows of the per-chunk vectors in the workspace:
+ROW_STATE_KEY = 0  # exp(c) * |k|^-1: factor of K S
+ROW_KEY_TO_LAST = 1  # exp(c_last - c) * |k|^-1: factor of Vn before it enters the state
+ROW_STATE_QUERY = 2  # exp(c) * |q|^-1 * scale: factor of Q S
+ROW_LAST = 3  # element 0: exp(c_last), the decay of the whole chunk
+
+
+def num_slots(num_tokens: int, num_sequences: int) -> int:
+    """Chunk slots that a call needs at most, whatever the lengths are."""
+    return -(-num_tokens // CHUNK) + num_sequences
+
+
+def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -> Any:
+    """[L, heads, dim] with free token and head strides, last dim contiguous."""
+    token_stride = T.dynamic(f"{name}_token_stride", "int64")
+    head_stride = T.dynamic(f"{name}_head_stride", "int64")
+    return T.StridedTensor((num_tokens, heads, dim), (token_stride, head_stride, 1), dtype)
+
+
+def bounds_tensor(bounds: Any, problem: ChunkProblem) -> Any:
+    """cu_seqlens [N + 1]; also what is declared (and passed) where the problem has no such tensor.
+
+    Every parameter needs an annotation object of its own: parameters that share one become one buffer.
+    """
+    return T.Tensor((bounds,), problem.cu_seqlens_dtype)
+
+
+def gate_tensor(name: str, num_tokens: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+    """[L, HS] with any strides, or the stand-in."""
+    if dtype is None:
+        return bounds_tensor(bounds, problem)
+    strides = (T.dynamic(f"{name}_token_stride", "int64"), T.dynamic(f"{name}_head_stride", "int64"))
+    return T.StridedTensor((num_tokens, problem.num_state_heads), strides, dtype)
+
+
+def row_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+    """[>= N] with any stride, or the stand-in."""
+    if dtype is None:
+        return bounds_tensor(bounds, problem)
+    return T.StridedTensor((T.dynamic(f"{name}_rows"),), (T.dynamic(f"{name}_stride", "int64"),), dtype)
+
+
+def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+    """[slots, HS, K, V] (or V first), slot stride free, or the stand-in."""
+    if dtype is None:
+        return bounds_tensor(bounds, problem)
+    inner = (problem.head_k_dim, problem.head_v_dim)
+    if problem.state_v_first:
+        inner = inner[::-1]
+    slot_stride = T.dynamic(f"{name}_slot_stride", "int64")
+    head_stride = T.dynamic(f"{name}_head_stride", "int64")
+    shape = (T.dynamic(f"{name}_slots", "int64"), problem.num_state_heads, *inner)
+    return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)

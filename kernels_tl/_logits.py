@@ -1,0 +1,116 @@
+"""What the ragged and the paged indexer logits share: tile geometry, feasibility and the score epilogue.
+
+Geometry: keys are the rows of the matrix product (64 per warpgroup), queries x heads its columns, so that the sum over
+heads runs along accumulator columns and ends in one shuffle reduction over four lanes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from gdn.problems import DTYPE_BYTES, LogitsProblem
+
+WARPGROUP = 128
+MAX_COLUMNS = 256  # of one wgmma
+PRODUCER_REGISTERS = 40
+
+# Every global access is guarded by hand; roles are divergent, so the compiler must not add block-wide barriers.
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_data_race_check": True,
+}
+
+
+def padded_heads(heads: int) -> int:
+    """Columns one query takes: its heads of one key head, rounded up so that a query owns whole lanes of a quad."""
+    return 4 if heads <= 4 else -(-heads // 8) * 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The static numbers of a problem that both kernels use."""
+
+    heads: int  # all query heads
+    kv_heads: int
+    group: int  # query heads per key head
+    columns: int  # padded heads per key head: accumulator columns of one query
+    dim: int
+    dtype: str
+    weights_dtype: str | None
+    out_dtype: str
+    relu: bool
+    scaled: bool
+    clean: bool
+
+    @property
+    def value_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+def shape_of(problem: LogitsProblem) -> Shape:
+    group = problem.num_heads // problem.num_kv_heads
+    return Shape(
+        heads=problem.num_heads,
+        kv_heads=problem.num_kv_heads,
+        group=group,
+        columns=padded_heads(group),
+        dim=problem.head_dim,
+        dtype=problem.dtype,
+        weights_dtype=problem.weights_dtype,
+        out_dtype=problem.out_dtype,
+        relu=problem.relu,
+        scaled=problem.has_k_scale,
+        clean=problem.clean,
+    )
+
+
+def refusal_common(problem: LogitsProblem) -> str | None:
+    """Why neither logits kernel serves the problem, or None."""
+    if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
+        return f"requires q of float8_e4m3fn or bfloat16, got {problem.dtype}"
+    if problem.head_dim not in (64, 128):
+        return f"requires head_dim 64 or 128, got {problem.head_dim}"
+    if problem.num_kv_heads < 1 or problem.num_heads % problem.num_kv_heads:
+        return f"requires heads divisible by kv_heads, got {problem.num_heads} and {problem.num_kv_heads}"
+    if not 1 <= problem.num_heads <= 64:
+        return f"requires 1 to 64 heads, got {problem.num_heads}"
+    if problem.weights_dtype not in (None, "float32", "bfloat16"):
+        return f"requires weights of float32 or bfloat16, or none, got {problem.weights_dtype}"
+    if problem.out_dtype not in ("float32", "bfloat16"):
+        return f"requires out of float32 or bfloat16, got {problem.out_dtype}"
+    if problem.has_k_scale and problem.dtype != "float8_e4m3fn":
+        return f"requires float8_e4m3fn keys where key scales are given, got {problem.dtype}"
+    return None
+
+
+def accumulator_registers(queries: int, shape: Shape) -> int:
+    """Registers a math thread holds through a tile: 64 rows x columns of sums, weights, and the summed scores."""
+    width = queries * shape.columns
+    weights = width // 4 if shape.weights_dtype is not None else 0
+    scores = 2 * max(1, queries * min(4, shape.columns) // 4) * (2 if shape.kv_heads > 1 else 1)
+    return width // 2 + weights + scores
+
+
+def math_registers(math_groups: int) -> int:
+    """Registers a math thread may have after the producer warpgroup gives its own away (setmaxnreg counts in eights)."""
+    pool = 65536 // WARPGROUP - PRODUCER_REGISTERS
+    return min(240, pool // math_groups // 8 * 8)
+
+
+@T.macro
+def activate(product: Any, scores: Any, weights: Any, rows: int, queries: int, columns: int, relu: bool, weighted: bool):
+    """product[j, b, h] = weights[b, h] * act(scores[j, b, h]); a buffer of its own, so that the sum fuses to one fma."""
+    for j, b, h in T.Parallel(rows, queries, columns):
+        if relu:
+            if weighted:
+                product[j, b, h] = T.max(scores[j, b, h], 0.0) * weights[b, h]
+            else:
+                product[j, b, h] = T.max(scores[j, b, h], 0.0)
+        else:
+            if weighted:
+                product[j, b, h] = scores[j, b, h] * weights[b, h]
+            else:
+                product[j, b, h] = scores[j, b, h]

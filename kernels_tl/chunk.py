@@ -1,0 +1,210 @@
+"""Gated delta rule by chunks of 64 tokens: prefill.
+
+Per sequence and state head, with S [K, V] float32, c the inclusive cumulative sum of g inside a chunk and
+G_ij = exp(c_i - c_j) for i >= j, else 0:
+
+    A  = (I + strict_lower(diag(beta) K K^T))^-1
+    Vn = (A * G * beta_column) (V - exp(c) * (K S))
+    O  = scale * (exp(c) * (Q S) + (G * (Q K^T)) Vn)
+    S  = exp(c_last) S + K^T (exp(c_last - c) * Vn)
+
+L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.problems.ChunkProblem` is the
+contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
+states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
+
+Two launches. `chunk_prepare` (_chunk_prepare.py), a block per chunk and head, computes what depends on no state: A * G * beta,
+scale * G * (Q K^T) and the row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per sequence, head and
+slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
+on comes from cu_seqlens on the device: the grids are sized by shapes alone.
+
+Workspace: tiles [slots, HS, m_parts + 1, 64, 64] of the tokens' dtype (the summands of A * G * beta, then G * Q K^T), then
+vectors [slots, HS, 4, 64] float32.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, ChunkProblem
+from kernels_tl import _build
+from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
+from kernels_tl._chunk_prepare import prepare
+from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, num_slots
+
+_HEAD_DIMS = (64, 128)
+_GATE_DTYPES = ("float32", "bfloat16", "float16")
+_BARRIER_BYTES = 1024  # static shared memory of the barriers, rounded up
+
+
+@dataclass(frozen=True)
+class Config:
+    columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
+    stages: int  # chunks in shared memory at once: more hide the latency of the copies
+    m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
+
+
+def refusal(problem: ChunkProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if k != v or k not in _HEAD_DIMS:
+        return f"requires K = V of 64 or 128, got K={k}, V={v}"
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
+    if problem.state_dtype not in ("float32", "bfloat16"):
+        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
+    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
+        if dtype is not None and dtype not in _GATE_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
+        if heads < 1 or problem.num_state_heads % heads:
+            return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
+    if problem.has_checkpoints:
+        return "requires a call without checkpoint_offsets, got checkpoints"
+    return None
+
+
+def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    if config.columns not in (64, 128) or problem.head_v_dim % config.columns:
+        return False
+    if config.stages < 2 or config.m_parts not in (1, 2):
+        return False
+    math_threads = 2 * config.columns
+    registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
+    return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
+
+
+def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
+    """Narrow blocks until every SM has one; then wide ones, which load q, k and the tiles once for all columns."""
+    parts = 2 if problem.dtype == "bfloat16" else 1
+    narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
+    columns = 64 if narrow_blocks <= device.num_sms else problem.head_v_dim
+    return Config(columns=columns, stages=2, m_parts=parts)
+
+
+def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
+    """m_parts is not searched: it decides accuracy, not only time."""
+    parts = default_config(problem, device).m_parts
+    space = [Config(columns, stages, parts) for columns in (64, 128) for stages in (2, 3, 4)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
+    return {
+        "chunk_prepare": _build.library(prepare(problem, config.m_parts)),
+        "chunk_chain": _build.library(chain(problem, config.m_parts, config.columns, config.stages)),
+    }
+
+
+def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    slots = num_slots(problem.num_tokens, problem.num_sequences)
+    return slots * problem.num_state_heads * (_tile_bytes(problem, config) + _VECTOR_BYTES)
+
+
+def launch(
+    compiled: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    state_indices: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    final_state_indices: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    checkpoint_offsets: torch.Tensor | None,
+    checkpoint_slots: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    scale: float,
+    null_slot: int,
+) -> None:
+    problem, config = compiled.problem, compiled.config
+    num_tokens, num_sequences = q.shape[0], cu_seqlens.shape[0] - 1
+    if num_tokens == 0:
+        _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
+        return
+    heads, parts = problem.num_state_heads, config.m_parts
+    slots = num_slots(num_tokens, num_sequences)
+    split = slots * heads * _tile_bytes(problem, config)
+    end = split + slots * heads * _VECTOR_BYTES
+    tiles = workspace[:split].view(q.dtype).view(slots, heads, parts + 1, CHUNK, CHUNK)
+    vectors = workspace[split:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
+
+    def given(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor:
+        """cu_seqlens stands in for what the compiled signature does not read."""
+        return tensor if wanted and tensor is not None else cu_seqlens
+
+    indices = given(state_indices, problem.pooled)
+    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
+    raw = has_gate and problem.use_gate
+    compiled.functions["chunk_prepare"](
+        q,
+        k,
+        given(g, has_gate),
+        given(beta, has_beta),
+        given(A_log, raw),
+        given(dt_bias, raw),
+        indices,
+        cu_seqlens,
+        out,
+        tiles,
+        vectors,
+        scale,
+        null_slot,
+    )
+    if num_sequences == 0:
+        return
+    compiled.functions["chunk_chain"](
+        q,
+        k,
+        v,
+        given(initial_state, problem.has_initial_state),
+        indices,
+        given(has_initial_state, problem.has_mask),
+        given(final_state, problem.has_final_state),
+        given(final_state_indices, problem.has_final_indices),
+        cu_seqlens,
+        out,
+        tiles,
+        vectors,
+        null_slot,
+    )
+
+
+_VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
+
+
+def _tile_bytes(problem: ChunkProblem, config: Config) -> int:
+    """Bytes of the tiles of one chunk slot and head."""
+    return (config.m_parts + 1) * CHUNK * CHUNK * DTYPE_BYTES[problem.dtype]
+
+
+def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
+    """Shared memory of a chain block."""
+    item = DTYPE_BYTES[problem.dtype]
+    stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem, config) + _VECTOR_BYTES
+    return config.stages * stage + CHUNK * config.columns * item + _BARRIER_BYTES
+
+
+def _states_without_tokens(
+    problem: ChunkProblem,
+    initial_state: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    num_sequences: int,
+) -> None:
+    """A call without tokens leaves a pool alone; new final states are what the sequences start from."""
+    if problem.pooled or final_state is None:
+        return
+    if initial_state is None:
+        final_state.zero_()
+        return
+    final_state.copy_(initial_state)
+    if mask is not None:
+        final_state.masked_fill_(mask[:num_sequences].logical_not().view(-1, 1, 1, 1), 0.0)

@@ -1,0 +1,574 @@
+"""Gated delta rule, token by token: decode, speculative decoding and short ragged sequences.
+
+Per state head, S [K, V] float32 in registers over all tokens of a sequence, a = exp(g):
+
+    u = beta * (v - a * S^T k)
+    o = a * S^T q + u * (k . q)            equal to S_new^T q, and needs no second pass over S
+    S = a * S + k u^T
+
+q (times scale) and k are divided by their L2 norms on request; the norms are row scales, so they multiply the dot products
+and u, never the registers of q and k.
+
+Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16; g, beta [L, HS]; state [slots, HS, V, K] or
+[slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
+
+A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
+dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
+(rows * K / lanes values in flight) and every byte of it moves once each way. q, k, v and the gates of the next token are
+loaded while the current one is computed; those of the first token before the state's slot is even known.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, RecurrentProblem
+from kernels_tl import _build
+
+_MAX_STATE_REGISTERS = 64  # state values a thread may hold: with q, k, v and addresses this stays near 128 registers
+_RESIDENT_THREADS = 512  # threads an SM must be able to hold: caps a thread at 128 registers
+_GATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
+    lanes: int  # threads that share one column of V: each holds K / lanes of its entries
+    rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
+
+    @property
+    def block_v(self) -> int:
+        """Columns of V per block."""
+        return self.threads // self.lanes * self.rows
+
+
+def refusal(problem: RecurrentProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if k % 4 or v % 4 or not 4 <= k <= 256 or not 4 <= v <= 256:
+        return f"requires head dims that are multiples of 4 up to 256, got K={k}, V={v}"
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
+    if problem.state_dtype not in ("float32", "bfloat16"):
+        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
+    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
+        if dtype is not None and dtype not in _GATE_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
+        if problem.num_state_heads % heads:
+            return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
+    if problem.has_parent:
+        return "requires drafts in a chain, got parent_token (a tree)"
+    if problem.has_rounding:
+        return "requires rounding to nearest, got rounding_seed"
+    return None
+
+
+def _k_vector(problem: RecurrentProblem) -> int:
+    """Consecutive K entries of a thread: a 16-byte load of the state where K is its last dim, else 8 bytes of q and k."""
+    if problem.state_v_first and problem.state_dtype == "bfloat16" and problem.head_k_dim % 8 == 0:
+        return 8
+    return 4
+
+
+def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
+    vector = _k_vector(problem)
+    return -(-problem.head_k_dim // (lanes * vector)) * vector
+
+
+def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256):
+        return False
+    if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes or problem.head_v_dim % config.rows:
+        return False
+    entries = _k_per_thread(problem, config.lanes)
+    if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
+        return False  # half of the lanes would hold nothing
+    if entries > 32 or entries * config.rows > _MAX_STATE_REGISTERS:
+        return False
+    return config.block_v < 2 * problem.head_v_dim or config.threads == 32
+
+
+def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [Config(threads, lanes, rows) for threads in (32, 64, 128, 256) for lanes in (4, 8, 16, 32) for rows in (1, 2, 4, 8)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
+    """As much state per thread as registers allow, then smaller blocks until every SM has two."""
+    lanes = 16 if problem.head_k_dim > 128 else 8
+    while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
+        lanes //= 2
+    rows = 8
+    while rows > 1 and not (
+        problem.head_v_dim % rows == 0
+        and rows <= lanes
+        and rows * _k_per_thread(problem, lanes) <= _MAX_STATE_REGISTERS
+    ):
+        rows //= 2
+    work = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
+    fallback = Config(32, lanes, 1)
+    choices = [Config(128, lanes, rows), Config(64, lanes, rows)]
+    # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
+    if problem.state_v_first:
+        choices += [Config(64, lanes, r) for r in (4, 2, 1) if r < rows]
+    choices += [Config(32, lanes, rows), fallback]
+    feasible = [c for c in choices if fits(problem, c, device)]
+    for config in feasible:
+        if work >= 2 * device.num_sms * config.block_v:
+            return config
+    full = [c for c in feasible if c != fallback]
+    return full[-1] if full and not problem.state_v_first else min(feasible, key=lambda c: (c.block_v, -c.threads))
+
+
+def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    # All indices are masked here; the automatic bounds checks would undo the 16-byte accesses.
+    return {"recurrent": _build.library(_kernel(problem, config), pass_configs={"tl.disable_safe_memory_legalize": True})}
+
+
+def launch(
+    compiled: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any,
+    dt_bias: Any,
+    initial_state: Any,
+    state_indices: Any,
+    num_accepted_tokens: Any,
+    final_state: Any,
+    final_state_indices: Any,
+    cu_seqlens: Any,
+    parent_token: Any,
+    rounding_seed: Any,
+    out: Any,
+    scale: float,
+    null_slot: int,
+) -> None:
+    problem: RecurrentProblem = compiled.problem
+    if q.shape[0] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
+        _launch_empty(problem, initial_state, final_state, out)
+        return
+    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
+    pool = initial_state if problem.has_initial_state else final_state
+    compiled.functions["recurrent"](
+        q,
+        k,
+        v,
+        absent if problem.gate_dtype is None else g,
+        absent if problem.beta_dtype is None else beta,
+        A_log if problem.use_gate else absent,
+        dt_bias if problem.use_gate else absent,
+        pool if _has_pool(problem) else absent,
+        state_indices if problem.pooled else absent,
+        num_accepted_tokens if problem.has_accepted else absent,
+        final_state if _has_new_final(problem) else absent,
+        final_state_indices if problem.has_final_indices else absent,
+        cu_seqlens,
+        out,
+        scale,
+        null_slot,
+    )
+
+
+def _launch_empty(problem: RecurrentProblem, initial_state: Any, final_state: Any, out: Any) -> None:
+    """No token, or no sequence: nothing to compute, the states of unpooled sequences pass through."""
+    out.zero_()
+    if _has_new_final(problem):
+        if problem.has_initial_state:
+            final_state.copy_(initial_state)
+        else:
+            final_state.zero_()
+
+
+def _has_new_final(problem: RecurrentProblem) -> bool:
+    """The final state is a float32 tensor of its own (which may still be initial_state itself)."""
+    return problem.has_final_state and not problem.pooled
+
+
+def _has_pool(problem: RecurrentProblem) -> bool:
+    """A tensor that states are read from, and with indices written to."""
+    return problem.has_initial_state or problem.pooled
+
+
+def _kernel(problem: RecurrentProblem, config: Config) -> Any:
+    threads, lanes, rows, block_v = config.threads, config.lanes, config.rows, config.block_v
+    K, V, HS = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
+    q_group, k_group, v_group = HS // problem.num_q_heads, HS // problem.num_k_heads, HS // problem.num_v_heads
+    v_first, pooled, every_token = problem.state_v_first, problem.pooled, problem.write_every_token
+    has_pool, has_new_final = _has_pool(problem), _has_new_final(problem)
+    read_state, write_pool = problem.has_initial_state, problem.has_final_state and pooled
+    has_accepted, has_final_indices = problem.has_accepted, problem.has_final_indices
+    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
+    use_gate, use_sigmoid, use_l2norm = problem.use_gate and has_gate, problem.use_beta_sigmoid, problem.use_qk_l2norm
+    dtype, state_dtype = problem.dtype, problem.state_dtype
+    gate_dtype, beta_dtype = problem.gate_dtype or "float32", problem.beta_dtype or "float32"
+    state_bytes = DTYPE_BYTES[state_dtype]
+
+    vec = _k_vector(problem)
+    entries = _k_per_thread(problem, lanes)  # K entries of a thread
+    chunks = entries // vec
+    v_tiles = -(-V // block_v)
+    groups_per_warp = 32 // lanes
+    mask_k, mask_v = chunks * lanes * vec != K, V % block_v != 0
+    # V first: the lanes of a group are neighbours, so that a group reads whole lines of one column's K entries. K first:
+    # neighbouring lanes hold neighbouring columns.
+    lane_step = 1 if v_first else groups_per_warp
+    load_width = vec if v_first else min(rows, 16 // state_bytes)  # values per access, 16 bytes where dims allow
+    pool_store_width = load_width
+    final_store_width = min(load_width, 4)
+    num_sums = 2 * rows + (3 if use_l2norm else 1)  # S.k and S.q per column, k.q, and k.k, q.q for the norms
+    qk_sum, kk_sum, qq_sum = 2 * rows, 2 * rows + 1, 2 * rows + 2
+
+    L = T.dynamic("num_tokens")
+    num_offsets = T.dynamic("num_offsets")  # num_sequences + 1
+    slots, finals = T.dynamic("slots", "int64"), T.dynamic("finals", "int64")
+    q_token, q_head, k_token, k_head = (T.dynamic(s, "int64") for s in ("q_token", "q_head", "k_token", "k_head"))
+    v_token, v_head, out_token, out_head = (T.dynamic(s, "int64") for s in ("v_token", "v_head", "out_token", "out_head"))
+    g_token, g_head, beta_token, beta_head = (T.dynamic(s, "int64") for s in ("g_token", "g_head", "beta_token", "beta_head"))
+    slot_stride, final_stride = T.dynamic("slot_stride", "int64"), T.dynamic("final_stride", "int64")
+    index_rows, index_columns = T.dynamic("index_rows"), T.dynamic("index_columns")
+    index_row, index_column = T.dynamic("index_row", "int64"), T.dynamic("index_column", "int64")
+    final_rows, final_columns = T.dynamic("final_rows"), T.dynamic("final_columns")
+    final_row, final_column = T.dynamic("final_row", "int64"), T.dynamic("final_column", "int64")
+    accepted_rows, accepted_row = T.dynamic("accepted_rows"), T.dynamic("accepted_row", "int64")
+
+    offsets_type = T.Tensor((num_offsets,), problem.cu_seqlens_dtype)
+    g_type = T.StridedTensor((L, HS), (g_token, g_head), problem.gate_dtype) if has_gate else offsets_type
+    beta_type = T.StridedTensor((L, HS), (beta_token, beta_head), problem.beta_dtype) if has_beta else offsets_type
+    head_type = T.Tensor((HS,), "float32") if use_gate else offsets_type
+    inner = (V, K) if v_first else (K, V)
+    inner_strides = (K * V, inner[1], 1)
+    pool_type = T.StridedTensor((slots, HS, *inner), (slot_stride, *inner_strides), state_dtype) if has_pool else offsets_type
+    final_type = (
+        T.StridedTensor((finals, HS, *inner), (final_stride, *inner_strides), "float32") if has_new_final else offsets_type
+    )
+    if not pooled:
+        index_type = offsets_type
+    elif every_token:
+        index_type = T.StridedTensor((index_rows, index_columns), (index_row, index_column), problem.index_dtype)
+    else:
+        index_type = T.StridedTensor((index_rows,), (index_row,), problem.index_dtype)
+    if not has_final_indices:
+        final_index_type = offsets_type
+    elif every_token:
+        final_index_type = T.StridedTensor((final_rows, final_columns), (final_row, final_column), problem.index_dtype)
+    else:
+        final_index_type = T.StridedTensor((final_rows,), (final_row,), problem.index_dtype)
+    accepted_type = T.StridedTensor((accepted_rows,), (accepted_row,), "int32") if has_accepted else offsets_type
+
+    def at(row, entry):
+        """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""
+        return row * entries + entry if v_first else entry * rows + row
+
+    @T.macro
+    def load_token(token, head, lane, v_start, column_live, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next):
+        # Flat offsets in units of a vector: strides are multiples of it, which the compiler cannot know.
+        for c in T.unroll(chunks):
+            if not mask_k or (c * lanes + lane) * vec < K:
+                for e in T.vectorized(vec):
+                    q_next[c * vec + e] = q[
+                        0,
+                        0,
+                        (token * (q_token // vec) + (head // q_group) * (q_head // vec) + c * lanes + lane) * vec + e,
+                    ]
+                for e in T.vectorized(vec):
+                    k_next[c * vec + e] = k[
+                        0,
+                        0,
+                        (token * (k_token // vec) + (head // k_group) * (k_head // vec) + c * lanes + lane) * vec + e,
+                    ]
+        if not mask_v or column_live:
+            for e in T.vectorized(rows):
+                v_next[e] = v[
+                    0,
+                    0,
+                    (token * (v_token // rows) + (head // v_group) * (v_head // rows) + v_start // rows) * rows + e,
+                ]
+        if has_gate:
+            g_next[0] = g[token, head]
+        if has_beta:
+            beta_next[0] = beta[token, head]
+
+    @T.macro
+    def load_state(slot, head, lane, v_start, column_live, pool, state):
+        if v_first:
+            for r in T.unroll(rows):
+                for c in T.unroll(chunks):
+                    if (not mask_k or (c * lanes + lane) * vec < K) and (not mask_v or column_live):
+                        for e in T.vectorized(vec):
+                            state[r * entries + c * vec + e] = pool[
+                                0,
+                                0,
+                                0,
+                                (slot * (slot_stride // vec) + (head * V + v_start + r) * (K // vec) + c * lanes + lane) * vec + e,
+                            ]
+        else:
+            for i in T.unroll(entries):
+                if (not mask_k or (i // vec * lanes + lane) * vec < K) and (not mask_v or column_live):
+                    for j in T.unroll(rows // load_width):
+                        for e in T.vectorized(load_width):
+                            state[i * rows + j * load_width + e] = pool[
+                                0,
+                                0,
+                                0,
+                                (
+                                    slot * (slot_stride // load_width)
+                                    + (head * K + (i // vec * lanes + lane) * vec + i % vec) * (V // load_width)
+                                    + v_start // load_width
+                                    + j
+                                )
+                                * load_width
+                                + e,
+                            ]
+
+    @T.macro
+    def store_state(slot, stride, width, store_dtype, head, lane, v_start, column_live, target, state):
+        if v_first:
+            for r in T.unroll(rows):
+                for c in T.unroll(chunks):
+                    if (not mask_k or (c * lanes + lane) * vec < K) and (not mask_v or column_live):
+                        for j in T.unroll(vec // width):
+                            for e in T.vectorized(width):
+                                target[
+                                    0,
+                                    0,
+                                    0,
+                                    (
+                                        slot * (stride // width)
+                                        + (head * V + v_start + r) * (K // width)
+                                        + (c * lanes + lane) * (vec // width)
+                                        + j
+                                    )
+                                    * width
+                                    + e,
+                                ] = T.cast(state[r * entries + c * vec + j * width + e], store_dtype)
+        else:
+            for i in T.unroll(entries):
+                if (not mask_k or (i // vec * lanes + lane) * vec < K) and (not mask_v or column_live):
+                    for j in T.unroll(rows // width):
+                        for e in T.vectorized(width):
+                            target[
+                                0,
+                                0,
+                                0,
+                                (
+                                    slot * (stride // width)
+                                    + (head * K + (i // vec * lanes + lane) * vec + i % vec) * (V // width)
+                                    + v_start // width
+                                    + j
+                                )
+                                * width
+                                + e,
+                            ] = T.cast(state[i * rows + j * width + e], store_dtype)
+
+    @T.prim_func
+    def recurrent(
+        q: T.StridedTensor((L, problem.num_q_heads, K), (q_token, q_head, 1), dtype),
+        k: T.StridedTensor((L, problem.num_k_heads, K), (k_token, k_head, 1), dtype),
+        v: T.StridedTensor((L, problem.num_v_heads, V), (v_token, v_head, 1), dtype),
+        g: g_type,
+        beta: beta_type,
+        A_log: head_type,
+        dt_bias: head_type,
+        pool: pool_type,
+        state_indices: index_type,
+        num_accepted_tokens: accepted_type,
+        final_state: final_type,
+        final_state_indices: final_index_type,
+        cu_seqlens: offsets_type,
+        out: T.StridedTensor((L, HS, V), (out_token, out_head, 1), dtype),
+        scale: T.float32,
+        null_slot: T.int64,
+    ):
+        with T.Kernel((num_offsets - 1) * (HS * v_tiles), threads=threads) as block:
+            T.annotate_min_blocks_per_sm(_RESIDENT_THREADS // threads)
+            thread = T.get_thread_binding(0)
+            sequence = block // (HS * v_tiles)
+            head = block // v_tiles % HS
+            lane = thread % lanes if v_first else thread % 32 // groups_per_warp
+            group = thread // lanes if v_first else thread // 32 * groups_per_warp + thread % groups_per_warp
+            v_start = (block % v_tiles * (threads // lanes) + group) * rows
+            column_live = v_start < V
+
+            state = T.alloc_local((rows * entries,), "float32")
+            q_next = T.alloc_local((entries,), dtype)
+            k_next = T.alloc_local((entries,), dtype)
+            v_next = T.alloc_local((rows,), dtype)
+            g_next = T.alloc_local((1,), gate_dtype)
+            beta_next = T.alloc_local((1,), beta_dtype)
+            q_local = T.alloc_local((entries,), "float32")
+            k_local = T.alloc_local((entries,), "float32")
+            v_local = T.alloc_local((rows,), "float32")
+            sums = T.alloc_local((num_sums,), "float32")
+            u = T.alloc_local((rows,), "float32")
+            alpha = T.alloc_var("float32")
+            beta_value = T.alloc_var("float32")
+            q_factor = T.alloc_var("float32")
+            k_factor = T.alloc_var("float32")
+            gate = T.alloc_var("float32")
+            out_value = T.alloc_var("float32")
+            minus_decay = T.alloc_var("float32")
+            bias = T.alloc_var("float32")
+            accepted = T.alloc_var("int32")
+            read_slot = T.alloc_var("int64")
+            write_slot = T.alloc_var("int64")
+            begin = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            live_count = T.alloc_var("int32")
+            written_tokens = T.alloc_var("int32")
+
+            begin = T.cast(cu_seqlens[sequence], "int32")
+            count = T.max(T.cast(cu_seqlens[sequence + 1], "int32") - begin, 0)
+            written_tokens = T.cast(cu_seqlens[num_offsets - 1], "int32")
+
+            for i in T.unroll(rows * entries):
+                state[i] = 0.0
+            for i in T.unroll(entries):
+                q_next[i] = T.cast(0.0, dtype)
+                k_next[i] = T.cast(0.0, dtype)
+            for r in T.unroll(rows):
+                v_next[r] = T.cast(0.0, dtype)
+            minus_decay = 0.0
+            bias = 0.0
+            if use_gate:
+                minus_decay = A_log[head]
+                bias = dt_bias[head]
+
+            if count > 0:
+                load_token(begin, head, lane, v_start, column_live, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
+
+            # The slot to read. A padding sequence has none: its rows become zero and nothing else happens.
+            read_slot = T.cast(sequence, "int64")
+            live_count = count
+            if pooled:
+                read_slot = null_slot
+                if every_token:
+                    accepted = 1
+                    if has_accepted:
+                        accepted = num_accepted_tokens[sequence]
+                    if accepted >= 1 and accepted <= index_columns:
+                        read_slot = T.cast(state_indices[sequence, accepted - 1], "int64")
+                else:
+                    read_slot = T.cast(state_indices[sequence], "int64")
+                if read_slot <= null_slot:
+                    live_count = 0
+
+            if read_state:
+                if live_count > 0 or not pooled:
+                    load_state(read_slot, head, lane, v_start, column_live, pool, state)
+
+            if use_gate:
+                minus_decay = -T.exp(minus_decay)
+
+            for t in T.serial(live_count):
+                for i in T.unroll(entries):
+                    q_local[i] = T.cast(q_next[i], "float32")
+                    k_local[i] = T.cast(k_next[i], "float32")
+                for r in T.unroll(rows):
+                    v_local[r] = T.cast(v_next[r], "float32")
+                alpha = 1.0
+                if has_gate:
+                    gate = T.cast(g_next[0], "float32")
+                    if use_gate:
+                        gate = gate + bias
+                        gate = minus_decay * T.if_then_else(gate <= 20.0, T.log1p(T.exp(gate)), gate)
+                    alpha = T.exp(gate)
+                beta_value = 1.0
+                if has_beta:
+                    beta_value = T.cast(beta_next[0], "float32")
+                    if use_sigmoid:
+                        beta_value = 1.0 / (1.0 + T.exp(-beta_value))
+
+                for i in T.unroll(num_sums):
+                    sums[i] = 0.0
+                for i in T.unroll(entries):
+                    sums[qk_sum] = sums[qk_sum] + q_local[i] * k_local[i]
+                    if use_l2norm:
+                        sums[kk_sum] = sums[kk_sum] + k_local[i] * k_local[i]
+                        sums[qq_sum] = sums[qq_sum] + q_local[i] * q_local[i]
+                    for r in T.unroll(rows):
+                        sums[2 * r] = sums[2 * r] + state[at(r, i)] * k_local[i]
+                        sums[2 * r + 1] = sums[2 * r + 1] + state[at(r, i)] * q_local[i]
+                if t + 1 < live_count:
+                    load_token(
+                        begin + t + 1, head, lane, v_start, column_live, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next
+                    )
+
+                for step in T.unroll(lanes.bit_length() - 1):
+                    for i in T.unroll(num_sums):
+                        sums[i] = sums[i] + T.shfl_xor(sums[i], lane_step << step)
+
+                q_factor = scale
+                k_factor = 1.0
+                if use_l2norm:
+                    q_factor = scale * T.rsqrt(sums[qq_sum] + 1e-6)
+                    k_factor = T.rsqrt(sums[kk_sum] + 1e-6)
+
+                out_value = 0.0
+                for r in T.unroll(rows):
+                    u[r] = k_factor * (beta_value * (v_local[r] - alpha * (k_factor * sums[2 * r])))
+                    if lane == r:
+                        out_value = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
+                if lane < rows and (not mask_v or column_live):
+                    out[begin + t, head, v_start + lane] = T.cast(out_value, dtype)
+
+                for r in T.unroll(rows):
+                    for i in T.unroll(entries):
+                        state[at(r, i)] = alpha * state[at(r, i)] + u[r] * k_local[i]
+
+                if write_pool and every_token:
+                    write_slot = null_slot
+                    if has_final_indices:
+                        if t < final_columns:
+                            write_slot = T.cast(final_state_indices[sequence, t], "int64")
+                    else:
+                        if t < index_columns:
+                            write_slot = T.cast(state_indices[sequence, t], "int64")
+                    if write_slot > null_slot:
+                        store_state(
+                            write_slot, slot_stride, pool_store_width, state_dtype, head, lane, v_start, column_live, pool, state
+                        )
+
+            if write_pool and not every_token:
+                write_slot = read_slot
+                if has_final_indices:
+                    write_slot = T.cast(final_state_indices[sequence], "int64")
+                if live_count > 0 and write_slot > null_slot:
+                    store_state(
+                        write_slot, slot_stride, pool_store_width, state_dtype, head, lane, v_start, column_live, pool, state
+                    )
+            if has_new_final:
+                # Without a pool an empty sequence passes its state on.
+                store_state(
+                    T.cast(sequence, "int64"),
+                    final_stride,
+                    final_store_width,
+                    "float32",
+                    head,
+                    lane,
+                    v_start,
+                    column_live,
+                    final_state,
+                    state,
+                )
+
+            if lane < rows and (not mask_v or column_live):
+                for t in T.serial(count - live_count):
+                    out[begin + t, head, v_start + lane] = T.cast(0.0, dtype)
+                # Rows beyond the last sequence are dealt to all blocks of the head.
+                for t in T.serial(T.ceildiv(L - written_tokens - sequence, num_offsets - 1)):
+                    out[written_tokens + sequence + t * (num_offsets - 1), head, v_start + lane] = T.cast(0.0, dtype)
+
+    return recurrent

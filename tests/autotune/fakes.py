@@ -1,0 +1,17 @@
+"""Tasks for the worker pool: importable by name, as spawned processes need them."""
+
+import os
+import signal
+import time
+
+
+def task(kind: str) -> str:
+    if kind == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "raise":
+        raise ValueError("bad tile")
+    return f"done {kind}"

@@ -1,0 +1,150 @@
+"""The variants of each operator that its kernels must compile for: axes of dtypes, layouts and flags -> problems.
+
+Axes that only make sense together (which state tensors there are) are one axis of whole combinations, so that almost
+every row is a call that the public operators accept.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
+from tests.compile import pairwise
+
+Axes = Mapping[str, Sequence[Any]]
+Row = pairwise.Row
+
+
+def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool) -> Row:
+    return {"has_initial_state": initial, "has_final_state": final, "index_dtype": index, "has_final_indices": final_indices} | more
+
+
+# What the chunk and the recurrent operator share. heads: (query, key, value).
+_DELTA_AXES: dict[str, Sequence[Any]] = {
+    "heads": [(16, 16, 32), (4, 4, 4), (8, 2, 2)],
+    "head_dim": [128, 64],
+    "dtype": ["bfloat16", "float16"],
+    "state_dtype": ["float32", "bfloat16"],
+    "gate": [(None, False), ("float32", False), ("bfloat16", True)],  # dtype, raw
+    "beta": [(None, False), ("float32", False), ("bfloat16", True)],
+    "cu_seqlens_dtype": ["int32", "int64"],
+    "state_v_first": [False, True],
+    "use_qk_l2norm": [False, True],
+}
+_CHUNK_AXES: Axes = _DELTA_AXES | {
+    "state": [
+        _state(False, False, has_mask=False, has_checkpoints=False),
+        _state(False, True, has_mask=False, has_checkpoints=False),
+        _state(True, True, has_mask=False, has_checkpoints=False),
+        _state(True, True, "int32", has_mask=True, has_checkpoints=False),
+        _state(True, True, "int32", has_mask=False, has_checkpoints=True),
+        _state(True, True, "int64", True, has_mask=True, has_checkpoints=True),
+    ],
+}
+_RECURRENT_AXES: Axes = _DELTA_AXES | {
+    "state": [
+        _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, True, write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, True, "int32", write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, False, "int64", write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, True, "int32", write_every_token=True, has_accepted=True, has_parent=False),
+        _state(True, True, "int64", True, write_every_token=True, has_accepted=True, has_parent=False),
+        _state(True, True, "int32", write_every_token=True, has_accepted=True, has_parent=True),
+    ],
+    "has_rounding": [False, True],
+}
+_LOGITS_AXES: dict[str, Sequence[Any]] = {
+    "heads": [(64, 1), (16, 1), (4, 1), (32, 2)],  # query heads, key heads
+    "head_dim": [128, 64],
+    "kind": [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)],  # dtype, with key scales
+    "weights_dtype": ["float32", "bfloat16", None],
+    "relu": [True, False],
+    "clean": [True, False],
+    "out_dtype": ["float32", "bfloat16"],
+}
+AXES: dict[str, Axes] = {
+    "chunk": _CHUNK_AXES,
+    "recurrent": _RECURRENT_AXES,
+    "mqa_logits": _LOGITS_AXES | {"packed": [False, True]},
+    "paged_mqa_logits": _LOGITS_AXES
+    | {"page_size": [64, 16, 128, 544], "drafts": [(1, False), (2, False), (2, True), (4, False)]},  # next_n, per-draft lengths
+}
+
+
+def _delta_fields(row: Row) -> dict[str, Any]:
+    num_q_heads, num_k_heads, num_v_heads = row["heads"]
+    gate_dtype, use_gate = row["gate"]
+    beta_dtype, use_beta_sigmoid = row["beta"]
+    same = ("dtype", "state_dtype", "cu_seqlens_dtype", "state_v_first", "use_qk_l2norm")
+    return {
+        "num_q_heads": num_q_heads,
+        "num_k_heads": num_k_heads,
+        "num_v_heads": num_v_heads,
+        "head_k_dim": row["head_dim"],
+        "head_v_dim": row["head_dim"],
+        "gate_dtype": gate_dtype,
+        "use_gate": use_gate,
+        "beta_dtype": beta_dtype,
+        "use_beta_sigmoid": use_beta_sigmoid,
+        **{name: row[name] for name in same},
+        **row["state"],
+    }
+
+
+def _logits_fields(row: Row) -> dict[str, Any]:
+    num_heads, num_kv_heads = row["heads"]
+    dtype, has_k_scale = row["kind"]
+    same = ("head_dim", "weights_dtype", "relu", "clean", "out_dtype")
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "dtype": dtype,
+        "has_k_scale": has_k_scale,
+        **{name: row[name] for name in same},
+    }
+
+
+def problem(op: str, row: Row) -> Problem | None:
+    """The problem of a row, or None where the public operator would not make it."""
+    if op in ("chunk", "recurrent"):
+        delta = _delta_fields(row)
+        if not delta["has_initial_state"] and delta["state_dtype"] != "float32":
+            return None  # without a state, problems say float32
+        if op == "chunk":
+            return ChunkProblem(**delta, num_tokens=8192, num_sequences=4)
+        if row["has_rounding"] and not (delta["state_dtype"] == "bfloat16" and delta["index_dtype"] and delta["has_final_state"]):
+            return None  # only a stored bf16 state is rounded
+        return RecurrentProblem(**delta, has_rounding=row["has_rounding"], num_tokens=128, num_sequences=128)
+    logits = _logits_fields(row)
+    if op == "mqa_logits":
+        return MqaLogitsProblem(**logits, packed=row["packed"], num_queries=4096, num_keys=32768, num_columns=32768)
+    next_n, per_draft_lengths = row["drafts"]
+    return PagedMqaLogitsProblem(
+        **logits,
+        page_size=row["page_size"],
+        next_n=next_n,
+        per_draft_lengths=per_draft_lengths,
+        batch=64,
+        max_context_len=32768,
+    )
+
+
+def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row], bool]:
+    def allowed(row: Row) -> bool:
+        made = problem(op, row)
+        return made is not None and refusal(made) is None
+
+    return allowed
+
+
+def _problems(op: str, rows: Iterator[Row]) -> Iterator[Problem]:
+    return (made for row in rows if (made := problem(op, row)) is not None)
+
+
+def cover(op: str, refusal: Callable[[Problem], str | None]) -> list[Problem]:
+    """Problems that a backend serves and that hold every pair of axis values it serves."""
+    return list(_problems(op, iter(pairwise.pairwise(AXES[op], _allowed(op, refusal)))))
+
+
+def product(op: str, refusal: Callable[[Problem], str | None]) -> list[Problem]:
+    """Every problem of the axes that a backend serves."""
+    return list(_problems(op, pairwise.full(AXES[op], _allowed(op, refusal))))
