@@ -65,9 +65,11 @@ class _DeltaCase:
         self._shape, self._problem, self._device, self._copies = shape, problem, device, copies
 
     def _arguments(self, seed: int) -> dict[str, Any]:
-        make_inputs: Callable[..., dict[str, Any]]
-        make_inputs = inputs.chunk_inputs if isinstance(self._problem, ChunkProblem) else inputs.recurrent_inputs
-        arguments = make_inputs(self._problem, self._device, seed, lengths=self._shape.lengths, strided=True)
+        problem, lengths = self._problem, self._shape.lengths
+        if isinstance(problem, ChunkProblem):
+            arguments = inputs.chunk_inputs(problem, self._device, seed, lengths=lengths, strided=True)
+        else:
+            arguments = inputs.recurrent_inputs(problem, self._device, seed, lengths=lengths, strided=True)
         # Engines hand over gates as rows of one projection: their heads are neighbours.
         return arguments | {"g": arguments["g"].contiguous(), "beta": arguments["beta"].contiguous()}
 
@@ -146,16 +148,15 @@ class _LogitsCase:
 
     @cached_property
     def _expected(self) -> oracle_logits.ExactLogits:
-        exact = oracle_logits.exact_mqa_logits if isinstance(self._problem, MqaLogitsProblem) else None
-        if exact is not None:
-            return exact(self._checked, relu=self._problem.relu)
+        if isinstance(self._problem, MqaLogitsProblem):
+            return oracle_logits.exact_mqa_logits(self._checked, relu=self._problem.relu)
         return oracle_logits.exact_paged_mqa_logits(self._checked, relu=self._problem.relu)
 
     @cached_property
     def _timed(self) -> list[Any]:
         made = [self._inputs(seed=1 + copy) for copy in range(self._copies)]
         if isinstance(self._problem, PagedMqaLogitsProblem):  # the rows behind the pages serve the exact answer alone
-            made = [replace(one, rows=one.rows[:0], row_scales=None) for one in made]
+            made = [replace(one, rows=one.rows.new_empty(0), row_scales=None) for one in made]
         return made
 
     def _tensors(self, made: Any) -> tuple[tuple[Any, ...], torch.Tensor]:

@@ -36,6 +36,7 @@ def _serve(function: Callable[..., Any], connection: Connection) -> None:
             arguments = connection.recv()
         except EOFError:
             return
+        answer: tuple[Any, str | None]
         try:
             answer = (function(*arguments), None)
         except Exception as error:

@@ -29,7 +29,7 @@ class ModelShape:
         """
         if tensor_parallel < 1 or self.num_k_heads % tensor_parallel or self.num_v_heads % tensor_parallel:
             raise ValueError(
-                f"tp: expected a divisor of {self.num_k_heads} key heads and {self.num_v_heads} value heads, got {tensor_parallel}"
+                f"tp: expected a divisor of {self.num_k_heads} key and {self.num_v_heads} value heads, got {tensor_parallel}"
             )
         return replace(
             self, num_k_heads=self.num_k_heads // tensor_parallel, num_v_heads=self.num_v_heads // tensor_parallel

@@ -195,7 +195,7 @@ class MqaLogitsProblem(LogitsProblem):
     launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale)
         q [M, H, D] contiguous; k [Nk, kv_heads, D] contiguous; k_scale [Nk, kv_heads] float32 or None
         weights [M, H], any row stride, last dim contiguous, or None; cu_seqlen_ks, cu_seqlen_ke [M] int32
-        out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 of row i is key ks[i]
+        out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 is key ks[i]
     A range is clamped to [0, Nk]; ks >= ke is empty.
     """
 

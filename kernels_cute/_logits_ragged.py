@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _logits_layouts as layouts
+from kernels_cute._logits_ptx import store_between
 
 KEY_ROWS = 64  # rows of a key tile: M of wgmma
 WARPGROUP = 128
@@ -70,16 +71,17 @@ class RaggedLogits:
         self.query_bytes = 2 * columns * head_dim * self.dtype.width // 8
         self.key_bytes = KEY_ROWS * head_dim * self.dtype.width // 8
         self.k_steps = head_dim * self.dtype.width // 256
-        self.math_registers, self.copy_registers = 232, 40
+        self.math_registers, self.copy_registers = 224, 56  # with 128, 128 and 128 threads: the 168 a thread at launch
 
     # ---- host
 
     @cute.jit
-    def launch(self, q, k, k_scale, weights, starts, ends, out, scale: Float32, stream):
+    def launch(self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, scale: Float32, stream):
+        # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
         mma = cute.make_tiled_mma(self._mma_op())
         query_smem = layouts.query_layout(self.dtype, self.num_heads, self.head_dim, self.groups, 2 * self.query_stages)
         key_smem = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
-        num_queries, num_keys = cute.size(q, mode=[0]), cute.size(k, mode=[0])
+        num_queries = cute.size(q, mode=[0])
         # A descriptor needs an extent of at least one; nothing is loaded where there are no keys.
         heads, dim = self.num_heads, self.head_dim
         q_view = cute.make_tensor(
@@ -102,7 +104,7 @@ class RaggedLogits:
         # Packed columns count from a row's own first key, so both key tiles and columns must be covered.
         key_tiles = cute.ceil_div(cutlass.max(num_keys, columns), KEY_ROWS)
         # Enough items for an even deal, none so small that loading its queries shows.
-        wanted = query_tiles * key_tiles // (self.num_blocks * 8)
+        wanted = Int32(Int64(query_tiles) * key_tiles // (self.num_blocks * 8))
         item_tiles = cutlass.max(cutlass.min(wanted, self.tiles_per_item), cutlass.min(4, self.tiles_per_item))
         num_items = query_tiles * cute.ceil_div(key_tiles, item_tiles)
         self.kernel(
@@ -212,21 +214,21 @@ class RaggedLogits:
         return first, end
 
     @cute.jit
-    def item_span(self, starts, ends, row0, span, item_tiles, num_queries, num_keys, num_columns):
-        """Key tiles [first, end) of an item that some query of the tile sees; the whole warp takes part."""
-        lane = cute.arch.lane_idx()
-        low, high = Int32(NO_KEY), Int32(0)
-        for block in cutlass.range_constexpr((self.queries + 31) // 32):
-            local = lane + 32 * block
-            if local < self.queries:
+    def item_span(self, starts, ends, item, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns):
+        """Key tiles [first, end) of one item that some query of it sees, (0, 0) beyond the list. Each lane asks for its own
+        item: a list with many empty items is read 32 at a time, and the latency of the ranges is paid once a batch."""
+        tile_first, tile_end = Int32(0), Int32(0)
+        if item < num_items:
+            row0 = item % query_tiles * self.queries
+            low, high = Int32(NO_KEY), Int32(0)
+            for local in cutlass.range(self.queries, unroll=8):
                 first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
                 if first < end:
                     low = cutlass.min(low, first)
                     high = cutlass.max(high, end)
-        low = cute.arch.warp_redux_sync(low, "min")
-        high = cute.arch.warp_redux_sync(high, "max")
-        tile_first = cutlass.max(low // KEY_ROWS, span * item_tiles)
-        tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span * item_tiles + item_tiles)
+            span = item // query_tiles * item_tiles
+            tile_first = cutlass.max(low // KEY_ROWS, span)
+            tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + item_tiles)
         return tile_first, tile_end
 
     @cute.jit
@@ -252,34 +254,38 @@ class RaggedLogits:
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
         keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
 
+        lane = cute.arch.lane_idx()
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, num_items, blocks, unroll=1):
-            row0 = (item % query_tiles) * self.queries
-            tile_first, tile_end = self.item_span(
-                starts, ends, row0, item // query_tiles, item_tiles, num_queries, num_keys, num_columns
+        for base in cutlass.range(block, num_items, 32 * blocks, unroll=1):
+            lane_first, lane_end = self.item_span(
+                starts, ends, base + lane * blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
             )
-            if tile_first < tile_end:
-                cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
-                for half in cutlass.range_constexpr(2):
-                    for group in cutlass.range(self.groups, unroll=1):
-                        box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
-                        cute.copy(
-                            query_atom,
-                            from_queries[None, box],
-                            to_queries[None, group, stage * 2 + half],
-                            tma_bar_ptr=queries_full + stage,
-                        )
-                stage, parity = self.advance(stage, parity, self.query_stages)
-                for tile in cutlass.range(tile_first, tile_end, unroll=1):
-                    cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
+            for step in cutlass.range(32, unroll=1):
+                tile_first = cute.arch.shuffle_sync(lane_first, step)
+                tile_end = cute.arch.shuffle_sync(lane_end, step)
+                row0 = (base + step * blocks) % query_tiles * self.queries
+                if tile_first < tile_end:
+                    cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
-                    cute.copy(key_atom, from_keys[None, tile], to_keys[None, key_stage], tma_bar_ptr=keys_full + key_stage)
-                    key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                        cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
+                    for half in cutlass.range_constexpr(2):
+                        for group in cutlass.range(self.groups, unroll=1):
+                            box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
+                            cute.copy(
+                                query_atom,
+                                from_queries[None, box],
+                                to_queries[None, group, stage * 2 + half],
+                                tma_bar_ptr=queries_full + stage,
+                            )
+                    stage, parity = self.advance(stage, parity, self.query_stages)
+                    for tile in cutlass.range(tile_first, tile_end, unroll=1):
+                        cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
+                        cute.copy(key_atom, from_keys[None, tile], to_keys[None, key_stage], tma_bar_ptr=keys_full + key_stage)
+                        key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
         # The end mark carries no bytes: only the arrival that queries_full counts.
         cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
         with cute.arch.elect_one():
@@ -298,35 +304,38 @@ class RaggedLogits:
         stage, parity = Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, num_items, blocks, unroll=1):
-            row0 = (item % query_tiles) * self.queries
-            tile_first, tile_end = self.item_span(
-                starts, ends, row0, item // query_tiles, item_tiles, num_queries, num_keys, num_columns
+        for base in cutlass.range(block, num_items, 32 * blocks, unroll=1):
+            lane_first, lane_end = self.item_span(
+                starts, ends, base + lane * blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
             )
-            if tile_first < tile_end:
-                cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
-                if lane == 0:
-                    s_items[4 * stage] = row0
-                    s_items[4 * stage + 1] = tile_first
-                    s_items[4 * stage + 2] = tile_end
-                slot = stage * self.queries
-                for part in cutlass.range_constexpr((self.queries + 31) // 32):
-                    local = lane + 32 * part
-                    if local < self.queries:
-                        first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
-                        s_starts[slot + local] = first
-                        s_ends[slot + local] = end
-                if cutlass.const_expr(self.has_weights):
-                    for part in cutlass.range(self.queries * self.num_heads // 32, unroll=8):
+            for step in cutlass.range(32, unroll=1):
+                tile_first = cute.arch.shuffle_sync(lane_first, step)
+                tile_end = cute.arch.shuffle_sync(lane_end, step)
+                row0 = (base + step * blocks) % query_tiles * self.queries
+                if tile_first < tile_end:
+                    cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+                    if lane == 0:
+                        s_items[4 * stage] = row0
+                        s_items[4 * stage + 1] = tile_first
+                        s_items[4 * stage + 2] = tile_end
+                    slot = stage * self.queries
+                    for part in cutlass.range_constexpr((self.queries + 31) // 32):
                         local = lane + 32 * part
-                        row = row0 + local // self.num_heads
-                        weight = Float32(0.0)
-                        if row < num_queries:
-                            offset = Int64(row) * weights.stride[0] + local % self.num_heads
-                            weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
-                        s_weights[slot * self.num_heads + local] = weight
-                cute.arch.mbarrier_arrive(queries_full + stage)
-                stage, parity = self.advance(stage, parity, self.query_stages)
+                        if local < self.queries:
+                            first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
+                            s_starts[slot + local] = first
+                            s_ends[slot + local] = end
+                    if cutlass.const_expr(self.has_weights):
+                        for part in cutlass.range(self.queries * self.num_heads // 32, unroll=8):
+                            local = lane + 32 * part
+                            row = row0 + local // self.num_heads
+                            weight = Float32(0.0)
+                            if row < num_queries:
+                                offset = Int64(row) * weights.stride[0] + local % self.num_heads
+                                weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
+                            s_weights[slot * self.num_heads + local] = weight
+                    cute.arch.mbarrier_arrive(queries_full + stage)
+                    stage, parity = self.advance(stage, parity, self.query_stages)
         cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
         if lane == 0:
             s_items[4 * stage] = Int32(END_OF_LIST)
@@ -343,24 +352,25 @@ class RaggedLogits:
             row0 = (item % query_tiles) * self.queries
             column0 = item // query_tiles * item_tiles * KEY_ROWS
             column1 = cutlass.min(column0 + item_tiles * KEY_ROWS, num_columns)
-            for part in cutlass.range_constexpr((self.queries + 31) // 32):
-                part_rows = cutlass.const_expr(min(32, self.queries - 32 * part))
-                # One load a lane; the rows' ranges are then handed round.
-                lane_first, lane_end = self.row_range(
-                    starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns
-                )
-                for step in cutlass.range(part_rows // 2, unroll=1):
-                    local = 2 * step + half
-                    first = cute.arch.shuffle_sync(lane_first, local)
-                    end = cute.arch.shuffle_sync(lane_end, local)
-                    row = row0 + 32 * part + local
-                    if row < num_queries:
-                        line = out.iterator + Int64(row) * out.stride[0]
-                        if cutlass.const_expr(self.packed):
-                            self.fill(line, out.element_type, cutlass.max(end - first, column0), column1, lane)
-                        else:
-                            self.fill(line, out.element_type, column0, cutlass.min(first, column1), lane)
-                            self.fill(line, out.element_type, cutlass.max(end, column0), column1, lane)
+            if column0 < num_columns:
+                for part in cutlass.range_constexpr((self.queries + 31) // 32):
+                    part_rows = cutlass.const_expr(min(32, self.queries - 32 * part))
+                    # One load a lane; the rows' ranges are then handed round.
+                    lane_first, lane_end = self.row_range(
+                        starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns
+                    )
+                    for step in cutlass.range(part_rows // 2, unroll=1):
+                        local = 2 * step + half
+                        first = cute.arch.shuffle_sync(lane_first, local)
+                        end = cute.arch.shuffle_sync(lane_end, local)
+                        row = row0 + 32 * part + local
+                        if row < num_queries:
+                            line = out.iterator + Int64(row) * out.stride[0]
+                            if cutlass.const_expr(self.packed):
+                                self.fill(line, out.element_type, cutlass.max(end - first, column0), column1, lane)
+                            else:
+                                self.fill(line, out.element_type, column0, cutlass.min(first, column1), lane)
+                                self.fill(line, out.element_type, cutlass.max(end, column0), column1, lane)
 
     @cute.jit
     def fill(self, line, element_type: cutlass.Constexpr, first, end, lane):
@@ -401,19 +411,20 @@ class RaggedLogits:
         while row0 >= 0:
             tile_first, tile_end = s_items[4 * stage + 1], s_items[4 * stage + 2]
             slot = stage * self.queries + query_lane
+            line = out.iterator + Int64(row0 + query_lane) * out.stride[0]
             if cutlass.const_expr(self.has_weights):
                 for group in cutlass.range_constexpr(self.groups):
                     for head in cutlass.range_constexpr(self.num_heads):
                         held[group * self.num_heads + head] = s_weights[(slot + 4 * group) * self.num_heads + head]
             for tile in cutlass.range(tile_first, tile_end, unroll=1):
                 key = tile * KEY_ROWS + key_lane
-                # Read here, the scales arrive while the turn is awaited.
+                # Asked for here and used after the products, the scales cost no wait.
                 factor = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                for side in cutlass.range_constexpr(2):
-                    factor[side] = scale
-                    if cutlass.const_expr(self.has_k_scale):
+                factor.fill(1.0)
+                if cutlass.const_expr(self.has_k_scale):
+                    for side in cutlass.range_constexpr(2):
                         if key + 8 * side < num_keys:
-                            factor[side] = scale * key_scales[key + 8 * side]
+                            factor[side] = key_scales[key + 8 * side]
                 cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
                 cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
                 warpgroup.fence()
@@ -434,11 +445,13 @@ class RaggedLogits:
                 if lane == 0:
                     cute.arch.mbarrier_arrive(keys_free + key_stage)
                 key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                for side in cutlass.range_constexpr(2):
+                    factor[side] = factor[side] * scale
                 for group in cutlass.range_constexpr(self.groups):
                     sums = self.head_sums(products, held, group)
                     self.store(
-                        out, row0 + query_lane + 4 * group, key, s_starts[slot + 4 * group], s_ends[slot + 4 * group],
-                        sums[0] * factor[0], sums[1] * factor[1],
+                        line + 4 * group * out.stride[0], out.element_type, key, s_starts[slot + 4 * group],
+                        s_ends[slot + 4 * group], sums[0] * factor[0], sums[1] * factor[1],
                     )  # fmt: skip
             cute.arch.sync_warp()  # the other lanes' reads of ranges and weights come before the release
             if lane == 0:
@@ -468,17 +481,14 @@ class RaggedLogits:
         return parts[0, 0] + parts[0, 1], parts[1, 0] + parts[1, 1]
 
     @cute.jit
-    def store(self, out, row, key, first, end, score0, score1):
+    def store(self, line, element_type: cutlass.Constexpr, key, first, end, score0, score1):
+        """Two scores of one query; line is its row of out. Without branches: these are a narrow head count's main cost."""
         column = key
         if cutlass.const_expr(self.packed):
             column = key - first
-        place = out.iterator + (Int64(row) * out.stride[0] + column)
-        if key >= first:
-            if key < end:
-                cute.make_tensor(place, cute.make_layout(1))[0] = out.element_type(score0)
-        if key + 8 >= first:
-            if key + 8 < end:
-                cute.make_tensor(place + 8, cute.make_layout(1))[0] = out.element_type(score1)
+        place = line + column
+        store_between(element_type, place, score0, key, first, end)
+        store_between(element_type, place + 8, score1, key + 8, first, end)
 
     @cute.jit
     def pass_turn(self, half):

@@ -139,7 +139,7 @@ def _arguments(problem: MqaLogitsProblem) -> list[Any]:
     weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
     q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, 1, problem.head_dim)
-    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Float32(1.0)]
+    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Float32(1.0)]
 
 
 def _rows(dtype: Any, heads: int, dim: int) -> Any:
@@ -162,6 +162,9 @@ def launch(
 ) -> None:
     if out.shape[0] == 0 or out.shape[1] == 0:
         return
+    num_keys = k.shape[0]
+    if num_keys == 0:
+        k = q[:1, :1]  # the copy engine's descriptor needs an address; nothing is read through it
     k_scale = cu_seqlen_ks if k_scale is None else k_scale
     weights = cu_seqlen_ks if weights is None else weights
-    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale)
+    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, scale)

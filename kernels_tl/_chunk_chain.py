@@ -36,6 +36,7 @@ from kernels_tl._chunk_types import (
     token_tensor,
 )
 
+ROWS = T.GemmWarpPolicy.FullRow  # each math warpgroup owns 64 rows of every product
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
@@ -192,17 +193,19 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                         T.sync_threads(3, math_threads)
 
                     T.copy(state_fragment, state_operand)
-                    T.gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True)
-                    T.wgmma_gemm(state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True)
+                    T.gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                    T.wgmma_gemm(
+                        state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
+                    )
                     for i, j in T.Parallel(columns, CHUNK):
                         w_operand[i, j] = T.if_then_else(
                             j < valid,
                             T.cast(v_shared[stage, j, i], "float32") - vector_shared[stage, ROW_STATE_KEY, j] * u_fragment[i, j],
                             0.0,
                         )
-                    T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True)
+                    T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
                     if parts == 2:
-                        T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True)
+                        T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
                     for i, j in T.Parallel(columns, head_k):
                         state_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
                     T.wait_wgmma(0)
@@ -210,10 +213,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                         decayed_operand[i, j] = new_fragment[i, j] * vector_shared[stage, ROW_KEY_TO_LAST, j]
                     for i, j in T.Parallel(columns, CHUNK):
                         new_operand[i, j] = new_fragment[i, j]
-                    T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment)
+                    T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment, policy=ROWS)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_fragment[i, j] *= vector_shared[stage, ROW_STATE_QUERY, j]
-                    T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True)
+                    T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
                     T.wait_wgmma(0)
                     T.barrier_arrive(empty[stage])
 

@@ -220,6 +220,8 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     m_shared[i, j] = T.cast(value, dtype)
                     if parts == 2:
                         rest_shared[i, j] = T.cast(value - T.cast(T.cast(value, dtype), "float32"), dtype)
+                T.fence_proxy_async()
+                T.sync_threads()
                 T.copy(m_shared, tiles[slot, head, 0, :, :])
                 if parts == 2:
                     T.copy(rest_shared, tiles[slot, head, 1, :, :])

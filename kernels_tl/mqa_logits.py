@@ -10,6 +10,8 @@ one sums over heads, the tensor cores work for another.
     loader warp                q_empty[2], k_empty[stages]   q_full (32 lanes + TMA bytes), k_full (32 lanes + TMA bytes)
     math warpgroups            q_full, k_full                k_empty (every thread), q_empty (every thread)
     fill warps (3)             nothing                       nothing: they write -inf where no tile is computed
+    with `ordered`, math warpgroup w also waits at named barrier 1 + w (256 threads) before a product and arrives at its
+    successor's after issuing it
 
 The loader puts row ranges and weights of an item beside its queries, two items deep, so math warps read no index from memory.
 """
@@ -34,6 +36,7 @@ class Config:
     stages: int  # key tiles in flight
     chunk_tiles: int  # most key tiles of an item; fewer where there is little work
     blocks: int  # persistent blocks: the SMs of the device
+    ordered: bool  # math warpgroups take turns at the tensor cores, so that their head sums do not coincide
 
 
 def refusal(problem: MqaLogitsProblem) -> str | None:
@@ -70,15 +73,15 @@ def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
             continue
         for groups in (2, 3, 4):
             for stages in (6, 4, 3, 2):
-                config = Config(queries, groups, stages, 32, device.num_sms)
+                config = Config(queries, groups, stages, 32, device.num_sms, True)
                 if fits(problem, config, device):
                     found.append(config)
                     if groups == 2 and stages in (6, 4):
-                        found.append(Config(queries, groups, stages, 64, device.num_sms))
+                        found.append(Config(queries, groups, stages, 64, device.num_sms, True))
     if not found:  # an odd head count: the widest column count that is a multiple of it
         for queries in range(_logits.MAX_COLUMNS // s.columns, 0, -1):
             for stages in (4, 3, 2):
-                config = Config(queries, 2, stages, 32, device.num_sms)
+                config = Config(queries, 2, stages, 32, device.num_sms, True)
                 if fits(problem, config, device):
                     found.append(config)
     return found
@@ -93,7 +96,7 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
         most = next(n for n in range(problem.num_queries, most + 1) if n * s.columns % 8 == 0)
     for queries in range(most, 0, -1):
         for stages in (4, 3, 2):
-            config = Config(queries, 2, stages, 32, device.num_sms)
+            config = Config(queries, 2, stages, 32, device.num_sms, True)
             if fits(problem, config, device):
                 return config
     raise ValueError(f"no configuration fits {problem}")
@@ -110,12 +113,13 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
     BQ, WG, S, GRID = config.block_queries, config.math_warpgroups, config.stages, config.blocks
     BN, N, MATH = 64 * WG, BQ * GP, _logits.WARPGROUP * WG
     PACKED, CLEAN, RELU, SCALED, WEIGHTED = problem.packed, s.clean, s.relu, s.scaled, s.weights_dtype is not None
+    ORDERED = config.ordered and WG > 1
     FLAT = KH == 1 and G == GP  # the queries of an item are consecutive rows of N
     MATH_REGISTERS = _logits.math_registers(WG)
     f32, out_dtype = "float32", s.out_dtype
-    m, nk, width = T.dynamic("m"), T.dynamic("nk"), T.dynamic("width")
+    m, nk, width, q_rows = T.dynamic("m"), T.dynamic("nk"), T.dynamic("width"), T.dynamic("q_rows")
     weights_stride, out_stride = T.dynamic("weights_stride", "int64"), T.dynamic("out_stride", "int64")
-    q_shape = (m * H, D) if FLAT else (m, KH, G, D)
+    q_shape = (q_rows, D) if FLAT else (q_rows, KH, G, D)
 
     @T.macro
     def row_range(cu_seqlen_ks, cu_seqlen_ke, row, first, last):
@@ -189,6 +193,9 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                 total = T.alloc_fragment((BN, BQ), f32)
                 key_scale = T.alloc_fragment((BN,), f32)
                 count = T.alloc_var("int32", init=0)
+                if ORDERED:  # the first turn is warpgroup 0's
+                    if thread >= MATH - _logits.WARPGROUP:
+                        T.named_barrier_arrive(1, 256)
                 q0 = T.alloc_var("int32")
                 k0 = T.alloc_var("int32")
                 common_from = T.alloc_var("int32")
@@ -206,6 +213,8 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                             if WEIGHTED and KH > 1:
                                 T.copy(weights_shared[(i % 2) * KH + g, :, :], weights_fragment)
                             T.mbarrier_wait_parity(k_full[count % S], (count // S) % 2)
+                            if ORDERED:
+                                T.sync_threads(1 + thread // 128, 256)
                             T.wgmma_gemm(
                                 k_shared[count % S, :, :],
                                 q_shared[(i % 2) * KH + g, :, :],
@@ -214,6 +223,8 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                                 clear_accum=True,
                                 policy=T.GemmWarpPolicy.FullRow,
                             )
+                            if ORDERED:
+                                T.named_barrier_arrive(1 + (thread // 128 + 1) % WG, 256)
                             # Loaded while the product runs; rows beyond the end repeat the last one and are masked below.
                             for j in T.Parallel(BN):
                                 if SCALED:
@@ -377,7 +388,8 @@ def _entry(problem: MqaLogitsProblem, kernel: Any, q_shape: Any, m: Any, nk: Any
     k_type = T.Tensor((nk, s.kv_heads * s.dim), s.dtype)
     k_scale_type = T.Tensor((nk, s.kv_heads), "float32")
     weights_type = T.StridedTensor((m, s.heads), (weights_stride, 1), s.weights_dtype or "float32")
-    range_type = T.Tensor((m,), "int32")
+    # Two objects: one annotation object used twice would make both parameters one buffer.
+    ks_type, ke_type = T.Tensor((m,), "int32"), T.Tensor((m,), "int32")
     out_type = T.StridedTensor((m, width), (out_stride, 1), s.out_dtype)
     f32, i32 = T.float32, T.int32
 
@@ -385,7 +397,7 @@ def _entry(problem: MqaLogitsProblem, kernel: Any, q_shape: Any, m: Any, nk: Any
 
         @T.prim_func
         def mqa_logits(
-            q: q_type, k: k_type, k_scale: k_scale_type, weights: weights_type, ks: range_type, ke: range_type, out: out_type,
+            q: q_type, k: k_type, k_scale: k_scale_type, weights: weights_type, ks: ks_type, ke: ke_type, out: out_type,
             scale: f32, chunk_tiles: i32,
         ):  # fmt: skip
             kernel(q, k, k_scale, weights, ks, ke, out, scale, chunk_tiles)
@@ -394,7 +406,7 @@ def _entry(problem: MqaLogitsProblem, kernel: Any, q_shape: Any, m: Any, nk: Any
 
         @T.prim_func
         def mqa_logits(
-            q: q_type, k: k_type, k_scale: k_scale_type, ks: range_type, ke: range_type, out: out_type, scale: f32, chunk_tiles: i32
+            q: q_type, k: k_type, k_scale: k_scale_type, ks: ks_type, ke: ke_type, out: out_type, scale: f32, chunk_tiles: i32
         ):
             kernel(q, k, k_scale, None, ks, ke, out, scale, chunk_tiles)
 
@@ -402,14 +414,14 @@ def _entry(problem: MqaLogitsProblem, kernel: Any, q_shape: Any, m: Any, nk: Any
 
         @T.prim_func
         def mqa_logits(
-            q: q_type, k: k_type, weights: weights_type, ks: range_type, ke: range_type, out: out_type, scale: f32, chunk_tiles: i32
+            q: q_type, k: k_type, weights: weights_type, ks: ks_type, ke: ke_type, out: out_type, scale: f32, chunk_tiles: i32
         ):
             kernel(q, k, None, weights, ks, ke, out, scale, chunk_tiles)
 
     else:
 
         @T.prim_func
-        def mqa_logits(q: q_type, k: k_type, ks: range_type, ke: range_type, out: out_type, scale: f32, chunk_tiles: i32):
+        def mqa_logits(q: q_type, k: k_type, ks: ks_type, ke: ke_type, out: out_type, scale: f32, chunk_tiles: i32):
             kernel(q, k, None, None, ks, ke, out, scale, chunk_tiles)
 
     return mqa_logits

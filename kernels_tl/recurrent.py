@@ -28,7 +28,6 @@ from gdn.problems import DTYPE_BYTES, RecurrentProblem
 from kernels_tl import _build
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold: with q, k, v and addresses this stays near 128 registers
-_RESIDENT_THREADS = 512  # threads an SM must be able to hold: caps a thread at 128 registers
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,6 +36,7 @@ class Config:
     threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
+    resident: int = 384  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
 
     @property
     def block_v(self) -> int:
@@ -80,7 +80,7 @@ def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled and launched."""
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256):
+    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256) or config.resident not in (384, 512):
         return False
     if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes or problem.head_v_dim % config.rows:
         return False
@@ -94,7 +94,13 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """Every feasible configuration."""
-    space = [Config(threads, lanes, rows) for threads in (32, 64, 128, 256) for lanes in (4, 8, 16, 32) for rows in (1, 2, 4, 8)]
+    space = [
+        Config(threads, lanes, rows, resident)
+        for threads in (32, 64, 128, 256)
+        for lanes in (4, 8, 16, 32)
+        for rows in (1, 2, 4, 8)
+        for resident in (384, 512)
+    ]
     return [config for config in space if fits(problem, config, device)]
 
 
@@ -393,7 +399,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
         null_slot: T.int64,
     ):
         with T.Kernel((num_offsets - 1) * (HS * v_tiles), threads=threads) as block:
-            T.annotate_min_blocks_per_sm(_RESIDENT_THREADS // threads)
+            T.annotate_min_blocks_per_sm(config.resident // threads)
             thread = T.get_thread_binding(0)
             sequence = block // (HS * v_tiles)
             head = block // v_tiles % HS

@@ -106,7 +106,7 @@ def check_tokens(
         num_sequences = cu_seqlens.shape[0] - 1
     if out is not None:
         check_tensor("out", out, shape=(batch, length, heads, v_dim), dtypes=dtypes, device=device, last_contiguous=True)
-        if batch > 1 and out.stride(0) != length * out.stride(1):
+        if batch > 1 and length > 1 and out.stride(0) != length * out.stride(1):
             bad_value("out", "batch rows that follow each other (stride(0) == T * stride(1))", f"strides {out.stride()}")
     return Sizes(batch, length, num_sequences, num_q_heads, num_k_heads, num_v_heads, k_dim, v_dim)
 
@@ -277,14 +277,15 @@ def pack(
 def _packed_rows(name: str, x: Tensor) -> Tensor:
     """[B, T, heads, D] -> [B * T, heads, D]: a view where address and strides are multiples of 16 bytes, else a copy."""
     packed = x[0] if x.shape[0] == 1 else x.flatten(0, 1)
+    was_copied = packed.data_ptr() != x.data_ptr()
     size = packed.element_size()
     tokens, heads, dim = packed.shape
-    aligned = packed.data_ptr() % ALIGNMENT == 0
+    is_aligned = packed.data_ptr() % ALIGNMENT == 0
     # Strides of dims with one entry are never used. A head that is no multiple of 16 bytes stays so in any copy.
     if dim * size % ALIGNMENT == 0:
-        aligned = aligned and (tokens == 1 or packed.stride(0) * size % ALIGNMENT == 0)
-        aligned = aligned and (heads == 1 or packed.stride(1) * size % ALIGNMENT == 0)
-    if aligned and (x.shape[0] == 1 or packed.data_ptr() == x.data_ptr()):
+        is_aligned = is_aligned and (tokens == 1 or packed.stride(0) * size % ALIGNMENT == 0)
+        is_aligned = is_aligned and (heads == 1 or packed.stride(1) * size % ALIGNMENT == 0)
+    if is_aligned and not was_copied:
         return packed
     log.once(
         f"{name}: copied, because its address or strides are not multiples of 16 bytes or its batch rows are not evenly "
@@ -292,7 +293,7 @@ def _packed_rows(name: str, x: Tensor) -> Tensor:
         logging.WARNING,
         key=("copied", name),
     )
-    return packed.clone(memory_format=torch.contiguous_format) if packed.data_ptr() % ALIGNMENT or not aligned else packed
+    return packed if is_aligned else packed.clone(memory_format=torch.contiguous_format)
 
 
 def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -300,9 +301,7 @@ def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]
     not aligned: copy it back)."""
     shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
     o = torch.empty(shape, dtype=v.dtype, device=v.device) if out is None else out
-    written = o.view(sizes.num_tokens, *shape[2:]) if sizes.batch == 1 or out is None else out.as_strided(  # type: ignore[union-attr]
-        (sizes.num_tokens, *shape[2:]), o.stride()[1:]
-    )
+    written = o.view(sizes.num_tokens, *shape[2:])
     size = written.element_size()
     if out is not None and (
         written.data_ptr() % ALIGNMENT or written.stride(0) * size % ALIGNMENT or written.stride(1) * size % ALIGNMENT

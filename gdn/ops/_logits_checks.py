@@ -54,9 +54,7 @@ def check_out(out: torch.Tensor | None, shape: list[int], dtype: torch.dtype, de
 
 def check_weights(weights: torch.Tensor | None, rows: int, heads: int, device: torch.device) -> None:
     if weights is not None:
-        check_tensor(
-            "weights", weights, shape=[rows, heads], dtypes=WEIGHT_DTYPES, device=device, last_contiguous=True
-        )
+        check_tensor("weights", weights, shape=[rows, heads], dtypes=WEIGHT_DTYPES, device=device, last_contiguous=True)
 
 
 def kernel_weights(weights: torch.Tensor | None) -> torch.Tensor | None:
@@ -89,7 +87,8 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
             f"shape {list(cache.shape)}",
         )
     if q_dtype is not None and (cache.dtype == torch.bfloat16) != (q_dtype == torch.bfloat16):
-        bad_type("cache", f"{'bfloat16' if q_dtype == torch.bfloat16 else 'uint8 or float8_e4m3fn'} for q of {q_dtype}", cache.dtype)
+        wanted = "bfloat16" if q_dtype == torch.bfloat16 else "uint8 or float8_e4m3fn"
+        bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
     page_size = cache.shape[1]
     kv_heads = cache.shape[2] if cache.dim() == 4 else 1
     if page_size < 4 or page_size % 4:

@@ -69,9 +69,10 @@ def mqa_logits(
                 q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out, backend
             )
             return out
-        return _library_qsa.mqa_logits(
+        traced: torch.Tensor = _library_qsa.mqa_logits(
             q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out_dtype, backend
         )
+        return traced
     check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
@@ -83,13 +84,9 @@ def mqa_logits(
     if k_scale is not None:
         if q.dtype == torch.bfloat16:
             bad_value("k_scale", "None for bfloat16 keys", "a tensor")
-        check_tensor(
-            "k_scale",
-            k_scale,
-            shape=[num_keys] if isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1 else [num_keys, num_kv_heads],
-            dtypes=(torch.float32,),
-            device=device,
-        )
+        flat = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
+        shape = [num_keys] if flat else [num_keys, num_kv_heads]
+        check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
     check_weights(weights, num_queries, num_heads, device)
     check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
     check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
@@ -141,7 +138,7 @@ def mqa_logits(
     prepared.launch(
         aligned(q),
         aligned(k if k.dim() == 3 else k[:, None]),
-        aligned(k_scale.view(num_keys, 1) if k_scale.dim() == 1 else k_scale) if k_scale is not None else None,
+        aligned(k_scale[:, None] if k_scale.dim() == 1 else k_scale) if k_scale is not None else None,
         kernel_weights(weights),
         as_int32(cu_seqlen_ks),
         as_int32(cu_seqlen_ke),

@@ -68,9 +68,10 @@ def paged_mqa_logits(
                 q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out, backend
             )
             return out
-        return _library_qsa.paged_mqa_logits(
+        traced: torch.Tensor = _library_qsa.paged_mqa_logits(
             q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out_dtype, backend
         )
+        return traced
     check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
     device = q.device
     batch, next_n, num_heads, head_dim = q.shape
@@ -80,7 +81,7 @@ def paged_mqa_logits(
     check_heads(num_heads, num_kv_heads)
     check_weights(weights, batch * next_n, num_heads, device)
     check_lengths(context_lens, batch, next_n, device)
-    check_tensor("block_tables", block_tables, shape=[batch, "max_pages"], dtypes=(torch.int32,), device=device, last_contiguous=True)
+    check_block_tables(block_tables, batch, device)
     check_count("max_context_len", max_context_len)
     scale = check_scale("scale", scale)
     check_flag("relu", relu)
@@ -127,9 +128,7 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if batch == 0 or max_context_len == 0 or nothing_cached:
         return out
-    prepared.launch(
-        aligned(q), flat_pages(cache), kernel_weights(weights), as_int32(context_lens), block_tables, out, scale
-    )
+    prepared.launch(aligned(q), flat_pages(cache), kernel_weights(weights), as_int32(context_lens), block_tables, out, scale)
     return out
 
 
@@ -139,11 +138,22 @@ def check_lengths(context_lens: torch.Tensor, batch: int, next_n: int, device: t
     check_tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
 
 
+def check_block_tables(block_tables: torch.Tensor, batch: int, device: torch.device) -> None:
+    check_tensor(
+        "block_tables",
+        block_tables,
+        shape=[batch, "max_pages"],
+        dtypes=(torch.int32,),
+        device=device,
+        last_contiguous=True,
+    )
+
+
 def check_pages(
     block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
 ) -> None:
     """GDN_VALIDATE=1: pages of visible keys lie in the cache."""
-    lengths = context_lens if context_lens.dim() == 1 else context_lens.amax(dim=1) if context_lens.numel() else context_lens[:, 0]
+    lengths = context_lens if context_lens.dim() == 1 else context_lens.amax(dim=1)
     first_key = torch.arange(block_tables.shape[1], device=block_tables.device) * page_size
     used = first_key < lengths.clamp(max=max_context_len)[:, None]
     wrong = used & ((block_tables < 0) | (block_tables >= num_pages))

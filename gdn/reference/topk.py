@@ -76,7 +76,10 @@ def list_short_rows(picked: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
 
 
 def _in_blocks(
-    out: torch.Tensor, lengths: torch.Tensor, step: int, logits_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    out: torch.Tensor,
+    lengths: torch.Tensor,
+    step: int,
+    logits_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
     """Fills out [rows, k] `step` rows at a time; logits_of(rows) gives their logits, row starts and row ends."""
     for low in range(0, out.shape[0], step):

@@ -101,6 +101,16 @@ def cache_dir() -> Path:
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
 
 
+def is_writable(folder: Path) -> bool:
+    """Whether entries can be written into the folder, which is made where it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # permission bits do not tell of read-only or full file systems
+            return True
+    except OSError:
+        return False
+
+
 @functools.cache
 def _scratch_dir() -> Path:
     """Takes the place of a cache that cannot be written, for as long as the process lives."""
@@ -111,14 +121,9 @@ def _scratch_dir() -> Path:
 
 def _writable_dir() -> Path:
     folder = cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-        reason = "not writable"
-    except OSError as error:
-        reason = str(error)
-    log.once(f"kernel cache {folder} cannot be used ({reason}): kernels are compiled again in every process", logging.WARNING)
+    if is_writable(folder):
+        return folder
+    log.once(f"kernel cache {folder} cannot be written: kernels are compiled again in every process", logging.WARNING)
     return _scratch_dir()
 
 

@@ -1,7 +1,8 @@
 """Seeded arguments for the delta-rule operators, made from a problem: what tests and the autotuner run kernels on.
 
-`chunk_inputs` and `recurrent_inputs` return the keyword arguments of the public operator (and of the reference and the
-oracle); `chunk_tensors` and `recurrent_tensors` turn those into the positional tensors of a kernel's launch.
+`chunk_problem` and `recurrent_problem` make a small problem; `chunk_inputs` and `recurrent_inputs` return the keyword
+arguments of the public operator (and of the reference and the oracle); `chunk_tensors` and `recurrent_tensors` turn those
+into the positional tensors of a kernel's launch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,25 @@ Case = Literal[
 CASES: tuple[Case, ...] = (
     "random", "no_decay", "total_decay", "mixed_decay", "correlated_90", "correlated_99", "equal_keys", "large_norm", "zero_norm",
 )  # fmt: skip
+
+
+_DEFAULT_FIELDS: dict[str, Any] = {
+    "num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16, "dtype": "float32",
+    "state_dtype": "float32", "gate_dtype": "float32", "beta_dtype": "float32", "cu_seqlens_dtype": "int32",
+    "index_dtype": None, "state_v_first": False, "use_qk_l2norm": True, "use_gate": False, "use_beta_sigmoid": False,
+    "has_initial_state": True, "has_final_state": True, "has_final_indices": False, "num_tokens": 100, "num_sequences": 3,
+}  # fmt: skip
+
+
+def chunk_problem(**changes: Any) -> ChunkProblem:
+    """A small problem with the given fields changed."""
+    return ChunkProblem(**{**_DEFAULT_FIELDS, "has_mask": False, "has_checkpoints": False, **changes})
+
+
+def recurrent_problem(**changes: Any) -> RecurrentProblem:
+    """A small problem with the given fields changed."""
+    flags = {"write_every_token": False, "has_accepted": False, "has_parent": False, "has_rounding": False}
+    return RecurrentProblem(**{**_DEFAULT_FIELDS, "num_tokens": 6, **flags, **changes})
 
 
 def chunk_inputs(

@@ -102,8 +102,9 @@ def key_ranges(kind: str, num_queries: int, num_keys: int, generator: torch.Gene
         count = max(1, min(4, num_queries))
         sequence = row * count // max(1, num_queries)
         first_row = (sequence * num_queries + count - 1) // count
-        start = sequence * num_keys // count
-        end = torch.minimum(start + (row - first_row + 1) * (num_keys // count) * count // max(1, num_queries), (sequence + 1) * num_keys // count)
+        start, limit = sequence * num_keys // count, (sequence + 1) * num_keys // count
+        step = (row - first_row + 1) * num_keys // max(1, num_queries)
+        end = torch.minimum(start + step, limit)
     else:
         raise ValueError(f"kind: expected causal, full, random, sequences or hard, got {kind!r}")
     return start.to(torch.int32), end.to(torch.int32)

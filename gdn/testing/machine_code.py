@@ -78,6 +78,8 @@ class _Cubin:
     def __init__(self, file: bytes, start: int) -> None:
         program_offset, section_offset = struct.unpack_from("<QQ", file, start + 32)
         program_size, program_count, section_size, section_count, names_index = struct.unpack_from("<HHHHH", file, start + 54)
+        if start + section_offset + section_count * section_size > len(file):
+            raise MachineCodeError(f"cubin at byte {start} is cut off before its section headers")
         starts = range(start + section_offset, start + section_offset + section_count * section_size, section_size)
         headers = [struct.unpack_from("<IIQQQQIIQQ", file, at) for at in starts]
         end = max(section_offset + section_size * section_count, program_offset + program_size * program_count)

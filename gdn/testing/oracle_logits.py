@@ -66,7 +66,7 @@ def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True
     values = torch.zeros(num_rows, columns, dtype=torch.float64, device=q.device)
     magnitude = torch.zeros_like(values)
     visible = torch.zeros(num_rows, columns, dtype=torch.bool, device=q.device)
-    ranges = list(zip(inputs.cu_seqlen_ks.tolist(), inputs.cu_seqlen_ke.tolist()))
+    ranges = list(zip(inputs.cu_seqlen_ks.tolist(), inputs.cu_seqlen_ke.tolist(), strict=True))
     block = max(1, 2**24 // max(1, num_keys))
     for low in range(0, num_rows, block):
         high = min(low + block, num_rows)
@@ -122,13 +122,13 @@ def logits_error(got: torch.Tensor, exact: ExactLogits, *, fp8: bool, clean: boo
     if clean:
         wrong = (got == -torch.inf) == exact.visible
         if bool(wrong.any()):
-            row, column = wrong.nonzero()[0].tolist()
-            return f"{int(wrong.sum())} elements masked wrongly or never written, the first at [{row}, {column}]: {got[row, column].item()}"
+            where = wrong.nonzero()[0].tolist()
+            return f"{int(wrong.sum())} elements masked wrongly or never written, the first at {where}: {got[*where].item()}"
     inside = torch.where(exact.visible, got.double(), exact.values)
     bad = ~torch.isfinite(inside)
     if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
-        return f"{int(bad.sum())} visible elements are not finite, the first at [{row}, {column}]: {got[row, column].item()}"
+        where = bad.nonzero()[0].tolist()
+        return f"{int(bad.sum())} visible elements are not finite, the first at {where}: {got[*where].item()}"
     narrow = got.dtype == torch.bfloat16
     diff, allowed = calc_diff(inside, exact.values), CALC_DIFF_BFLOAT16 if narrow else CALC_DIFF_FLOAT32
     if diff >= allowed:
@@ -138,7 +138,7 @@ def logits_error(got: torch.Tensor, exact: ExactLogits, *, fp8: bool, clean: boo
         bound = bound + exact.values.abs() * 2.0**-8
     excess = (inside - exact.values).abs() / bound
     if excess.numel() and float(excess.max()) > 1.0:
-        row, column = divmod(int(excess.argmax()), excess.shape[1])
-        want = exact.values[row, column].item()
-        return f"element [{row}, {column}] is {got[row, column].item()}, expected {want}: {float(excess.max()):.1f} times its bound"
+        where = list(divmod(int(excess.argmax()), excess.shape[1]))
+        want, times = exact.values[*where].item(), float(excess.max())
+        return f"element {where} is {got[*where].item()}, expected {want}: {times:.1f} times its bound"
     return None

@@ -15,7 +15,9 @@ Row = pairwise.Row
 
 
 def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool) -> Row:
-    return {"has_initial_state": initial, "has_final_state": final, "index_dtype": index, "has_final_indices": final_indices} | more
+    """Which state tensors there are; index: dtype of the pool's indices, None = one row per sequence."""
+    fields = {"has_initial_state": initial, "has_final_state": final, "has_final_indices": final_indices}
+    return fields | {"index_dtype": index} | more
 
 
 # What the chunk and the recurrent operator share. heads: (query, key, value).
@@ -66,7 +68,7 @@ AXES: dict[str, Axes] = {
     "recurrent": _RECURRENT_AXES,
     "mqa_logits": _LOGITS_AXES | {"packed": [False, True]},
     "paged_mqa_logits": _LOGITS_AXES
-    | {"page_size": [64, 16, 128, 544], "drafts": [(1, False), (2, False), (2, True), (4, False)]},  # next_n, per-draft lengths
+    | {"page_size": [64, 16, 544], "drafts": [(1, False), (2, True), (4, False)]},  # next_n, per-draft lengths
 }
 
 

@@ -1,0 +1,237 @@
+"""`python -m autotune`: tune, bench, show."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autotune import shapes as shape_list
+from gdn.device import H100, DeviceSpec
+
+app = typer.Typer(help="Find the fastest kernel configurations, and measure the operators.", no_args_is_help=True)
+console = Console()
+
+_JOURNALS = Path(".gdn-results") / "autotune"
+
+Backend = Annotated[str | None, typer.Option(help="tilelang or cute.")]
+ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose name contains this text.")]
+
+
+def _fail(message: str) -> typer.Exit:
+    console.print(message, style="red", markup=False)
+    return typer.Exit(2)
+
+
+def _spec() -> DeviceSpec:
+    """The Hopper GPU of this machine; exit code 2 where there is none."""
+    import torch
+
+    from gdn.runtime import devices
+
+    if not torch.cuda.is_available():
+        raise _fail("This needs a Hopper (SM90) GPU, and torch sees none.")
+    spec, name = devices.describe(torch.device("cuda", torch.cuda.current_device()))
+    if spec is None:
+        raise _fail(f"This needs a Hopper (SM90) GPU, got {name}.")
+    return spec
+
+
+def _shapes(op: str, pattern: str) -> list[shape_list.Shape]:
+    try:
+        return shape_list.shapes(op, pattern)
+    except ValueError as error:
+        raise _fail(str(error)) from error
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+@app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help=f"One of {', '.join(shape_list.operators())}.")],
+    backend: Backend = None,
+    shapes: ShapePattern = "",
+    budget_s: Annotated[float, typer.Option(min=1, help="Wall-clock seconds for each backend.")] = 1800,
+    out: Annotated[Path | None, typer.Option(help="Folder of tables to write; the shipped ones if left out.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
+    journals: Annotated[Path, typer.Option(help="Folder of the journals that an interrupted run resumes from.")] = _JOURNALS,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Enumerate and compile; needs no GPU.")] = False,
+) -> None:
+    """Compile, check and time the configurations of an operator's kernels, and write the fastest into their tables."""
+    from autotune import tuning
+    from autotune.journal import Journal
+    from gdn.runtime import tuned
+
+    chosen = _shapes(op, shapes)
+    spec = H100 if compile_only else _spec()
+    try:
+        kernels = tuning.kernels(op, backend)
+    except ValueError as error:
+        raise _fail(str(error)) from error
+    failed = False
+    for kernel in kernels:
+        deadline = time.monotonic() + budget_s
+        made = tuning.plan(kernel, chosen, spec)
+        for name, why in made.refusals.items():
+            console.print(f"{op}.{kernel.backend} {name}: not served: {why}", markup=False)
+        with _progress() as progress:
+            task = progress.add_task(f"{op}.{kernel.backend}: compiling", total=len(made.candidates))
+            tuning.compile_all(
+                made,
+                num_workers=workers,
+                timeout_s=timeout_s,
+                on_done=lambda _, task=task, progress=progress: progress.advance(task),  # type: ignore[misc]
+                deadline=deadline,
+            )
+        dropped = [one for one in made.candidates.values() if one.failure is not None]
+        console.print(f"{op}.{kernel.backend}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
+        for one in dropped:
+            console.print(f"  dropped {one.config}: {one.failure}", markup=False)
+        if compile_only:
+            failed = failed or bool(dropped)
+            continue
+        journal = Journal(journals / f"{spec.key}.{op}.{kernel.backend}.jsonl", kernel.source)
+        winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, deadline)
+        if winners:
+            path = tuning.write_table(out or tuned.SHIPPED, spec, kernel, winners, _versions(kernel.backend))
+            console.print(f"wrote {path}", markup=False)
+        failed = failed or len(winners) < len(made.configs)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal: Any, deadline: float) -> list[Any]:
+    """The winners of the shapes that the kernel serves; those found before a lost device too."""
+    from autotune import tuning
+
+    winners: list[tuning.Winner] = []
+    for shape in chosen:
+        if shape.name not in made.configs:
+            continue
+        with _progress() as progress:
+            label = f"{shape.op}.{made.kernel.backend} {shape.name}"
+            task = progress.add_task(label, total=len(made.configs[shape.name]))
+
+            def done(config: Any, record: Any, progress: Progress = progress, task: Any = task, label: str = label) -> None:
+                progress.advance(task)
+                if record.state == "dropped":
+                    progress.console.print(f"{label}: dropped {config}: {record.why}", markup=False)
+
+            try:
+                winner = tuning.search(made, shape, runner, journal, deadline=deadline, on_done=done)
+            except tuning.DeviceLost as lost:
+                console.print(f"{label}: {lost}. Run the same command again: it resumes behind this candidate.", style="red")
+                return winners
+        if winner is None:
+            console.print(f"{label}: no configuration was both correct and timed", style="red", markup=False)
+            continue
+        gain = f", default {winner.default_us:.1f} us" if winner.default_us is not None else ""
+        console.print(f"{label}: {winner.time_us:.1f} us{gain}, error {winner.error:.1e}, {winner.config}", markup=False)
+        winners.append(winner)
+    return winners
+
+
+def _versions(backend: str) -> dict[str, str]:
+    import torch
+
+    from gdn.runtime import compiled
+
+    found = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), **compiled.versions(backend)}
+    return found | {"device": torch.cuda.get_device_name()}
+
+
+@app.command()
+def bench(
+    op: Annotated[str | None, typer.Argument(help="An operator; all if left out.")] = None,
+    backend: Backend = None,
+    every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
+    shapes: ShapePattern = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Time the public operators and print each one's share of the floor that this run's own limits set."""
+    operators = [op] if op is not None else shape_list.operators()
+    chosen: list[shape_list.Shape] = []
+    for name in operators:
+        if op is None and shapes and not any(shapes in shape.name for shape in shape_list.shapes(name)):
+            continue
+        chosen += _shapes(name, shapes)
+    spec = _spec()
+    from autotune import bench as measuring
+
+    if op is not None and backend is not None:
+        try:
+            measuring.backends(op, backend, every)
+        except ValueError as error:
+            raise _fail(str(error)) from error
+    with _progress() as progress:
+        task = progress.add_task("measuring the device's limits", total=len(chosen))
+
+        def done(shape: shape_list.Shape, one: str | None, row: Any) -> None:
+            progress.update(task, description=f"{shape.op} {shape.name}")
+            progress.advance(task)
+            if isinstance(row, str):
+                progress.console.print(f"{shape.op} {shape.name} ({one or 'auto'}): {row}", markup=False)
+
+        found = measuring.run(chosen, spec, backend, every, done)
+    limits = found["limits"]
+    console.print(
+        f"{found['device']}, torch {found['torch']}: copy {limits['copy_gbps'] / 1e3:.2f} TB/s, "
+        f"bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
+    )
+    console.print(_bench_table(found["rows"]))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
+
+
+def _bench_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("operator", "shape", "backend", "tiles", "time, us", "floor, us", "share of floor", "GB/s", "TFLOP/s")
+    for row in rows:
+        time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
+        tflops = f"{row['tflops']:.0f}" if row["tflops"] else "-"
+        share = f"{row['share_of_floor']:.0%}"
+        numbers = (time_text, f"{row['floor_us']:.1f}", share, f"{row['gbps']:.0f}", tflops)
+        table.add_row(row["op"], row["shape"], row["backend"], row["config_source"], *numbers)
+    for column in table.columns[4:]:
+        column.justify = "right"
+    return table
+
+
+@app.command()
+def show(
+    op: Annotated[str | None, typer.Argument(help="An operator; all if left out.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of tables; GDN_TUNED_DIR and the shipped ones if left out.")] = None,
+) -> None:
+    """Print the tuned tables."""
+    from gdn.runtime import env, tuned
+
+    own = env.current().tuned_dir
+    folders = [folder] if folder is not None else [*([own] if own is not None else []), tuned.SHIPPED]
+    paths = [path for one in folders for path in sorted(one.glob("*/*.json")) if op in (None, path.name.split(".")[0])]
+    for path in paths:
+        table = tuned.read(path)
+        header = table.header
+        title = f"{header.op}.{header.backend} on {header.device}, {header.date}"
+        shown = Table("sizes", "configuration", "time, us", "error", title=title, caption=str(path))
+        for group in table.groups:
+            shown.add_row(", ".join(f"{name} {value}" for name, value in group.static.items()), "", "", "", style="dim")
+            for entry in group.entries:
+                sizes = ", ".join(f"{name} {value}" for name, value in entry.sizes.items())
+                config = ", ".join(f"{name} {value}" for name, value in entry.config.items())
+                error = f"{entry.error:.1e}" if entry.error is not None else "-"
+                shown.add_row(sizes, config, f"{entry.time_us:.1f}", error)
+        console.print(shown)
+    if not paths:
+        console.print(f"No tuned table{f' of {op}' if op else ''} in {', '.join(map(str, folders))}.", markup=False)
+
+
+def main() -> None:
+    app(prog_name="python -m autotune")

@@ -1,0 +1,289 @@
+"""Finds the fastest configuration per shape of one kernel: compile, check, time, time the best again, write the table."""
+
+import datetime
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune import workers
+from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
+from autotune.shapes import Shape
+from gdn.device import DeviceSpec
+from gdn.problems import Problem
+from gdn.runtime import compiled, registry, tuned
+
+FINALISTS = 4
+FINALIST_MARGIN = 1.15  # times the fastest: slower ones are not timed again
+
+
+class DeviceLost(RuntimeError):
+    """A launch broke the CUDA context: nothing runs in this process any more. The journal knows the candidate."""
+
+
+class Runner(Protocol):
+    """What a GPU does for the tuner; tests have one without a GPU."""
+
+    def check(self, shape: Shape, config: Any) -> float:
+        """Relative error; raises where the result is wrong or the launch fails."""
+
+    def time_us(self, shape: Shape, config: Any) -> float: ...
+
+    def interleaved_us(self, shape: Shape, configs: Sequence[Any]) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel module, named so that it travels to worker processes."""
+
+    op: str
+    backend: str
+    module_name: str
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(self.module_name)
+
+    @property
+    def source(self) -> str:
+        return compiled.source_hash(self.module.__file__)
+
+
+def kernels(op: str, backend: str | None) -> list[Kernel]:
+    """The kernels of an operator, or the one of a backend. ValueError where there is none."""
+    modules = registry.operator(op).modules
+    found = [Kernel(op, name, module) for name, module in modules.items() if backend in (None, name)]
+    if not found:
+        raise ValueError(f"backend: expected one of {', '.join(modules) or 'none (no kernel yet)'} for {op}, got {backend!r}")
+    return found
+
+
+def compile_one(kernel: Kernel, problem: Problem, config: Any) -> str:
+    """Fills the disk cache; runs in a worker process."""
+    return str(compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config))
+
+
+@dataclass
+class Candidate:
+    """One configuration of one compile key."""
+
+    problem: Problem
+    config: Any
+    failure: str | None = None  # of its compilation
+
+
+@dataclass
+class Plan:
+    """What one kernel could run: per shape its configurations, and each of them once per compile key."""
+
+    kernel: Kernel
+    refusals: dict[str, str] = field(default_factory=dict)  # shape name -> why the kernel does not serve it
+    configs: dict[str, list[Any]] = field(default_factory=dict)  # shape name -> configurations, the default first
+    candidates: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
+
+
+def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec) -> Plan:
+    made = Plan(kernel)
+    for shape in shapes:
+        refusal = kernel.module.refusal(shape.problem)
+        if refusal is not None:
+            made.refusals[shape.name] = refusal
+            continue
+        default = kernel.module.default_config(shape.problem, spec)
+        configs = list(dict.fromkeys([default, *kernel.module.configs(shape.problem, spec)]))
+        made.configs[shape.name] = configs
+        for config in configs:
+            made.candidates.setdefault((shape.problem.static_key(), config), Candidate(shape.problem, config))
+    return made
+
+
+def compile_all(
+    made: Plan,
+    *,
+    num_workers: int,
+    timeout_s: float,
+    on_done: Callable[[Candidate], None] = lambda candidate: None,
+    deadline: float | None = None,
+) -> None:
+    """Compiles every candidate into the disk cache; those that fail say why. deadline: of time.monotonic()."""
+    candidates = list(made.candidates.values())
+    tasks = [(made.kernel, candidate.problem, candidate.config) for candidate in candidates]
+    reached = set()
+    for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
+        candidate = candidates[outcome.index]
+        candidate.failure = outcome.failure
+        reached.add(outcome.index)
+        on_done(candidate)
+        if deadline is not None and time.monotonic() > deadline:
+            break
+    for index, candidate in enumerate(candidates):
+        if index not in reached:
+            candidate.failure = "not compiled: the time budget was spent"
+
+
+@dataclass(frozen=True)
+class Winner:
+    shape: Shape
+    config: Any
+    time_us: float
+    error: float
+    default_us: float | None  # of the analytic choice, where it ran
+
+
+def search(
+    made: Plan,
+    shape: Shape,
+    runner: Runner,
+    journal: Journal,
+    *,
+    deadline: float | None = None,
+    on_done: Callable[[Any, Record], None] = lambda config, record: None,
+) -> Winner | None:
+    """The fastest correct configuration of a shape, or None where none is. Candidates in the journal are not run again."""
+    static, sizes = shape.problem.static_key(), shape.problem.sizes()
+    timed: list[tuple[Any, Record]] = []
+    for config in made.configs[shape.name]:
+        fields = asdict(config)
+        record = journal.find(static, sizes, fields)
+        if record is None:
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            record = _try(made, shape, config, runner, journal)
+        on_done(config, record)
+        if record.state == TIMED:
+            timed.append((config, record))
+    if not timed:
+        return None
+
+    def first_time(item: tuple[Any, Record]) -> float:
+        assert item[1].time_us is not None
+        return item[1].time_us
+
+    timed.sort(key=first_time)
+    finalists = [item for item in timed if first_time(item) <= FINALIST_MARGIN * first_time(timed[0])][:FINALISTS]
+    times = [first_time(item) for item in finalists]
+    if len(finalists) > 1:
+        times = runner.interleaved_us(shape, [config for config, _ in finalists])
+    best = min(range(len(finalists)), key=times.__getitem__)
+    config, record = finalists[best]
+    default = made.configs[shape.name][0]
+    default_us = next((first_time(item) for item in timed if item[0] == default), None)
+    assert record.error is not None
+    return Winner(shape, config, times[best], record.error, default_us)
+
+
+def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal) -> Record:
+    static, sizes, fields = shape.problem.static_key(), shape.problem.sizes(), asdict(config)
+    failure = made.candidates[static, config].failure
+    if failure is not None:
+        record = Record(DROPPED, why=failure)
+        if failure.startswith("not compiled"):  # no fault of its own: the next run tries it
+            return record
+    else:
+        journal.add(static, sizes, fields, Record(STARTED))
+        try:
+            error = runner.check(shape, config)
+            record = Record(TIMED, time_us=runner.time_us(shape, config), error=error)
+        except DeviceLost as lost:
+            journal.add(static, sizes, fields, Record(DROPPED, why=str(lost)))
+            raise
+        except Exception as failed:
+            record = Record(DROPPED, why=f"{type(failed).__name__}: {failed}")
+    journal.add(static, sizes, fields, record)
+    return record
+
+
+def write_table(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Sequence[Winner], versions: dict[str, str]) -> Path:
+    """Puts the winners into the kernel's table. Entries of other shapes stay, if the same kernel source made them."""
+    path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
+    header = tuned.Header(
+        device=spec.key,
+        op=kernel.op,
+        backend=kernel.backend,
+        date=datetime.date.today().isoformat(),
+        versions=versions,
+        kernel_source=kernel.source,
+    )
+    groups: dict[str, tuned.Group] = {}
+    if path.is_file():
+        before = tuned.read(path)
+        if before.header.kernel_source == header.kernel_source:
+            groups = {tuned.static_text(group.static): group for group in before.groups}
+    for winner in winners:
+        problem = winner.shape.problem
+        static = problem.static_fields()
+        group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
+        kept = [entry for entry in group.entries if entry.sizes != problem.sizes()]
+        entry = tuned.Entry(
+            sizes=problem.sizes(),
+            config=asdict(winner.config),
+            time_us=round(winner.time_us, 3),
+            error=float(f"{winner.error:.2e}"),
+        )
+        group.entries = sorted([*kept, entry], key=lambda one: sorted(one.sizes.items()))
+    tuned.write(path, tuned.Table(header=header, groups=list(groups.values())))
+    return path
+
+
+class GpuRunner:
+    """Runs candidates of one kernel on the current CUDA device. Keeps the inputs of the last shape."""
+
+    def __init__(self, kernel: Kernel, spec: DeviceSpec) -> None:
+        self._kernel, self._spec = kernel, spec
+        self._last: tuple[str, Any] | None = None
+
+    def _case(self, shape: Shape) -> Any:
+        import torch
+
+        from autotune import cases
+
+        if self._last is None or self._last[0] != shape.name:
+            self._last = None  # frees the inputs before the next are made
+            self._last = (shape.name, cases.make(shape, torch.device("cuda", torch.cuda.current_device()), self._spec))
+        return self._last[1]
+
+    def _prepared(self, shape: Shape, config: Any) -> Any:
+        import torch
+
+        from gdn.runtime import prepare
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return prepare(shape.problem, device, self._kernel.backend, config=config)
+
+    def check(self, shape: Shape, config: Any) -> float:
+        with _watched():
+            error: float = self._case(shape).check(self._prepared(shape, config))
+        return error
+
+    def time_us(self, shape: Shape, config: Any) -> float:
+        from gdn.testing import timing
+
+        with _watched():
+            timed = timing.Timed(self._case(shape).launches(self._prepared(shape, config)))
+            return statistics.median(timed.sample_us() for _ in range(7))
+
+    def interleaved_us(self, shape: Shape, configs: Sequence[Any]) -> list[float]:
+        from gdn.testing import timing
+
+        case = self._case(shape)
+        return timing.interleaved_us([case.launches(self._prepared(shape, config)) for config in configs])
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Tells a candidate that failed from one that took the CUDA context with it."""
+    import torch
+
+    try:
+        yield
+        torch.cuda.synchronize()
+    except Exception as failed:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as lost:
+            raise DeviceLost(f"the launch broke the CUDA context: {str(lost).splitlines()[0]}") from failed
+        raise

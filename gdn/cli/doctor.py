@@ -1,0 +1,188 @@
+"""`gdn doctor`: whether this machine has what the kernels need, and what to install where it has not."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gdn.runtime import compiled, env, registry, toolchain, tuned
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. level: ok | note (works, with less) | fail."""
+
+    subject: str
+    level: str
+    text: str
+
+
+def doctor_command() -> None:
+    """Check that this machine has what the kernels need; exit code 1 where something is broken."""
+    findings = diagnose()
+    table = Table("", "checked", title="gdn doctor", title_justify="left")
+    table.add_column("found", overflow="fold")
+    styles = {"ok": "green", "note": "yellow", "fail": "red"}
+    for finding in findings:
+        table.add_row(Text(finding.level, styles[finding.level]), finding.subject, Text(finding.text))
+    console = Console()
+    console.print(table)
+    failed = any(finding.level == "fail" for finding in findings)
+    console.print("Something is missing: see above." if failed else "Ready.")
+    if failed:
+        raise typer.Exit(1)
+
+
+def diagnose() -> list[Finding]:
+    """Everything that is looked at, in the order of the report. Compiles nothing and launches nothing."""
+    findings = [_python(), _torch(), *_gpu(), *_dsls(), _nvcc(), _host_compiler()]
+    try:
+        env.reload()
+    except ValueError as error:
+        return [*findings, Finding("switches", "fail", str(error))]
+    return [*findings, _switches(), _cache(), *_tables()]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def _python() -> Finding:
+    text = ".".join(str(part) for part in sys.version_info[:3])
+    return Finding("python", "ok" if sys.version_info >= (3, 11) else "fail", f"{text} (3.11 or newer is required)")
+
+
+def _torch() -> Finding:
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return Finding("torch", "fail", f"not importable: {error}")
+    if torch.version.cuda is None:
+        return Finding("torch", "note", f"{torch.__version__}, built without CUDA: the reference runs")
+    if not torch.cuda.is_available():
+        return Finding("torch", "note", f"{torch.__version__}, CUDA {torch.version.cuda}, but it sees no GPU: the reference runs")
+    return Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}")
+
+
+def _gpu() -> list[Finding]:
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return [Finding("GPU", "note", "nvidia-ml-py is not installed, so the driver cannot be asked")]
+    except nvml.NVMLError as error:
+        return [Finding("GPU", "note", f"none, the reference runs ({error})")]
+    try:
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        findings = [Finding("driver", "ok", f"{driver}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")]
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+            name = f"{_text(nvml.nvmlDeviceGetName(handle))}, SM{capability[0]}{capability[1]}"
+            if capability == (9, 0):
+                findings.append(Finding(f"GPU {index}", "ok", name))
+            else:
+                findings.append(Finding(f"GPU {index}", "note", f"{name}: the kernels are for SM90, the reference runs"))
+        return findings
+    except nvml.NVMLError as error:
+        return [Finding("GPU", "note", f"the driver does not answer: {error}")]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _dsls() -> list[Finding]:
+    findings = []
+    for backend, module, distribution in (("tilelang", "tilelang", "tilelang"), ("cute", "cutlass.cute", "nvidia-cutlass-dsl")):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever an import of a large package may raise is the finding
+            text = f"{module} is not importable: {error}; install {distribution}"
+            findings.append(Finding(backend, "fail", text))
+            continue
+        library = compiled.runtime_library(backend)
+        if library is None:
+            findings.append(Finding(backend, "fail", f"{distribution} is installed without the library that its kernels need"))
+        else:
+            findings.append(Finding(backend, "ok", f"{distribution} {_version(distribution)}, {library}"))
+    try:
+        importlib.import_module("tvm_ffi")
+        findings.append(Finding("tvm-ffi", "ok", _version("apache-tvm-ffi")))
+    except (ImportError, OSError) as error:
+        findings.append(Finding("tvm-ffi", "fail", f"not importable: {error}; install apache-tvm-ffi"))
+    return findings
+
+
+def _nvcc() -> Finding:
+    path = toolchain.nvcc()
+    if path is not None:
+        return Finding("nvcc", "ok", str(path))
+    text = (
+        "none on PATH, under CUDA_HOME or in the wheel: TileLang cannot compile (install tilelang[nvcc] or a CUDA toolkit); "
+        "the CuTe backend works without it"
+    )
+    return Finding("nvcc", "note", text)
+
+
+def _host_compiler() -> Finding:
+    path = toolchain.host_compiler()
+    if path is not None:
+        return Finding("host compiler", "ok", str(path))
+    return Finding("host compiler", "fail", "no cc on PATH: kernels cannot be linked (install gcc or clang)")
+
+
+def _switches() -> Finding:
+    given = sorted(env.current().given)
+    return Finding("switches", "ok", ", ".join(given) if given else "none set (`gdn env` lists them)")
+
+
+def _cache() -> Finding:
+    folder = compiled.cache_dir()
+    if not compiled.is_writable(folder):
+        return Finding("kernel cache", "fail", f"{folder} cannot be written: set GDN_CACHE_DIR to a folder that can")
+    kernels = sum(1 for _ in folder.glob("*/*/manifest.json"))
+    return Finding("kernel cache", "ok", f"{folder}, {kernels} kernels")
+
+
+def _tables() -> list[Finding]:
+    """The tables of the package and of GDN_TUNED_DIR, each read in full."""
+    findings = []
+    own = env.current().tuned_dir
+    for label, folder in (("tuned tables", tuned.SHIPPED), ("GDN_TUNED_DIR", own)):
+        if folder is None:
+            continue
+        paths = sorted(folder.glob("*/*.json"))
+        for path in paths:
+            try:
+                table = tuned.read(path)
+            except (ValueError, OSError) as error:
+                findings.append(Finding(label, "fail", str(error)))
+                continue
+            entries = sum(len(group.entries) for group in table.groups)
+            name = f"{path.parent.name}/{path.name}"
+            findings.append(Finding(label, "ok", f"{name}: {entries} entries, {table.header.date}{_age(table)}"))
+        if not paths:
+            findings.append(Finding(label, "note", f"none in {folder}: kernels use their default tiles"))
+    return findings
+
+
+def _age(table: tuned.Table) -> str:
+    """Says where a table was measured with another version of its kernel."""
+    module = registry.operator(table.header.op).modules.get(table.header.backend)
+    spec = importlib.util.find_spec(module) if module is not None else None
+    if spec is None or spec.origin is None:
+        return ", of a kernel that is not here"
+    return "" if compiled.source_hash(spec.origin) == table.header.kernel_source else ", of another version of the kernel"

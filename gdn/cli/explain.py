@@ -1,0 +1,157 @@
+"""`gdn explain`: what an operator would run on a model's shapes, without tensors and on any device."""
+
+import dataclasses
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+
+from gdn.device import H100, H200, DeviceSpec
+from gdn.models import MODELS, ModelShape
+from gdn.problems import (
+    DTYPE_BYTES,
+    ChunkProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    Problem,
+    RecurrentProblem,
+)
+
+_SPECS = {"h100": H100, "h200": H200}
+
+
+def explain_command(
+    op: Annotated[str, typer.Argument(help="A public function of gdn, or an operator's short name such as chunk.")],
+    fields: Annotated[
+        list[str] | None, typer.Argument(help="Fields of the problem to change, as name=value (head_k_dim=96).")
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"Shapes: {', '.join(MODELS)}.")] = "qwen3-next-80b",
+    tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank are taken.")] = 1,
+    device: Annotated[str, typer.Option(help="auto (this machine's), h100, h200 or cpu.")] = "auto",
+    backend: Annotated[str | None, typer.Option(help="As the function's argument: tilelang, cute or reference.")] = None,
+) -> None:
+    """Say which kernel and tiles an operator would run, and why."""
+    if model not in MODELS:
+        raise typer.BadParameter(f"expected one of {', '.join(MODELS)}, got {model!r}", param_hint="--model")
+    if device not in ("auto", "cpu", *_SPECS):
+        raise typer.BadParameter(f"expected auto, h100, h200 or cpu, got {device!r}", param_hint="--device")
+    from gdn.runtime import env, explain_problem, registry, select
+
+    try:
+        operator = registry.operator(op)
+        shape = MODELS[model].per_rank(tp)
+        switches = env.current()
+        spec = _spec(device)
+        lines = []
+        # A composed operator runs its parts' kernels.
+        for name in operator.composed_of or (operator.name,):
+            problem = example(name, shape, fp8=switches.qsa_use_fp8_indexer)
+            if problem is None:
+                lines.append(str(select.choose_reference(name, switches, backend)))
+                continue
+            problem = override(problem, fields or [])
+            lines.append(f"{explain_problem(problem, spec, backend)}\n  problem: {problem}")
+    except (ValueError, LookupError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _spec(device: str) -> DeviceSpec | None:
+    if device == "auto":
+        import torch
+
+        from gdn.runtime import devices
+
+        return devices.spec(torch.device("cuda")) if torch.cuda.is_available() else None
+    return _SPECS.get(device)
+
+
+def override(problem: Problem, assignments: list[str]) -> Problem:
+    """The problem with fields changed; ValueError for a field that it lacks or a value of another type."""
+    declared = {f.name: f.type for f in dataclasses.fields(problem)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in declared:
+            raise ValueError(f"fields: expected name=value with a name of {', '.join(declared)}, got {assignment!r}")
+        changes[name] = _parse(name, declared[name], text)
+    return dataclasses.replace(problem, **changes)  # type: ignore[type-var]
+
+
+def _parse(name: str, kind: Any, text: str) -> Any:
+    word = text.lower()
+    if kind is bool and word in ("true", "false", "1", "0"):
+        return word in ("true", "1")
+    if kind is int and word.isdecimal():
+        return int(word)
+    if type(None) in get_args(kind) and word == "none":
+        return None
+    if kind not in (bool, int) and word in DTYPE_BYTES:
+        return word
+    expected = {bool: "true or false", int: "a whole number"}.get(kind, f"one of {', '.join(DTYPE_BYTES)}")
+    raise ValueError(f"{name}: expected {expected}, got {text!r}")
+
+
+def example(op: str, shape: ModelShape, *, fp8: bool) -> Problem | None:
+    """An operator's problem on a model's shapes as a serving stack calls it; None where no kernel exists."""
+    if op == "chunk":
+        return ChunkProblem(
+            **_delta_rule(shape), has_mask=True, has_checkpoints=False, num_tokens=8192, num_sequences=4
+        )
+    if op == "recurrent":
+        return RecurrentProblem(
+            **_delta_rule(shape),
+            write_every_token=False,
+            has_accepted=False,
+            has_parent=False,
+            has_rounding=False,
+            num_tokens=128,
+            num_sequences=128,
+        )
+    if op == "mqa_logits":
+        return MqaLogitsProblem(
+            **_logits(shape, fp8), packed=False, num_queries=4096, num_keys=32768, num_columns=32768
+        )
+    if op == "paged_mqa_logits":
+        return PagedMqaLogitsProblem(
+            **_logits(shape, fp8), page_size=64, next_n=1, per_draft_lengths=False, batch=64, max_context_len=32768
+        )
+    return None
+
+
+def _delta_rule(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_q_heads": shape.num_k_heads,
+        "num_k_heads": shape.num_k_heads,
+        "num_v_heads": shape.num_v_heads,
+        "head_k_dim": shape.head_k_dim,
+        "head_v_dim": shape.head_v_dim,
+        "dtype": "bfloat16",
+        "state_dtype": "float32",
+        "gate_dtype": "float32",
+        "beta_dtype": "float32",
+        "cu_seqlens_dtype": "int32",
+        "index_dtype": "int32",
+        "state_v_first": False,
+        "use_qk_l2norm": True,
+        "use_gate": False,
+        "use_beta_sigmoid": False,
+        "has_initial_state": True,
+        "has_final_state": True,
+        "has_final_indices": False,
+    }
+
+
+def _logits(shape: ModelShape, fp8: bool) -> dict[str, Any]:
+    return {
+        "num_heads": shape.index_num_heads,
+        "num_kv_heads": 1,
+        "head_dim": shape.index_head_dim,
+        "dtype": "float8_e4m3fn" if fp8 else "bfloat16",
+        "has_k_scale": fp8,
+        "weights_dtype": "float32",
+        "relu": True,
+        "clean": True,
+        "out_dtype": "float32",
+    }

@@ -1,0 +1,1 @@
+"""The public operators: contract, validation, allocation, one call into the runtime."""

@@ -1,0 +1,234 @@
+"""Public operator: the gated delta rule over whole prompts, in chunks of 64 tokens."""
+
+import torch
+
+from gdn.ops import _delta_rule, _library
+from gdn.ops._checks import bad_value, check_tensor
+from gdn.problems import ChunkProblem
+from gdn.reference import delta_rule as reference
+from gdn.runtime import env, prepare
+
+Tensor = torch.Tensor
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    *,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule for prefill, with a state pool.
+
+    Per state head, token by token, S [K, V] (the chunk form that runs is equal to it up to rounding):
+
+        S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
+
+    Inference only: no gradient is recorded. `B` rows of `T` tokens each, or, with cu_seqlens, B = 1 and packed sequences.
+    `HS = max(Hq, HV)` state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk), v head s // (HS // HV).
+
+    Arguments:
+        q, k [B, T, Hq | Hk, K], v [B, T, HV, V]: bfloat16 or float16 (float32, float64: reference), one dtype, last dim
+            contiguous, else any strides; Hq = Hk and HV = r Hk, or Hk = HV and Hq = r Hk. Where address or strides are not
+            multiples of 16 bytes, one contiguous copy is made and logged once.
+        g [B, T, HS]: natural log of the decay, <= 0, any float dtype and strides; None = no decay. With
+            use_gate_in_kernel it is the raw gate a, and the log decay is -exp(A_log) softplus(a + dt_bias);
+            A_log, dt_bias [HS], any float dtype, dt_bias None = 0.
+        beta [B, T, HS]: any float dtype and strides; None = 1. With use_beta_sigmoid_in_kernel it is the raw b, and
+            beta = sigmoid(b).
+        scale: None = K**-0.5. use_qk_l2norm_in_kernel divides q and k by sqrt(sum of squares + 1e-6) first.
+        cu_seqlens [N + 1] int32 or int64: token offsets, starting at 0, never decreasing. Equal neighbours are an empty
+            sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
+        initial_state [N, HS, K, V], or [N, HS, V, K] with state_v_first: float32 or bfloat16; None = zeros.
+        output_final_state: return the states after the last tokens.
+        has_initial_state [>= N] bool: False = that sequence starts from zero; None = all True.
+        out [B, T, HS, V]: where o is written, last dim contiguous.
+        backend: "tilelang" | "cute" | "reference" is an order, None leaves the choice to switches and tables.
+    State pool, with state_indices [>= N] (int32 or int64, any stride):
+        initial_state is the pool [slots, HS, K, V] (or V first) and is updated in place; inner three dims contiguous, slot
+        stride and address multiples of 16 bytes. Sequence n starts from slot state_indices[n] and leaves its last state
+        there, or in slot final_state_indices[n] (a null one = not stored). A slot index <= null_slot is padding: rows of o
+        are zero, no slot is read or written. An empty sequence touches no slot. All other slots keep their bits.
+        checkpoint_offsets, checkpoint_slots [>= N, C]: the state after that many tokens of this call (multiples of 64;
+        0 = none; beyond the sequence = none) also goes to that slot.
+    The caller's duty: two live sequences never share a slot, slots that are written are not read by others in the same
+    call, and indices lie within the pool (GDN_VALIDATE=1 checks the range).
+
+    Returns (o, final_state): o [B, T, HS, V] in the dtype of v; final_state: the pool itself with state_indices, else a new
+    float32 tensor [N, HS, ...]; None without output_final_state. The state is float32 within a call; only what is stored in
+    a bfloat16 pool is rounded.
+
+    Raises TypeError or ValueError, naming the argument, before anything is launched or written.
+    """
+    if torch.compiler.is_compiling():
+        _refuse_head_first(head_first)
+        is_pool = state_indices is not None
+        o, final_state = _library.chunk(
+            q, k, v, g, beta, scale, None if is_pool else initial_state, initial_state if is_pool else None,
+            output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, use_gate_in_kernel, A_log, dt_bias,
+            use_beta_sigmoid_in_kernel, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
+            checkpoint_slots, null_slot, out, backend,
+        )  # fmt: skip
+        returned = initial_state if is_pool else final_state
+        return (o if out is None else out), (returned if output_final_state else None)
+
+    _refuse_head_first(head_first)
+    sizes = _delta_rule.check_tokens(
+        q, k, v, g, beta, scale, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
+    )
+    _check_states(
+        sizes, q, initial_state, state_v_first, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
+        checkpoint_slots,
+    )  # fmt: skip
+    if env.current().validate:
+        _validate(
+            sizes, initial_state, cu_seqlens, state_indices, final_state_indices, checkpoint_offsets, checkpoint_slots, null_slot
+        )
+    if initial_state is None:
+        has_initial_state = None  # every state starts from zero already
+
+    is_pooled = state_indices is not None
+    problem = ChunkProblem(
+        **_delta_rule.static_fields(
+            sizes, q, g, beta, initial_state, cu_seqlens, None if state_indices is None else state_indices.dtype
+        ),
+        state_v_first=state_v_first,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        use_gate=use_gate_in_kernel,
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        has_final_state=is_pooled or output_final_state,
+        has_final_indices=final_state_indices is not None,
+        has_mask=has_initial_state is not None,
+        has_checkpoints=checkpoint_offsets is not None,
+    )
+    prepared = prepare(problem, q.device, backend)
+    if prepared.launch is None:
+        return reference.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+            state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, state_indices=state_indices,
+            has_initial_state=has_initial_state, final_state_indices=final_state_indices,
+            checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots, null_slot=null_slot, out=out,
+        )  # fmt: skip
+
+    device = q.device
+    final_state: Tensor | None = None
+    if is_pooled:
+        final_state = initial_state
+    elif output_final_state:
+        shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
+        final_state = torch.empty(shape, dtype=torch.float32, device=device)
+    o, written = _delta_rule.output(sizes, v, out)
+    if sizes.num_tokens == 0 or sizes.num_sequences == 0:
+        o.zero_()
+        if not is_pooled:
+            _delta_rule.pass_through(initial_state, has_initial_state, final_state, sizes.num_sequences)
+        return o, (final_state if output_final_state else None)
+
+    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    if state_indices is not None:
+        if final_state_indices is not None:
+            final_state_indices = final_state_indices.to(state_indices.dtype)
+        if checkpoint_offsets is not None and checkpoint_slots is not None:
+            checkpoint_offsets = checkpoint_offsets.to(torch.int32).contiguous()
+            checkpoint_slots = checkpoint_slots.to(state_indices.dtype).contiguous()
+    elif initial_state is not None:
+        initial_state = _delta_rule.aligned_state(initial_state)
+    prepared.launch(
+        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, state_indices,
+        None if has_initial_state is None else has_initial_state.contiguous(), final_state, final_state_indices,
+        tokens.cu_seqlens, checkpoint_offsets, checkpoint_slots, written,
+        torch.empty(max(prepared.workspace_bytes, 256), dtype=torch.uint8, device=device),
+        sizes.k_dim**-0.5 if scale is None else float(scale), null_slot,
+    )  # fmt: skip
+    if out is not None:
+        _delta_rule.finish(o, written)
+    return o, (final_state if output_final_state else None)
+
+
+def _refuse_head_first(head_first: bool) -> None:
+    if head_first:
+        bad_value("head_first", "False (tokens before heads: [B, T, H, D])", head_first)
+
+
+def _check_states(
+    sizes: _delta_rule.Sizes,
+    q: Tensor,
+    initial_state: Tensor | None,
+    state_v_first: bool,
+    state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    final_state_indices: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+    checkpoint_slots: Tensor | None,
+) -> None:
+    count, device = sizes.num_sequences, q.device
+    if state_indices is not None:
+        _delta_rule.check_indices("state_indices", state_indices, count, device, ranks=(1,))
+        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
+    elif initial_state is not None:
+        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
+    if has_initial_state is not None:
+        _delta_rule.check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+    if final_state_indices is not None:
+        if state_indices is None:
+            bad_value("final_state_indices", "None without state_indices", "a tensor")
+        _delta_rule.check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
+    if (checkpoint_offsets is None) != (checkpoint_slots is None):
+        missing = "checkpoint_offsets" if checkpoint_offsets is None else "checkpoint_slots"
+        bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
+    if checkpoint_offsets is not None and checkpoint_slots is not None:
+        if state_indices is None:
+            bad_value("checkpoint_offsets", "None without state_indices", "a tensor")
+        _delta_rule.check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
+        check_tensor(
+            "checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=_delta_rule.INDEX_DTYPES, device=device
+        )
+
+
+def _validate(
+    sizes: _delta_rule.Sizes,
+    pool: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_indices: Tensor | None,
+    final_state_indices: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+    checkpoint_slots: Tensor | None,
+    null_slot: int,
+) -> None:
+    """GDN_VALIDATE: values on the device."""
+    if cu_seqlens is not None:
+        _delta_rule.validate_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+    indices = {
+        "state_indices": state_indices,
+        "final_state_indices": final_state_indices,
+        "checkpoint_slots": checkpoint_slots,
+    }
+    for name, slots in indices.items():
+        if slots is not None and pool is not None:
+            _delta_rule.validate_slots(name, slots, sizes.num_sequences, pool.shape[0], null_slot)
+    if checkpoint_offsets is not None:
+        bad = checkpoint_offsets[: sizes.num_sequences]
+        bad = bad[(bad < 0) | (bad % 64 != 0)]
+        if bad.numel():
+            bad_value("checkpoint_offsets", "multiples of 64 tokens, or 0", int(bad[0]))

@@ -1,0 +1,205 @@
+"""Public operators: the causal depthwise convolution in front of the recurrence, for prefill and for decode."""
+
+import torch
+
+from gdn.ops import _library
+from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._delta_rule import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    check_indices,
+    check_null_slot,
+    check_offsets,
+    check_per_sequence,
+    validate_accepted,
+    validate_offsets,
+    validate_slots,
+)
+from gdn.reference import conv as reference
+from gdn.runtime import env, reference_only
+
+Tensor = torch.Tensor
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal depthwise convolution of packed prompts: y[t] = activation(bias + sum_j weight[:, j] x[t - (w - 1) + j]).
+
+    Arguments:
+        x [tokens, dim]: any float dtype and strides; weight [dim, w], w >= 2, weight[:, -1] multiplies the current token;
+            bias [dim] or None. Sums are float32.
+        query_start_loc [N + 1] int32 or int64: token offsets of the sequences, starting at 0; None = one sequence. Rows at
+            or beyond query_start_loc[-1] are padding: zero in y.
+        conv_states [slots, dim, columns >= w - 1]: any strides (either order of the last two in memory), any float dtype;
+            columns 0..w-2 of a slot hold the last w - 1 raw inputs, oldest first; updated in place. None = start from zeros,
+            keep nothing.
+        cache_indices [>= N] int32 or int64: the slot of each sequence, None = 0, 1, 2, ... A slot <= null_slot is padding:
+            zero rows, no slot read or written. An empty sequence touches nothing.
+        has_initial_state [>= N] bool: False = zeros are to the left of that sequence; None = all True.
+        activation: "silu" (or "swish") | None. out [tokens, dim]: where y is written.
+        checkpoint_offsets, checkpoint_slots [>= N, C]: the window after that many tokens (0 = none, beyond the sequence =
+            none) also goes to that slot.
+    A sequence shorter than w - 1 leaves its inputs behind the newest of the old window (or of zeros). Columns from w - 1 on
+    are untouched. The caller's duty: no two live sequences share a slot, and indices lie within the slots.
+
+    Returns y [tokens, dim] in the dtype of x. Raises TypeError or ValueError, naming the argument, before anything is written.
+    """
+    if torch.compiler.is_compiling():
+        y = _library.conv_fn(
+            x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, checkpoint_offsets,
+            checkpoint_slots, null_slot, out, backend,
+        )  # fmt: skip
+        return y if out is None else out
+    check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
+    _check_filter(x.shape[1], x.device, weight, bias, activation)
+    check_null_slot(null_slot)
+    device = x.device
+    count = 1
+    if query_start_loc is not None:
+        check_offsets("query_start_loc", query_start_loc, device)
+        count = query_start_loc.shape[0] - 1
+    if conv_states is not None:
+        _check_slots("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
+        if cache_indices is None and conv_states.shape[0] < count:
+            bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
+    if cache_indices is not None:
+        check_indices("cache_indices", cache_indices, count, device, ranks=(1,))
+    if has_initial_state is not None:
+        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+    if (checkpoint_offsets is None) != (checkpoint_slots is None):
+        missing = "checkpoint_offsets" if checkpoint_offsets is None else "checkpoint_slots"
+        bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
+    if checkpoint_offsets is not None and checkpoint_slots is not None:
+        if conv_states is None:
+            bad_value("checkpoint_offsets", "None without conv_states", "a tensor")
+        check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
+        check_tensor("checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=INDEX_DTYPES, device=device)
+    if out is not None:
+        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
+    if env.current().validate:
+        if query_start_loc is not None:
+            validate_offsets("query_start_loc", query_start_loc, x.shape[0])
+        for name, slots in {"cache_indices": cache_indices, "checkpoint_slots": checkpoint_slots}.items():
+            if slots is not None and conv_states is not None:
+                validate_slots(name, slots, count, conv_states.shape[0], null_slot)
+
+    reference_only("conv1d", backend)
+    return reference.causal_conv1d_fn(
+        x, weight, bias, conv_states=conv_states, query_start_loc=query_start_loc, cache_indices=cache_indices,
+        has_initial_state=has_initial_state, activation=activation, checkpoint_offsets=checkpoint_offsets,
+        checkpoint_slots=checkpoint_slots, null_slot=null_slot, out=out,
+    )  # fmt: skip
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    parent_token: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal depthwise convolution of a decode step, with its window in conv_state.
+
+    Arguments:
+        x [tokens, dim] with query_start_loc [N + 1] (packed ragged tokens), or [B, dim] (one token each), or [B, dim, T].
+        conv_state [slots, dim, columns >= w - 1]: any strides, any float dtype; raw inputs, oldest first; updated in place.
+        weight [dim, w], bias [dim] or None, activation "silu" (or "swish") | None, out like x: as in causal_conv1d_fn.
+        conv_state_indices: [>= N] slots, None = 0, 1, 2, ... A slot <= null_slot is padding: zero rows, nothing touched.
+            The window of a sequence is columns 0..w-2, and afterwards the last w - 1 of [window | inputs] are there.
+            [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]; with
+            columns = w - 1 + num_spec, its window starts at column num_accepted_tokens[n] - 1 (0 without), and afterwards
+            the slot holds that window shifted by one, followed by all of this step's inputs.
+        num_accepted_tokens [>= N] int32: 1..1 + num_spec; outside, the sequence is padding.
+        parent_token [tokens] int32, with 2-D indices: a draft tree. Node i follows the window of its parent (-1: the window
+            in slot conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
+            conv_state_indices[n, i].
+    A sequence without tokens touches nothing. The caller's duty: no two live sequences share a slot, indices in range.
+
+    Returns y like x. Raises TypeError or ValueError, naming the argument, before anything is written.
+    """
+    if torch.compiler.is_compiling():
+        y = _library.conv_update(
+            x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, parent_token,
+            null_slot, out, backend,
+        )  # fmt: skip
+        return y if out is None else out
+    check_tensor("x", x, dtypes=FLOAT_DTYPES)
+    if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
+        wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
+        bad_value("x", f"shape {wanted}", f"shape {list(x.shape)}")
+    device, dim = x.device, x.shape[1]
+    _check_filter(dim, device, weight, bias, activation)
+    check_null_slot(null_slot)
+    window = weight.shape[1] - 1
+    count, num_tokens = x.shape[0], x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
+    if query_start_loc is not None:
+        check_offsets("query_start_loc", query_start_loc, device)
+        count = query_start_loc.shape[0] - 1
+    num_spec = 0
+    if conv_state_indices is not None:
+        check_indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
+        if conv_state_indices.dim() == 2 and parent_token is None:
+            num_spec = conv_state_indices.shape[1] - 1
+    _check_slots("conv_state", conv_state, dim, window + num_spec, device)
+    if conv_state_indices is None and conv_state.shape[0] < count:
+        bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
+    if num_accepted_tokens is not None:
+        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+    if parent_token is not None:
+        check_tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
+        if conv_state_indices is None or conv_state_indices.dim() != 2:
+            bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
+    if out is not None:
+        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
+    if env.current().validate:
+        if query_start_loc is not None:
+            validate_offsets("query_start_loc", query_start_loc, num_tokens)
+        if conv_state_indices is not None:
+            validate_slots("conv_state_indices", conv_state_indices, count, conv_state.shape[0], null_slot)
+            if num_accepted_tokens is not None and conv_state_indices.dim() == 2:
+                validate_accepted(num_accepted_tokens, query_start_loc, count, conv_state_indices.shape[1])
+
+    reference_only("conv1d_update", backend)
+    return reference.causal_conv1d_update(
+        x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices,
+        num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc, parent_token=parent_token,
+        null_slot=null_slot, out=out,
+    )  # fmt: skip
+
+
+def _check_filter(dim: int, device: torch.device, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+    check_tensor("weight", weight, shape=(dim, "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
+    if weight.shape[1] < 2:
+        bad_value("weight", f"shape [{dim}, w >= 2]", f"shape {list(weight.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
+    if activation not in (None, "silu", "swish"):
+        bad_value("activation", "'silu', 'swish' or None", repr(activation))
+
+
+def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:
+    check_tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
+    if slots.shape[2] < columns:
+        bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(slots.shape)}")

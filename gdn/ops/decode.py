@@ -1,0 +1,174 @@
+"""Public operator: one whole decode step of a GDN layer between its projections."""
+
+import torch
+
+from gdn.ops import _delta_rule, _library
+from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops.norm import check_gate_activation
+from gdn.reference import steps as reference
+from gdn.runtime import env, reference_only
+
+Tensor = torch.Tensor
+
+
+def fused_gdn_decode(
+    mixed_qkv: Tensor,
+    z: Tensor | None,
+    b: Tensor,
+    a: Tensor | None,
+    conv_state: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    ssm_state: Tensor,
+    state_indices: Tensor,
+    *,
+    conv_bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    activation: str | None = "silu",
+    gate_activation: str = "silu",
+    projection_layout: str = "flat",
+    rounding_seed: Tensor | None = None,
+    state_v_first: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Conv update, SiLU, gates, L2 norm of q and k, gated delta rule and gated RMS norm of one decode step.
+
+        [q | k | v] = activation(conv(mixed_qkv))
+        g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
+        S = exp(g) S;   u = beta (v - S^T k^);   S = S + k^ u^T;   o = S^T q^ * scale        (^: divided by the L2 norm)
+        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)
+
+    H = num_k_heads, K = head_k_dim, V = head_v_dim, HV = the length of A_log, a multiple of H.
+    Arguments:
+        projection_layout "flat": mixed_qkv [tokens, 2 * H * K + HV * V], z [tokens, HV, V], b and a [tokens, HV];
+            "interleaved": mixed_qkv is the whole in_proj_qkvz output [tokens, H * (2 * K + 2 * r * V)], b the whole
+            in_proj_ba output [tokens, 2 * HV], both per key-head group as in fused_qkvzba_split_reshape_cat, z and a None.
+            Any row stride, last dim contiguous. bfloat16 or float16 (float32, float64: reference).
+        conv_state [slots, 2 * H * K + HV * V, columns >= w - 1], conv_weight [.., w], conv_bias [..]: as in
+            causal_conv1d_update; channels always in flat order [q | k | v].
+        A_log, dt_bias [HV], norm_weight [V]: any float dtype.
+        ssm_state: the pool [slots, HV, K, V] (or V first), float32 or bfloat16; both pools are updated in place.
+        state_indices [>= N], or [>= N, 1 + num_spec] with speculative decoding (as in fused_recurrent_gated_delta_rule for
+            the state, as in causal_conv1d_update for the conv window); a slot <= null_slot is padding: zero rows.
+        query_start_loc [N + 1] int32 or int64: token offsets; None = one token per sequence.
+        num_accepted_tokens [>= N] int32, with 2-D indices.
+        rounding_seed [1] int64 on the device, advanced by the caller: stochastic rounding of a bfloat16 pool; None = nearest.
+        out [tokens, HV * V]: where the result is written.
+    The caller's duty: no two live sequences share a slot, indices in range (GDN_VALIDATE=1 checks the range).
+
+    Returns [tokens, HV * V] in the dtype of mixed_qkv. Raises TypeError or ValueError, naming the argument, before anything
+    is written.
+    """
+    if torch.compiler.is_compiling():
+        o = _library.decode(
+            mixed_qkv, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices, conv_bias,
+            query_start_loc, num_accepted_tokens, num_k_heads, head_k_dim, head_v_dim, scale, eps, activation,
+            gate_activation, projection_layout, rounding_seed, state_v_first, null_slot, out, backend,
+        )  # fmt: skip
+        return o if out is None else out
+    heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
+    device, length = mixed_qkv.device, mixed_qkv.shape[0]
+    floats = _delta_rule.FLOAT_DTYPES
+    check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
+    check_tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
+    channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
+    check_tensor("conv_weight", conv_weight, shape=(channels, "w >= 2"), dtypes=floats, device=device)
+    if conv_weight.shape[1] < 2:
+        bad_value("conv_weight", f"shape [{channels}, w >= 2]", f"shape {list(conv_weight.shape)}")
+    if conv_bias is not None:
+        check_tensor("conv_bias", conv_bias, shape=(channels,), dtypes=floats, device=device)
+    if activation not in (None, "silu", "swish"):
+        bad_value("activation", "'silu', 'swish' or None", repr(activation))
+    check_gate_activation("gate_activation", gate_activation)
+    _delta_rule.check_scale(scale)
+    _delta_rule.check_null_slot(null_slot)
+
+    count = length
+    if query_start_loc is not None:
+        _delta_rule.check_offsets("query_start_loc", query_start_loc, device)
+        count = query_start_loc.shape[0] - 1
+    _delta_rule.check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
+    num_spec = state_indices.shape[1] - 1 if state_indices.dim() == 2 else 0
+    columns = conv_weight.shape[1] - 1 + num_spec
+    check_tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
+    if conv_state.shape[2] < columns:
+        bad_value("conv_state", f"shape [slots, {channels}, columns >= {columns}]", f"shape {list(conv_state.shape)}")
+    sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
+    _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
+    if num_accepted_tokens is not None:
+        _delta_rule.check_per_sequence(
+            "num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES
+        )
+        if state_indices.dim() != 2:
+            bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
+    if rounding_seed is not None:
+        check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
+    if out is not None:
+        check_tensor("out", out, shape=(length, heads * head_v_dim), dtypes=(mixed_qkv.dtype,), device=device)
+    if env.current().validate:
+        if query_start_loc is not None:
+            _delta_rule.validate_offsets("query_start_loc", query_start_loc, length)
+        num_slots = min(ssm_state.shape[0], conv_state.shape[0])
+        _delta_rule.validate_slots("state_indices", state_indices, count, num_slots, null_slot)
+        if num_accepted_tokens is not None:
+            _delta_rule.validate_accepted(num_accepted_tokens, query_start_loc, count, state_indices.shape[1])
+
+    reference_only("gdn_decode", backend)
+    return reference.fused_gdn_decode(
+        mixed_qkv, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices,
+        conv_bias=conv_bias, query_start_loc=query_start_loc, num_accepted_tokens=num_accepted_tokens,
+        num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, scale=scale, eps=eps, activation=activation,
+        gate_activation=gate_activation, projection_layout=projection_layout, rounding_seed=rounding_seed,
+        state_v_first=state_v_first, null_slot=null_slot, out=out,
+    )  # fmt: skip
+
+
+def _check_projections(
+    mixed_qkv: Tensor,
+    z: Tensor | None,
+    b: Tensor,
+    a: Tensor | None,
+    A_log: Tensor,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    projection_layout: str,
+) -> int:
+    """The number of value heads."""
+    for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
+        if not isinstance(value, int):
+            bad_type(name, "an int", type(value).__name__)
+        if value < 1:
+            bad_value(name, "an int >= 1", value)
+    if projection_layout not in ("flat", "interleaved"):
+        bad_value("projection_layout", "'flat' or 'interleaved'", repr(projection_layout))
+    check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
+    device, dtypes = mixed_qkv.device, _delta_rule.FLOAT_DTYPES
+    check_tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
+    heads = A_log.shape[0]
+    if heads == 0 or heads % num_k_heads:
+        bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
+    is_flat = projection_layout == "flat"
+    width = 2 * num_k_heads * head_k_dim + (1 if is_flat else 2) * heads * head_v_dim
+    check_tensor("mixed_qkv", mixed_qkv, shape=("tokens", width), last_contiguous=True)
+    length = mixed_qkv.shape[0]
+    if is_flat:
+        check_tensor("z", z, shape=(length, heads, head_v_dim), dtypes=dtypes, device=device, last_contiguous=True)
+        check_tensor("a", a, shape=(length, heads), dtypes=dtypes, device=device)
+        check_tensor("b", b, shape=(length, heads), dtypes=dtypes, device=device)
+        return heads
+    for name, tensor in {"z": z, "a": a}.items():
+        if tensor is not None:
+            bad_value(name, "None with projection_layout='interleaved'", "a tensor")
+    check_tensor("b", b, shape=(length, 2 * heads), dtypes=dtypes, device=device)
+    return heads

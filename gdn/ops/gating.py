@@ -1,0 +1,37 @@
+"""Public operator: decay and write strength from the raw gates."""
+
+import torch
+
+from gdn.ops import _library
+from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.reference import steps as reference
+from gdn.runtime import reference_only
+
+Tensor = torch.Tensor
+
+
+def fused_gdn_gating(
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> tuple[Tensor, Tensor]:
+    """g = -exp(A_log) * softplus(a + dt_bias) and beta_output = sigmoid(b), per value head.
+
+    softplus(x) = log1p(exp(beta * x)) / beta where beta * x <= threshold, else x. Natural logarithm.
+
+    Arguments: A_log, dt_bias [HV]; a, b [..., HV] of one shape; any float dtypes, any strides.
+    Returns (g, beta_output), float32, contiguous, of the shape of a and b. (float64 where a is float64.)
+    Raises TypeError or ValueError, naming the argument.
+    """
+    if torch.compiler.is_compiling():
+        return _library.gating(A_log, a, b, dt_bias, beta, threshold)  # type: ignore[no-any-return]
+    check_tensor("a", a, dtypes=FLOAT_DTYPES)
+    if a.dim() == 0:
+        bad_value("a", "shape [..., HV]", "shape []")
+    check_tensor("b", b, shape=a.shape, dtypes=FLOAT_DTYPES, device=a.device)
+    check_tensor("A_log", A_log, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
+    check_tensor("dt_bias", dt_bias, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
+    if not beta > 0:
+        bad_value("beta", "a number > 0", beta)
+    reference_only("gating")
+    g, beta_output = reference.fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold)
+    return g.contiguous(), beta_output.contiguous()

@@ -1,0 +1,303 @@
+"""What surrounds the indexer's logits: quantisation, norm and RoPE, the cache write, compressed keys, the prefix gather.
+
+Formulas: gdn/reference/indexer.py. These operators have no kernel yet and run on the reference, on any device.
+"""
+
+import torch
+
+from gdn import reference, runtime
+from gdn.ops import _library_qsa
+from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops._logits_checks import FP8, INDEX_DTYPES, check_cache, check_count, check_flag, check_scale, reading_allowed
+from gdn.runtime import env
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values and one float32 scale per group of min(group_size, D) elements along the last dim.
+
+    x [..., D] bfloat16, float16 or float32, D a multiple of the group -> x_fp8 [..., D], scale [..., D / group]:
+    scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated. TypeError or ValueError by argument.
+    """
+    if torch.compiler.is_compiling():
+        pair: tuple[torch.Tensor, torch.Tensor] = _library_qsa.quantize_fp8(x, group_size)
+        return pair
+    check_tensor("x", x, dtypes=DTYPES)
+    check_count("group_size", group_size, minimum=1)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        bad_value("x", "shape [..., D] with D >= 1", f"shape {list(x.shape)}")
+    group = min(group_size, x.shape[-1])
+    if x.shape[-1] % group:
+        bad_value("x", f"a last dimension that is a multiple of group_size {group}", f"shape {list(x.shape)}")
+    runtime.reference_only("quantize_fp8")
+    return reference.quantize_fp8(x, group_size)
+
+
+def _check_slots(slot_mapping: object, tokens: int, device: torch.device, cache: torch.Tensor, page_size: int) -> None:
+    check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    assert isinstance(slot_mapping, torch.Tensor)
+    if tokens and env.current().validate and reading_allowed(device):
+        last = int(slot_mapping.max())
+        if last >= cache.shape[0] * page_size:
+            bad_value("slot_mapping", f"slots below {cache.shape[0] * page_size} (pages * page_size)", last)
+
+
+def _check_keys(name: str, k: torch.Tensor, tokens: int | None, device: torch.device) -> int:
+    """k [tokens, D] or [tokens, kv_heads, D]: its kv_heads."""
+    check_tensor(name, k, dtypes=DTYPES, device=device, last_contiguous=True)
+    if k.dim() not in (2, 3) or (tokens is not None and k.shape[0] != tokens):
+        wanted = "tokens" if tokens is None else tokens
+        bad_value(name, f"shape [{wanted}, D] or [{wanted}, kv_heads, D]", f"shape {list(k.shape)}")
+    return k.shape[1] if k.dim() == 3 else 1
+
+
+def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
+    if kv_heads != of_cache:
+        bad_value(name, f"{of_cache} key heads, as the cache", f"{kv_heads}")
+
+
+def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes key rows into the indexer cache, in the form of the cache's dtype.
+
+    k [tokens, D] or [tokens, kv_heads, D] bfloat16, float16 or float32, any row stride.
+    cache: as `gdn.paged_mqa_logits`. uint8: e4m3 values and one float32 scale per (row, kv head), scale =
+        max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16: a cast.
+    slot_mapping [tokens] int64 (or int32): row page * page_size + offset of each token; negative = skip. The caller's
+        duty: slots lie in the cache (checked with GDN_VALIDATE=1, costs a sync) and are distinct.
+
+    TypeError or ValueError names the argument; the cache is untouched then.
+    """
+    if torch.compiler.is_compiling():
+        _library_qsa.write_indexer_cache(k, cache, slot_mapping)
+        return
+    check_tensor("k", k)
+    kv_heads = _check_keys("k", k, None, k.device)
+    page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
+    _same_kv_heads("k", kv_heads, cache_heads)
+    _check_slots(slot_mapping, k.shape[0], k.device, cache, page_size)
+    runtime.reference_only("write_indexer_cache")
+    reference.write_indexer_cache(k, cache, slot_mapping)
+
+
+def _check_rope(
+    positions: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device
+) -> None:
+    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check_count("rotary_dim", rotary_dim)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
+    check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=DTYPES, device=device)
+    if tokens and env.current().validate and reading_allowed(device):
+        last = int(positions.max())
+        if last >= cos_sin.shape[0]:
+            bad_value("positions", f"positions below {cos_sin.shape[0]} (rows of cos_sin)", last)
+
+
+def prepare_indexer(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor | None,
+    cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    rotary_dim: int,
+    eps: float = 1e-6,
+    zero_centred: bool = True,
+    fp8: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Norm, RoPE, quantisation, scale folding and cache write of one step of the indexer.
+
+    q [tokens, H, D], k [tokens, D] or [tokens, kv_heads, D], weights [tokens, H] or None: bfloat16, float16 or float32,
+        any row stride. positions [tokens] int32 or int64.
+    cos_sin [max_positions, rotary_dim]: cosines in the first half of a row, sines in the second; neox pairs
+        (i, i + rotary_dim / 2) of the first rotary_dim dims are rotated.
+    q_norm, k_norm [D]: RMS norm weights, gain 1 + weight (zero_centred) or weight.
+    cache, slot_mapping: as `gdn.write_indexer_cache`. k, k_norm, cache and slot_mapping may be None together (compressed
+        keys go through `gdn.compress_indexer_keys`): then only the query is prepared.
+    fp8: None = as the cache is; a bool must agree with the cache, and decides where there is none (with scales if weights
+        are given, else plain casts).
+
+    Returns (q, weights) for the logits operators:
+        bf16 cache            q in its dtype, weights as given: pass scale = D**-0.5 to the logits
+        uint8 cache           q e4m3 and weights * q_scale / sqrt(D) float32 (also where weights is None): scale = 1
+        float8_e4m3fn cache   q plainly cast, weights as given: pass scale = D**-0.5 to the logits
+    TypeError or ValueError names the argument; the cache is untouched then.
+    """
+    if torch.compiler.is_compiling():
+        q_out, w_out = _library_qsa.prepare_indexer(
+            q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, rotary_dim, eps, zero_centred, fp8
+        )
+        return q_out, (w_out if _library_qsa.folds_weights(weights, cache, fp8) else weights)
+    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=DTYPES, last_contiguous=True)
+    tokens, heads, dim = q.shape
+    device = q.device
+    if weights is not None:
+        check_tensor("weights", weights, shape=[tokens, heads], dtypes=DTYPES, device=device)
+    _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check_tensor("q_norm", q_norm, shape=[dim], dtypes=DTYPES, device=device)
+    check_scale("eps", eps)
+    check_flag("zero_centred", zero_centred)
+    if fp8 is not None:
+        check_flag("fp8", fp8)
+    given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        bad_type(missing[0], "a torch.Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
+    if k is not None and k_norm is not None and cache is not None:
+        kv_heads = _check_keys("k", k, tokens, device)
+        check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
+        if k.shape[-1] != dim:
+            bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
+        page_size, cache_heads = check_cache(cache, dim, device, None)
+        _same_kv_heads("k", kv_heads, cache_heads)
+        _check_slots(slot_mapping, tokens, device, cache, page_size)
+        if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
+            bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
+    runtime.reference_only("prepare_indexer")
+    return reference.prepare_indexer(
+        q,
+        k,
+        weights,
+        positions,
+        cos_sin,
+        q_norm,
+        k_norm,
+        cache,
+        slot_mapping,
+        rotary_dim=rotary_dim,
+        eps=eps,
+        zero_centred=zero_centred,
+        fp8=fp8,
+    )
+
+
+def compress_indexer_keys(
+    raw_k: torch.Tensor,
+    ring: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_norm: torch.Tensor,
+    ring_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    ratio: int = 4,
+    rotary_dim: int,
+    eps: float = 1e-6,
+    zero_centred: bool = True,
+    null_slot: int = -1,
+) -> None:
+    """Compressed keys: the mean of each finished group of `ratio` tokens goes to the cache, raw keys to a ring.
+
+    raw_k [tokens, D] or [tokens, kv_heads, D] bfloat16 (float16, float32), any row stride. Tokens of one sequence stand
+        together with positions ascending by one; positions [tokens] int32 or int64.
+    ring [sequences, size, D] or [sequences, size, kv_heads, D] of raw_k's dtype: raw key of position p at row p % size of
+        the sequence's slot; size a multiple of ratio (ratio plus drafts, rounded up). Read before it is overwritten.
+    ring_slots [tokens] int32 or int64: slot of the token's sequence; negative or null_slot: the token is skipped whole.
+    cache: as `gdn.paged_mqa_logits`, its rows counting groups. slot_mapping [tokens] int64 or int32: the cache row of the
+        token's group, read at tokens with (pos + 1) % ratio == 0; negative = skip.
+    cos_sin, rotary_dim, k_norm, eps, zero_centred: as `gdn.prepare_indexer`; the rotation is that of the group's first
+        position.
+
+    A group's key: float32 mean of its raw keys, rounded to their dtype, RMS norm, RoPE. TypeError or ValueError names the
+    argument; ring and cache are untouched then.
+    """
+    if torch.compiler.is_compiling():
+        _library_qsa.compress_indexer_keys(
+            raw_k,
+            ring,
+            cache,
+            positions,
+            cos_sin,
+            k_norm,
+            ring_slots,
+            slot_mapping,
+            ratio,
+            rotary_dim,
+            eps,
+            zero_centred,
+            null_slot,
+        )
+        return
+    check_tensor("raw_k", raw_k)
+    device = raw_k.device
+    kv_heads = _check_keys("raw_k", raw_k, None, device)
+    tokens, dim = raw_k.shape[0], raw_k.shape[-1]
+    check_count("ratio", ratio, minimum=1)
+    check_tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
+    if ring.dim() not in (3, 4) or ring.shape[-1] != dim or (ring.shape[2] if ring.dim() == 4 else 1) != kv_heads:
+        bad_value("ring", f"shape [sequences, size, {kv_heads}, {dim}]", f"shape {list(ring.shape)}")
+    if ring.shape[1] < ratio or ring.shape[1] % ratio:
+        bad_value("ring", f"a size that is a positive multiple of ratio {ratio}", ring.shape[1])
+    page_size, cache_heads = check_cache(cache, dim, device, None)
+    _same_kv_heads("raw_k", kv_heads, cache_heads)
+    _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
+    check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    if tokens and env.current().validate and reading_allowed(device):
+        last = int(ring_slots.max())
+        if last >= ring.shape[0]:
+            bad_value("ring_slots", f"slots below {ring.shape[0]}", last)
+    _check_slots(slot_mapping, tokens, device, cache, page_size)
+    check_scale("eps", eps)
+    check_flag("zero_centred", zero_centred)
+    runtime.reference_only("compress_indexer_keys")
+    reference.compress_indexer_keys(
+        raw_k,
+        ring,
+        cache,
+        positions,
+        cos_sin,
+        k_norm,
+        ring_slots,
+        slot_mapping,
+        ratio=ratio,
+        rotary_dim=rotary_dim,
+        eps=eps,
+        zero_centred=zero_centred,
+        null_slot=null_slot,
+    )
+
+
+def gather_indexer_cache(
+    cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor, *, num_rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Cached key rows of N sequences, packed for `gdn.mqa_logits`: (k, k_scale or None).
+
+    cache: as `gdn.paged_mqa_logits`. block_tables [N, max_pages] int32; cu_seqlens [N + 1] int32 or int64: sequence n's
+    first cu_seqlens[n + 1] - cu_seqlens[n] rows go to rows from cu_seqlens[n].
+    num_rows: rows of the result; None reads cu_seqlens[N] back to the host. Rows at or beyond cu_seqlens[N] are zero.
+
+    k [rows, kv_heads, D] (without kv_heads where the cache has none) float8_e4m3fn or bfloat16; k_scale [rows, kv_heads]
+    float32 for a uint8 cache. TypeError or ValueError names the argument.
+    """
+    if torch.compiler.is_compiling():
+        k_out, scale_out = _library_qsa.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows)
+        return k_out, (scale_out if cache.dtype == torch.uint8 else None)
+    check_tensor("cache", cache)
+    device = cache.device
+    head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
+    page_size, _ = check_cache(cache, max(1, head_dim), device, None)
+    check_tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
+    if cu_seqlens.shape[0] < 1:
+        bad_value("cu_seqlens", "shape [N + 1]", f"shape {list(cu_seqlens.shape)}")
+    sequences = cu_seqlens.shape[0] - 1
+    check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
+    if num_rows is not None:
+        check_count("num_rows", num_rows)
+    if env.current().validate and reading_allowed(device):
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+            bad_value("cu_seqlens", "ascending values from 0", bounds)
+        needed = torch.arange(block_tables.shape[1], device=device) * page_size < cu_seqlens.diff()[:, None]
+        wrong = needed & ((block_tables < 0) | (block_tables >= cache.shape[0]))
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            bad_value(f"block_tables[{row}, {column}]", f"a page in [0, {cache.shape[0]})", int(block_tables[row, column]))
+    runtime.reference_only("gather_indexer_cache")
+    return reference.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows=num_rows)

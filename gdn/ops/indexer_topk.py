@@ -1,0 +1,203 @@
+"""Indexer logits and top-k in bounded memory: the scores of some rows at a time go through one workspace."""
+
+import torch
+
+from gdn.ops import _library_qsa
+from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._logits_checks import INDEX_DTYPES, QUERY_DTYPES, check_cache, check_count, check_weights
+from gdn.ops.mqa_logits import mqa_logits
+from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, paged_mqa_logits
+from gdn.ops.topk import check_indices_out, topk_indices
+from gdn.reference.logits import key_range, visible_lengths
+from gdn.reference.topk import list_short_rows
+from gdn.runtime import env
+
+
+def indexer_topk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    topk: int,
+    *,
+    k_scale: torch.Tensor | None = None,
+    scale: float = 1.0,
+    relu: bool = True,
+    workspace_bytes: int | None = None,
+    max_seqlen_k: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`topk_indices(mqa_logits(...))` without the whole score matrix: int32 [M, topk], ascending, -1 last.
+
+    q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu: as `gdn.mqa_logits`. Indices are relative to
+    cu_seqlen_ks. A row with at most topk visible keys lists all of them, whatever their scores.
+    workspace_bytes: float32 scores held at a time; None = VLLM_SPARSE_INDEXER_MAX_LOGITS_MB. It must hold one row.
+    max_seqlen_k: a bound on the length of all ranges; a row of scores then has that many columns instead of Nk.
+    backend: of the logits; the selection has no kernel yet and runs on the reference.
+
+    ValueError or TypeError names the argument, before anything is written.
+    """
+    if torch.compiler.is_compiling():
+        picked = _library_qsa.indexer_topk(
+            q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, k_scale, scale, relu, workspace_bytes, max_seqlen_k, backend
+        )
+        return picked if out is None else out.copy_(picked)
+    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    check_tensor("k", k, dtypes=(q.dtype,), device=q.device)
+    if k.dim() not in (2, 3):
+        bad_value("k", "shape [Nk, D] or [Nk, kv_heads, D]", f"shape {list(k.shape)}")
+    num_rows, num_keys, device = q.shape[0], k.shape[0], q.device
+    check_weights(weights, num_rows, q.shape[1], device)
+    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_rows], dtypes=INDEX_DTYPES, device=device)
+    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_rows], dtypes=INDEX_DTYPES, device=device)
+    check_count("topk", topk)
+    if max_seqlen_k is not None:
+        check_count("max_seqlen_k", max_seqlen_k)
+    width = num_keys if max_seqlen_k is None else max_seqlen_k
+    step = _units_per_block(workspace_bytes, 4 * width, num_rows)
+    check_indices_out(out, num_rows, topk, device)
+    backend = _ordered(backend, "indexer_topk")
+
+    def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
+        return mqa_logits(
+            q[first:last],
+            k,
+            weights[first:last] if weights is not None else None,
+            cu_seqlen_ks[first:last],
+            cu_seqlen_ke[first:last],
+            k_scale=k_scale,
+            scale=scale,
+            relu=relu,
+            max_seqlen_k=max_seqlen_k,
+            clean_logits=False,  # the selection reads ranges only
+            out=buffer,
+            backend=backend,
+        )
+
+    if num_rows == 0:
+        logits(0, 0, None)  # for its checks
+        return out if out is not None else torch.empty(0, topk, dtype=torch.int32, device=device)
+    buffer: torch.Tensor | None = None
+    for low in range(0, num_rows, step):
+        high = min(low + step, num_rows)
+        scores = logits(low, high, buffer[: high - low] if buffer is not None else None)
+        buffer = scores if buffer is None else buffer
+        if out is None:
+            out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
+        start, end = key_range(cu_seqlen_ks[low:high], cu_seqlen_ke[low:high], num_keys)
+        if max_seqlen_k is not None:
+            start, end = torch.zeros_like(start), (end - start).clamp(max=max_seqlen_k)
+        picked = topk_indices(scores, topk, start, end, backend=_selection(backend))
+        out[low:high] = list_short_rows(picked, end - start)
+    assert out is not None
+    return out
+
+
+def paged_indexer_topk(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    topk: int,
+    *,
+    scale: float = 1.0,
+    relu: bool = True,
+    workspace_bytes: int | None = None,
+    max_context_len: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`topk_indices(paged_mqa_logits(...))`, some sequences at a time: int32 [B * next_n, topk], ascending, -1 last.
+
+    q, cache, weights, context_lens, block_tables, scale, relu: as `gdn.paged_mqa_logits`. A row with at most topk visible
+    keys lists all of them, whatever their scores.
+    workspace_bytes: float32 scores held at a time; None = VLLM_SPARSE_INDEXER_MAX_LOGITS_MB. It must hold one sequence's
+        next_n rows.
+    max_context_len: a bound on the lengths; None = what block_tables can address (max_pages * page_size).
+    backend: of the logits; the selection has no kernel yet and runs on the reference.
+
+    ValueError or TypeError names the argument, before anything is written. No host read: it can be captured in a CUDA
+    graph, and lengths may change between replays.
+    """
+    if torch.compiler.is_compiling():
+        picked = _library_qsa.paged_indexer_topk(
+            q, cache, weights, context_lens, block_tables, topk, scale, relu, workspace_bytes, max_context_len, backend
+        )
+        return picked if out is None else out.copy_(picked)
+    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    batch, next_n, num_heads, head_dim = q.shape
+    device = q.device
+    page_size, _ = check_cache(cache, head_dim, device, q.dtype)
+    check_weights(weights, batch * next_n, num_heads, device)
+    check_lengths(context_lens, batch, next_n, device)
+    check_block_tables(block_tables, batch, device)
+    check_count("topk", topk)
+    if max_context_len is not None:
+        check_count("max_context_len", max_context_len)
+    width = block_tables.shape[1] * page_size
+    width = width if max_context_len is None else min(width, max_context_len)
+    step = _units_per_block(workspace_bytes, 4 * width * next_n, batch)
+    check_indices_out(out, batch * next_n, topk, device)
+    backend = _ordered(backend, "paged_indexer_topk")
+
+    def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
+        rows = slice(first * next_n, last * next_n)
+        return paged_mqa_logits(
+            q[first:last],
+            cache,
+            weights[rows] if weights is not None else None,
+            context_lens[first:last],
+            block_tables[first:last],
+            width,
+            scale=scale,
+            relu=relu,
+            clean_logits=False,  # the selection reads ranges only
+            out=buffer,
+            backend=backend,
+        )
+
+    if batch == 0 or next_n == 0:
+        logits(0, 0, None)  # for its checks
+        return out if out is not None else torch.empty(0, topk, dtype=torch.int32, device=device)
+    buffer: torch.Tensor | None = None
+    for low in range(0, batch, step):
+        high = min(low + step, batch)
+        rows = slice(low * next_n, high * next_n)
+        scores = logits(low, high, buffer[: rows.stop - rows.start] if buffer is not None else None)
+        buffer = scores if buffer is None else buffer
+        if out is None:
+            out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=device)
+        lengths = visible_lengths(context_lens[low:high], high - low, next_n, width)
+        picked = topk_indices(scores, topk, None, lengths, backend=_selection(backend))
+        out[rows] = list_short_rows(picked, lengths)
+    assert out is not None
+    return out
+
+
+def _units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
+    """Rows (or sequences) whose scores fit the workspace; beyond 128 a multiple of 128, so that blocks start aligned."""
+    if workspace_bytes is None:
+        budget = max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
+    else:
+        budget = check_count("workspace_bytes", workspace_bytes)
+        if budget < unit_bytes and units:
+            bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
+    step = budget // max(1, unit_bytes)
+    step = step // 128 * 128 if step > 128 else step
+    return max(1, min(step, units))
+
+
+def _ordered(backend: str | None, op: str) -> str | None:
+    """The argument, or the order that GDN_BACKEND_<OP> gives for the combined operator."""
+    if backend is None:
+        ordered = env.current().backend_of.get(op, "auto")
+        backend = None if ordered == "auto" else ordered
+    return backend
+
+
+def _selection(backend: str | None) -> str | None:
+    """An order for a kernel backend is about the logits."""
+    return "reference" if backend == "reference" else None

@@ -1,0 +1,235 @@
+"""Public operator: the gated delta rule token by token, for decode and speculative decoding."""
+
+import torch
+
+from gdn.ops import _delta_rule, _library
+from gdn.ops._checks import bad_value, check_tensor
+from gdn.problems import RecurrentProblem
+from gdn.reference import delta_rule as reference
+from gdn.runtime import env, prepare
+
+Tensor = torch.Tensor
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    output_final_state: bool = True,
+    final_state_indices: Tensor | None = None,
+    disable_state_update: bool = False,
+    parent_token: Tensor | None = None,
+    rounding_seed: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule for decode: few tokens per sequence, one after the other, with a state pool.
+
+    Per state head, S [K, V]:
+
+        S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
+
+    Inference only. q, k, v, g, beta, scale, cu_seqlens, use_*, A_log, dt_bias, out and backend are as in
+    `chunk_gated_delta_rule`.
+
+    Without indices: initial_state [N, HS, K, V] (or V first) holds one state per sequence, None = zeros; the final states
+        are a new float32 tensor, or with inplace_final_state=True they replace initial_state.
+    With ssm_state_indices (int32 or int64, any strides) initial_state is the pool, always updated in place:
+        [>= N]: sequence n starts from slot ssm_state_indices[n] and only the state after its last token is stored there.
+        [>= N, columns], speculative decoding: the state before the first token is in slot
+        ssm_state_indices[n, num_accepted_tokens[n] - 1] (column 0 without num_accepted_tokens), and the state after token i
+        goes to slot ssm_state_indices[n, i]; tokens beyond the last column are not stored.
+        num_accepted_tokens [>= N] int32; outside 1..columns the sequence counts as padding.
+        final_state_indices, of the same rank and columns: the slots to write instead; a null one skips that write alone.
+        A slot to read that is <= null_slot is padding: rows of o are zero, no slot is read or written. A sequence without
+        tokens touches nothing.
+    disable_state_update: no state is written (verification that is committed later).
+    parent_token [tokens] int32, with 2-D indices: a draft tree. Token i of a sequence continues the state after token
+        parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
+    rounding_seed [1] int64 on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
+        `gdn.reference.rounding` defines; None = to nearest. No effect on float32 states.
+    The caller's duty: two live sequences never share a slot; indices lie within the pool (GDN_VALIDATE=1 checks the range).
+
+    Returns (o, final_state): o [B, T, HS, V] in the dtype of v; final_state: initial_state itself where it is updated in
+    place, else a new float32 tensor [N, HS, ...]; None without output_final_state, or where no state was to be written and
+    none is in place. The state is float32 within a call; only what is stored in a bfloat16 pool is rounded.
+
+    Raises TypeError or ValueError, naming the argument, before anything is launched or written.
+    """
+    is_inplace = ssm_state_indices is not None or bool(inplace_final_state)
+    if torch.compiler.is_compiling():
+        o, new_state = _library.recurrent(
+            q, k, v, g, beta, scale, None if is_inplace else initial_state, initial_state if is_inplace else None,
+            inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, state_v_first,
+            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, output_final_state, final_state_indices,
+            disable_state_update, parent_token, rounding_seed, null_slot, out, backend,
+        )  # fmt: skip
+        if is_inplace:
+            returned = initial_state if output_final_state else None
+        else:
+            returned = new_state if output_final_state and not disable_state_update else None
+        return (o if out is None else out), returned
+
+    sizes = _delta_rule.check_tokens(
+        q, k, v, g, beta, scale, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
+    )
+    _check_states(
+        sizes, q, initial_state, inplace_final_state, state_v_first, ssm_state_indices, num_accepted_tokens,
+        final_state_indices, parent_token, rounding_seed,
+    )  # fmt: skip
+    if env.current().validate:
+        _validate(
+            sizes, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, final_state_indices, parent_token, null_slot
+        )
+
+    # In place without indices is a pool whose slots are the sequences.
+    index_dtype = ssm_state_indices.dtype if ssm_state_indices is not None else torch.int32 if is_inplace else None
+    writes = not disable_state_update and (is_inplace or output_final_state)
+    if not writes:
+        final_state_indices = None
+    is_rounded = rounding_seed is not None and writes and is_inplace and _is_bfloat16(initial_state)
+    problem = RecurrentProblem(
+        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype),
+        state_v_first=state_v_first,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        use_gate=use_gate_in_kernel,
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        has_final_state=writes,
+        has_final_indices=final_state_indices is not None,
+        write_every_token=ssm_state_indices is not None and ssm_state_indices.dim() == 2,
+        has_accepted=num_accepted_tokens is not None,
+        has_parent=parent_token is not None,
+        has_rounding=is_rounded,
+    )
+    prepared = prepare(problem, q.device, backend)
+    if prepared.launch is None:
+        return reference.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
+            use_qk_l2norm_in_kernel, state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
+            dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, output_final_state=output_final_state,
+            final_state_indices=final_state_indices, disable_state_update=disable_state_update, parent_token=parent_token,
+            rounding_seed=rounding_seed, null_slot=null_slot, out=out,
+        )  # fmt: skip
+
+    device = q.device
+    final_state: Tensor | None = None
+    if writes and is_inplace:
+        final_state = initial_state
+    elif writes:
+        shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
+        final_state = torch.empty(shape, dtype=torch.float32, device=device)
+    returned = (initial_state if is_inplace else final_state) if output_final_state else None
+    o, written = _delta_rule.output(sizes, v, out)
+    if sizes.num_tokens == 0 or sizes.num_sequences == 0:
+        o.zero_()
+        if not is_inplace:
+            _delta_rule.pass_through(initial_state, None, final_state, sizes.num_sequences)
+        return o, returned
+
+    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    indices = ssm_state_indices
+    if indices is None and is_inplace:
+        indices, null_slot = _delta_rule.row_indices(sizes.num_sequences, device), -1
+    if indices is not None and final_state_indices is not None:
+        final_state_indices = final_state_indices.to(indices.dtype)
+    if not is_inplace and initial_state is not None:
+        initial_state = _delta_rule.aligned_state(initial_state)
+    prepared.launch(
+        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
+        None if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32), final_state, final_state_indices,
+        tokens.cu_seqlens, None if parent_token is None else parent_token.contiguous(),
+        rounding_seed if is_rounded else None, written, sizes.k_dim**-0.5 if scale is None else float(scale), null_slot,
+    )  # fmt: skip
+    if out is not None:
+        _delta_rule.finish(o, written)
+    return o, returned
+
+
+def _is_bfloat16(state: Tensor | None) -> bool:
+    return state is not None and state.dtype == torch.bfloat16
+
+
+def _check_states(
+    sizes: _delta_rule.Sizes,
+    q: Tensor,
+    initial_state: Tensor | None,
+    inplace_final_state: bool | None,
+    state_v_first: bool,
+    indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    final_state_indices: Tensor | None,
+    parent_token: Tensor | None,
+    rounding_seed: Tensor | None,
+) -> None:
+    count, device = sizes.num_sequences, q.device
+    if indices is not None:
+        _delta_rule.check_indices("ssm_state_indices", indices, count, device, ranks=(1, 2))
+        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
+        if inplace_final_state is False:
+            bad_value(
+                "inplace_final_state",
+                "None or True with ssm_state_indices (in place always; disable_state_update=True leaves the pool as it is)",
+                False,
+            )
+    elif inplace_final_state:
+        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
+    elif initial_state is not None:
+        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
+
+    if final_state_indices is not None:
+        if indices is None:
+            bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
+        _delta_rule.check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
+        if indices.dim() == 2 and final_state_indices.shape[1] != indices.shape[1]:
+            bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
+    has_columns = indices is not None and indices.dim() == 2
+    if num_accepted_tokens is not None:
+        _delta_rule.check_per_sequence(
+            "num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES
+        )
+        if not has_columns:
+            bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
+    if parent_token is not None:
+        check_tensor("parent_token", parent_token, shape=(sizes.num_tokens,), dtypes=(torch.int32,), device=device)
+        if not has_columns:
+            bad_value("parent_token", "None without 2-D ssm_state_indices", "a tensor")
+    if rounding_seed is not None:
+        check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
+
+
+def _validate(
+    sizes: _delta_rule.Sizes,
+    pool: Tensor | None,
+    cu_seqlens: Tensor | None,
+    indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    final_state_indices: Tensor | None,
+    parent_token: Tensor | None,
+    null_slot: int,
+) -> None:
+    """GDN_VALIDATE: values on the device."""
+    if cu_seqlens is not None:
+        _delta_rule.validate_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+    for name, slots in {"ssm_state_indices": indices, "final_state_indices": final_state_indices}.items():
+        if slots is not None and pool is not None:
+            _delta_rule.validate_slots(name, slots, sizes.num_sequences, pool.shape[0], null_slot)
+    if num_accepted_tokens is not None and indices is not None:
+        _delta_rule.validate_accepted(num_accepted_tokens, cu_seqlens, sizes.num_sequences, indices.shape[1])
+    if parent_token is not None:
+        _delta_rule.validate_parents(parent_token, cu_seqlens, sizes)

@@ -1,0 +1,43 @@
+"""Public operator: the interleaved input projections, taken apart."""
+
+import torch
+
+from gdn.ops import _library
+from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.reference import steps as reference
+from gdn.runtime import reference_only
+
+Tensor = torch.Tensor
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Splits projections that are interleaved per key-head group, with r = num_heads_v / num_heads_qk:
+
+        mixed_qkvz [L, Hqk * (2 * K + 2 * r * V)], each group [q (K) | k (K) | v (r * V) | z (r * V)]
+        mixed_ba   [L, 2 * HV],                    each group [b (r) | a (r)]
+
+    Both of any float dtype, last dim contiguous. Returns new contiguous tensors: mixed_qkv [L, 2 * Hqk * K + HV * V] as
+    [all q heads | all k heads | all v heads], z [L, HV, V], b [L, HV], a [L, HV].
+    Raises TypeError or ValueError, naming the argument.
+    """
+    if torch.compiler.is_compiling():
+        return _library.split(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)  # type: ignore[no-any-return]
+    sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
+    for name, value in sizes.items():
+        if not isinstance(value, int):
+            bad_type(name, "an int", type(value).__name__)
+        if value < 1:
+            bad_value(name, "an int >= 1", value)
+    if num_heads_v % num_heads_qk:
+        bad_value("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
+    width = 2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v
+    check_tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES, last_contiguous=True)
+    check_tensor(
+        "mixed_ba", mixed_ba, shape=(mixed_qkvz.shape[0], 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=mixed_qkvz.device,
+        last_contiguous=True,
+    )  # fmt: skip
+    reference_only("split")
+    return reference.fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)

@@ -1,0 +1,77 @@
+"""Exact top-k over rows of logits, and groups of compressed keys back to tokens."""
+
+import torch
+
+from gdn import reference, runtime
+from gdn.ops import _library_qsa
+from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._logits_checks import INDEX_DTYPES, check_count
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_indices_out(out: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> None:
+    if out is not None:
+        check_tensor("out", out, shape=[rows, columns], dtypes=(torch.int32,), device=device, last_contiguous=True)
+
+
+def topk_indices(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    sorted_by: str = "index",
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The k largest logits of each row's range: int32 indices [rows, k] relative to the range's start, -1 last.
+
+    logits [rows, n] float32, bfloat16, float16 or float64, any row stride, last dim contiguous.
+    k: any count; a row with fewer selectable values ends in -1.
+    row_starts, row_ends [rows] int32 or int64: only columns [start, end) are read, clamped to [0, n]; None = 0 and n.
+    sorted_by: 'index' = ascending indices, 'score' = descending scores, ties by ascending index.
+    out: [rows, k] int32; None = a new tensor.
+
+    Exact: the selected scores are the multiset that torch.topk selects. Deterministic: of equal scores (-0.0 equals 0.0)
+    the smaller index is taken. NaN and -inf are never selected. ValueError or TypeError before anything is written.
+    """
+    if torch.compiler.is_compiling():
+        picked = _library_qsa.topk_indices(logits, k, row_starts, row_ends, sorted_by, backend)
+        return picked if out is None else out.copy_(picked)
+    check_tensor("logits", logits, shape=["rows", "n"], dtypes=LOGIT_DTYPES, last_contiguous=True)
+    rows, device = logits.shape[0], logits.device
+    check_count("k", k)
+    for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
+        if bound is not None:
+            check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
+    if sorted_by not in ("index", "score"):
+        bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
+    check_indices_out(out, rows, k, device)
+    runtime.reference_only("topk", backend)
+    return reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+
+
+def expand_topk_groups(
+    group_indices: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    ratio: int = 4,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Selected groups of `ratio` tokens as token positions, with the causal tail: int32 [tokens, k * ratio + ratio - 1].
+
+    group_indices [tokens, k] int32 or int64, -1 = none; positions [tokens] int32 or int64 of the query tokens (negative:
+    no tail). The tail is the query's own unfinished group: (pos + 1) // ratio * ratio up to and with pos. Groups keep
+    their order, the tail follows, -1 is last. ValueError or TypeError before anything is written.
+    """
+    if torch.compiler.is_compiling():
+        listed = _library_qsa.expand_topk_groups(group_indices, positions, ratio)
+        return listed if out is None else out.copy_(listed)
+    check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
+    tokens, k = group_indices.shape
+    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
+    check_count("ratio", ratio, minimum=1)
+    check_indices_out(out, tokens, k * ratio + ratio - 1, group_indices.device)
+    runtime.reference_only("expand_topk_groups")
+    return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)

@@ -1,0 +1,29 @@
+"""Which instructions a kernel must hold, and which it must not: the reason it was written in a DSL at all.
+
+Patterns as in MachineCode.count; alternatives are joined by "|". HGMMA and QGMMA are warpgroup matmuls on 16-bit and FP8
+operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies.
+"""
+
+from dataclasses import dataclass, field
+
+from gdn.problems import ChunkProblem, LogitsProblem, Problem, RecurrentProblem
+
+
+@dataclass(frozen=True)
+class Expectation:
+    at_least: dict[str, int] = field(default_factory=dict)  # pattern -> occurrences over all entries
+    none_of: tuple[str, ...] = ()
+
+
+def expectation(problem: Problem, backend: str) -> Expectation:
+    """TypeError for an operator without an expectation, so that none goes unchecked."""
+    if isinstance(problem, ChunkProblem):
+        return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=("QGMMA", "HMMA"))
+    if isinstance(problem, RecurrentProblem):
+        # A matrix times a vector: no tensor cores, but the state in loads and stores of 128 bits.
+        wide = {"LDG.128": problem.has_initial_state, "STG.128": problem.has_final_state}
+        return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=("HGMMA", "QGMMA", "HMMA"))
+    if isinstance(problem, LogitsProblem):
+        matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
+        return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
+    raise TypeError(f"problem: expected one of an operator with an expectation, got {type(problem).__name__}")

@@ -1,0 +1,102 @@
+"""Compiles one kernel variant and reads its machine code; runs in worker processes.
+
+Dynamic shared memory is an argument of the launch and stands in no cubin. It is read from what the DSLs' compilers were
+given and made: TileLang's device module, and the host code of the CuTe DSL.
+"""
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from gdn.problems import Problem
+from gdn.testing import machine_code
+from gdn.testing.machine_code import MachineCode
+
+
+@dataclass(frozen=True)
+class Report:
+    """Machine code of one variant, over all its entries."""
+
+    kernels: dict[str, list[MachineCode]]  # entry -> its kernel functions
+    dynamic_shared_bytes: dict[str, int]  # entry -> the most that a launch of it asks for
+
+    def count(self, pattern: str) -> int:
+        return sum(kernel.count(pattern) for kernels in self.kernels.values() for kernel in kernels)
+
+
+def inspect(module_name: str, problem: Problem, config: Any) -> Report:
+    """config None: the analytic default for an H100."""
+    from gdn.device import H100
+
+    module = importlib.import_module(module_name)
+    if config is None:
+        config = module.default_config(problem, H100)
+    sizes: list[int] = []
+    with _recording(module_name, sizes):
+        libraries: dict[str, bytes] = module.compile(problem, config)
+    if len(sizes) != len(libraries):
+        raise AssertionError(f"{len(libraries)} entries were compiled by {len(sizes)} calls of the DSL's compiler")
+    # A dict keeps its order, and entries are compiled one after the other.
+    dynamic = dict(zip(libraries, sizes, strict=True))
+    return Report({entry: machine_code.kernels(library) for entry, library in libraries.items()}, dynamic)
+
+
+@contextmanager
+def _recording(module_name: str, sizes: list[int]) -> Iterator[None]:
+    """While it lasts, every compilation appends its largest dynamic shared memory."""
+    if module_name.startswith("kernels_tl."):
+        import tilelang as dsl
+
+        read = tilelang_shared_bytes
+    else:
+        # The package's own build module sets the DSL's target before its first import.
+        importlib.import_module("kernels_cute._build")
+        from cutlass import cute as dsl
+
+        read = cute_shared_bytes
+    original = dsl.compile
+
+    def compile_and_record(*arguments: Any, **options: Any) -> Any:
+        compiled = original(*arguments, **options)
+        sizes.append(read(compiled))
+        return compiled
+
+    with mock.patch.object(dsl, "compile", compile_and_record):
+        yield
+
+
+def tilelang_shared_bytes(kernel: Any) -> int:
+    """The most over the kernels of a JITKernel; one without dynamic shared memory carries no attribute."""
+    functions = list(kernel.artifact.device_mod.functions.values())
+    assert functions, "TileLang made no device function"
+    found = [0]
+    for function in functions:
+        parameters = str(function.attrs["tirx.kernel_launch_params"])
+        if "tirx.use_dyn_shared_memory" in parameters:
+            found.append(int(function.attrs["dyn_shared_memory_buf"]))
+    return max(found)
+
+
+# Host code fills a launch configuration {grid, block, dynamic shared bytes (i64), stream, ...}: field 2 is ours.
+_CONFIGURATION = r"!llvm.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+_FIELD = re.compile(rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {_CONFIGURATION}")
+
+
+def cute_shared_bytes(compiled: Any) -> int:
+    """The most over the launches in the host code of a compiled cute.jit function; a size that is no constant raises."""
+    text = str(compiled.ir_module)
+    found = []
+    for function in re.split(r"(?m)^\s*llvm\.func ", text):  # value names are unique inside a function only
+        for pointer in _FIELD.findall(function):
+            for value in re.findall(rf"llvm\.store (%\w+), {re.escape(pointer)} : i64", function):
+                constant = re.search(rf"{re.escape(value)} = llvm\.mlir\.constant\((\d+) : i64\)", function)
+                if constant is None:
+                    raise AssertionError("dynamic shared memory is not a constant of the host code")
+                found.append(int(constant[1]))
+    if not found:
+        raise AssertionError("no launch configuration in the host code")
+    return max(found)

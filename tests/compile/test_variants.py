@@ -1,0 +1,31 @@
+"""Every kernel compiles to sm_90a for a pairwise cover of its variants, and the machine code is what was meant."""
+
+import importlib
+
+import pytest
+
+from gdn.device import H100
+from gdn.runtime import registry
+from tests.compile import checks, variants
+
+KERNELS = [
+    pytest.param(op.name, backend, module, id=f"{op.name}-{backend}")
+    for op in registry.OPERATORS.values()
+    for backend, module in op.modules.items()
+]
+
+
+@pytest.mark.parametrize(("op", "backend", "module_name"), KERNELS)
+def test_pairwise_cover(op: str, backend: str, module_name: str) -> None:
+    cover = variants.cover(op, importlib.import_module(module_name).refusal)
+    assert len(cover) >= 8, f"{module_name} refuses nearly everything"
+    failed = checks.failures(module_name, backend, [(problem, None) for problem in cover], H100)
+    assert not failed, f"{len(failed)} findings in {len(cover)} variants:\n" + "\n".join(failed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("op", "backend", "module_name"), KERNELS)
+def test_full_product(op: str, backend: str, module_name: str) -> None:
+    product = variants.product(op, importlib.import_module(module_name).refusal)
+    failed = checks.failures(module_name, backend, [(problem, None) for problem in product], H100)
+    assert not failed, f"{len(failed)} findings in {len(product)} variants:\n" + "\n".join(failed)

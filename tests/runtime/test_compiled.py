@@ -1,0 +1,224 @@
+"""The cache of compiled kernels: keys, whole and broken entries, several processes, loading."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from gdn.runtime import compiled, env, toolchain
+from tests.runtime import fake_kernel
+from tests.runtime.fake_kernel import Config, FakeProblem
+
+CONFIG = Config(tile=32, wide=False)
+
+
+@pytest.fixture(autouse=True)
+def plain_library(monkeypatch: pytest.MonkeyPatch):
+    """The fake kernels are C: they need neither nvcc nor a DSL's runtime library."""
+    compiled.forget()
+    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
+    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> FakeProblem:
+    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 1)
+
+
+def journal(problem: FakeProblem) -> list[str]:
+    path = Path(problem.journal)
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def get(problem: FakeProblem, config: Config = CONFIG) -> compiled.Compiled:
+    return compiled.get("recurrent", "tilelang", fake_kernel, problem, config)
+
+
+def place_of(problem: FakeProblem, config: Config = CONFIG) -> Path:
+    return compiled.ensure("recurrent", "tilelang", fake_kernel, problem, config)
+
+
+def test_a_kernel_is_compiled_once_and_runs(problem: FakeProblem):
+    before = compiled.compilations()
+    kernel = get(problem)
+    assert [kernel.functions[name](7) for name in ("first", "second")] == [7 * 32, 7 * 320]
+    assert (kernel.problem, kernel.config) == (problem, CONFIG)
+    assert get(problem) is kernel
+    assert get(problem.sizes_only(1000)) is kernel  # sizes are no part of a kernel
+    assert compiled.compilations() - before == 1 == len(journal(problem))
+
+
+def test_another_process_would_find_it_on_disk(problem: FakeProblem):
+    get(problem)
+    compiled.forget()  # all that a new process lacks
+    before = compiled.compilations()
+    assert get(problem).functions["first"](1) == 32
+    assert compiled.compilations() == before
+
+
+def test_a_second_process_compiles_nothing_and_imports_no_dsl(problem: FakeProblem, tmp_path: Path):
+    code = f"""
+import sys
+from pathlib import Path
+from gdn.runtime import compiled, toolchain
+from tests.runtime import fake_kernel
+compiled._preload = lambda backend: None
+toolchain.missing = lambda backend: None
+problem = fake_kernel.FakeProblem("bfloat16", 128, {problem.journal!r}, 1.0, 1)
+config = fake_kernel.Config(tile=32, wide=False)
+kernel = compiled.get("recurrent", "tilelang", fake_kernel, problem, config)
+assert kernel.functions["second"](3) == 960
+assert not [name for name in sys.modules if name.split(".")[0] in ("tilelang", "cutlass")]
+print(compiled.compilations())
+"""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "GDN_CACHE_DIR": str(tmp_path / "shared"), "PYTHONPATH": str(root)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    answers = []
+    for process in started:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        answers.append(int(out))
+    assert sorted(answers) == [0, 0, 1]  # at the same time: one compiles, the others wait for it
+    late = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert late.returncode == 0 and int(late.stdout) == 0, late.stderr
+    assert len(journal(problem)) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no library", "no manifest", "half a manifest", "other format", "a file"])
+def test_a_broken_entry_is_compiled_again(problem: FakeProblem, damage: str):
+    place = place_of(problem)
+    library = next(iter(compiled.libraries_of(place).values()))
+    manifest = place / "manifest.json"
+    if damage == "truncate":
+        library.write_bytes(library.read_bytes()[:100])
+    elif damage == "flip":
+        content = bytearray(library.read_bytes())
+        content[len(content) // 2] ^= 1
+        library.write_bytes(content)
+    elif damage == "no library":
+        library.unlink()
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "half a manifest":
+        manifest.write_text(manifest.read_text()[:40])
+    elif damage == "other format":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 0}))
+    else:
+        shutil.rmtree(place)
+        place.write_text("not a folder")
+    assert not compiled.is_whole(place)
+    assert get(problem).functions["first"](2) == 64
+    assert compiled.is_whole(place) and len(journal(problem)) == 2
+    assert not [path for path in place.parent.iterdir() if path.name.startswith(".")]  # nothing is left behind
+
+
+def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def key(op="recurrent", backend="tilelang", module=fake_kernel, problem=problem, config=CONFIG) -> str:
+        return compiled.entry_key(op, backend, module, problem, config)
+
+    keys = {
+        key(),
+        key(op="chunk"),
+        key(backend="cute"),
+        key(problem=dataclasses.replace(problem, head_dim=64)),
+        key(problem=dataclasses.replace(problem, dtype="float16")),
+        key(config=Config(tile=64, wide=False)),
+        key(config=Config(tile=32, wide=True)),
+    }
+    module = types.ModuleType("somewhere")
+    module.__file__ = str(tmp_path / "kernel.py")
+    helper, stranger = tmp_path / "_helper.py", tmp_path / "other.py"
+    for path, text in ((tmp_path / "kernel.py", "a = 1"), (helper, "b = 1"), (stranger, "c = 1")):
+        path.write_text(text)
+        compiled.source_hash.cache_clear()
+        keys.add(key(module=module))
+    assert len(keys) == 9  # the stranger, which is not a helper, changed nothing
+    helper.write_text("b = 2")
+    compiled.source_hash.cache_clear()
+    keys.add(key(module=module))
+    monkeypatch.setattr(compiled, "_version", lambda distribution: "99")
+    keys.add(key(module=module))
+    monkeypatch.setattr(compiled, "TARGET", "sm_90b")
+    keys.add(key(module=module))
+    assert len(keys) == 12
+    assert key(problem=problem.sizes_only(5)) == key()
+    compiled.source_hash.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_leaves_no_entry(problem: FakeProblem):
+    problem, config = dataclasses.replace(problem, head_dim=64), Config(tile=8, wide=True)
+    for attempt in (1, 2):
+        with pytest.raises(compiled.CompileError, match="recurrent: the tilelang kernel did not compile.*the compiler gave up"):
+            get(problem, config)
+        assert len(journal(problem)) == attempt
+    assert not compiled.has_entries("recurrent", "tilelang")
+
+
+def test_without_a_compiler(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch):
+    get(problem)
+    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc to compile, got none")
+    compiled.forget()
+    assert get(problem).functions["first"](1) == 32  # what is cached still runs
+    assert compiled.has_entries("recurrent", "tilelang")
+    with pytest.raises(compiled.CompileError, match="requires nvcc to compile, got none; `gdn doctor`"):
+        get(problem, Config(tile=1, wide=False))
+    assert len(journal(problem)) == 1
+
+
+def test_a_cache_that_cannot_be_written(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("GDN_CACHE_DIR", str(blocked))
+    env.reload()
+    place = place_of(problem)
+    assert compiled.is_whole(place) and blocked not in place.parents
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1
+    assert place_of(problem) == place and len(journal(problem)) == 1
+
+
+def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("GDN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    env.reload()
+    assert compiled.cache_dir() == tmp_path / "gdn-kernels"
+
+
+@pytest.mark.parametrize("backend", ["tilelang", "cute"])
+def test_the_dsls_runtime_library_is_found_without_importing_the_dsl(backend: str):
+    code = f"""
+import ctypes, sys
+from gdn.runtime import compiled
+path = compiled.runtime_library({backend!r})
+assert path is not None
+import tvm_ffi
+ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+assert not [name for name in sys.modules if name.split(".")[0] in ("tilelang", "cutlass")]
+"""
+    root = Path(__file__).parents[2]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_dsl_that_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for folder in ("cu13/lib", "dsl_packages/cutlass"):
+        (tmp_path / "root" / folder).mkdir(parents=True)
+    library = tmp_path / "root/cu13/lib/libcute_dsl_runtime.so"
+    library.touch()
+    (tmp_path / "root/dsl_packages/cutlass/__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "root/dsl_packages")])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert compiled.runtime_library("cute") == library
+    assert compiled.runtime_library("tilelang") is None

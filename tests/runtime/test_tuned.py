@@ -1,0 +1,151 @@
+"""Tuned tables: schema, nearest sizes, folders, entries that no longer serve."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdn.runtime import tuned
+from gdn.runtime.tuned import Entry, Group, Header, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tile: int
+    wide: bool
+
+
+STATIC = {"dtype": "bfloat16", "head_dim": 128, "gate_dtype": None, "relu": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh_tables():
+    tuned.forget()
+    yield
+    tuned.forget()
+
+
+def table(*entries: Entry, static: dict[str, Any] = STATIC) -> Table:
+    header = Header(device="h100", op="recurrent", backend="cute", date="2026-11-20", versions={"torch": "2.11"}, kernel_source="ab")
+    return Table(header=header, groups=[Group(static=static, entries=list(entries))])
+
+
+def entry(tile: int, time_us: float = 1.0, wide: bool = False, **sizes: int) -> Entry:
+    return Entry(sizes=sizes, config={"tile": tile, "wide": wide}, time_us=time_us, error=1e-3)
+
+
+def store(folder: Path, content: Table) -> Path:
+    path = tuned.table_path(folder, "h100", "recurrent", "cute")
+    tuned.write(path, content)
+    return path
+
+
+def look(*folders: Path, static: dict[str, Any] = STATIC, fits=lambda config: True, **sizes: int) -> list[int]:
+    found = tuned.usable(folders, "h100", "recurrent", "cute", static, frozenset(sizes), Config, fits)
+    return [item.config.tile for item in tuned.nearest_first(found, sizes)]
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    content = table(entry(8, tokens=1), entry(16, tokens=64))
+    path = store(tmp_path, content)
+    assert path == tmp_path / "h100" / "recurrent.cute.json"
+    assert tuned.read(path) == content
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
+    assert json.loads(path.read_text())["header"]["schema_version"] == tuned.SCHEMA
+
+
+def test_a_write_that_fails_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = store(tmp_path, table(entry(8, tokens=1)))
+
+    def broken(source: object, target: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tuned.os, "replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        tuned.write(path, table(entry(99, tokens=1)))
+    assert tuned.read(path).groups[0].entries[0].config["tile"] == 8
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_nearest_sizes_in_log_space(tmp_path: Path):
+    store(tmp_path, table(entry(1, tokens=1), entry(2, tokens=64), entry(3, tokens=4096)))
+    assert look(tmp_path, tokens=64)[0] == 2
+    assert look(tmp_path, tokens=0)[0] == 1
+    assert look(tmp_path, tokens=10)[0] == 1  # log2(11 / 2) = 2.46 to 1 token, log2(65 / 11) = 2.56 to 64
+    assert look(tmp_path, tokens=11)[0] == 2  # 2.58 and 2.44
+    assert look(tmp_path, tokens=10**9) == [3, 2, 1]
+
+
+def test_distances_add_up_and_ties_go_to_the_smaller(tmp_path: Path):
+    store(tmp_path, table(entry(1, tokens=63, rows=15), entry(2, tokens=15, rows=15), entry(3, tokens=15, rows=63)))
+    assert look(tmp_path, tokens=63, rows=63) == [3, 1, 2]  # 1 and 3 are as far: the smaller sizes, tokens=15 after rows
+    assert look(tmp_path, tokens=31, rows=15) == [2, 1, 3]
+    assert tuned.distance({"a": 1, "b": 3}, {"a": 3, "b": 1}) == 2.0
+
+
+def test_static_fields_must_be_equal(tmp_path: Path):
+    store(tmp_path, table(entry(8, tokens=1)))
+    assert look(tmp_path, tokens=1) == [8]
+    assert look(tmp_path, tokens=1, static=dict(reversed(STATIC.items()))) == [8]  # in any order
+    for name, other in (("head_dim", 64), ("gate_dtype", "float32"), ("relu", False), ("dtype", "float16")):
+        assert look(tmp_path, tokens=1, static={**STATIC, name: other}) == []
+    assert look(tmp_path, tokens=1, static={**STATIC, "more": 1}) == []
+
+
+def test_the_first_folder_that_has_a_usable_entry_wins(tmp_path: Path):
+    own, shipped = tmp_path / "own", tmp_path / "shipped"
+    store(shipped, table(entry(8, tokens=64)))
+    assert look(own, shipped, tokens=64) == [8]  # the own folder need not exist
+    store(own, table(entry(16, tokens=1)))
+    assert look(own, shipped, tokens=64) == [16]
+    assert look(own, shipped, tokens=64, fits=lambda config: config.tile < 10) == [8]
+
+
+def test_entries_that_no_longer_serve_are_passed_over_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "gdn")
+    old = Entry(sizes={"tokens": 1}, config={"tile": 1}, time_us=1.0)
+    other_sizes = entry(2, rows=1)
+    store(tmp_path, table(old, other_sizes, entry(200, tokens=1), entry(16, tokens=999)))
+    for _ in range(2):
+        assert look(tmp_path, tokens=1, fits=lambda config: config.tile <= 128) == [16]
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 3
+    for word in ("are not the fields", "its sizes are ['rows']", "does not fit"):
+        assert sum(word in message for message in messages) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"header": {}}', '{"header": null, "groups": []}'], ids=["empty", "cut", "list", "bare", "null"]
+)
+def test_a_file_that_is_no_table(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture):
+    path = store(tmp_path, table(entry(8, tokens=1)))
+    path.write_text(text)
+    tuned.forget()
+    with pytest.raises(ValueError, match="not a tuned table"):
+        tuned.read(path)
+    assert look(tmp_path, tokens=1) == []
+    assert "tuned table passed over" in caplog.text
+
+
+def test_another_schema_version(tmp_path: Path):
+    path = store(tmp_path, table(entry(8, tokens=1)))
+    content = json.loads(path.read_text())
+    content["header"]["schema_version"] = tuned.SCHEMA + 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"expected schema_version {tuned.SCHEMA}, got {tuned.SCHEMA + 1}"):
+        tuned.read(path)
+
+
+def test_flags_and_numbers_keep_their_types(tmp_path: Path):
+    store(tmp_path, table(entry(1, wide=True, tokens=1)))
+    (found,) = tuned.usable((tmp_path,), "h100", "recurrent", "cute", STATIC, frozenset({"tokens"}), Config, lambda config: True)
+    assert found.config == Config(1, True) and found.config.wide is True and type(found.config.tile) is int
+
+
+def test_shipped_tables_are_tables():
+    for path in tuned.SHIPPED.glob("*/*.json"):
+        content = tuned.read(path)
+        assert path == tuned.table_path(tuned.SHIPPED, content.header.device, content.header.op, content.header.backend)
+        assert all(group.entries for group in content.groups)
