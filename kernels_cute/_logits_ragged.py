@@ -21,7 +21,7 @@ takes the last one when the list has ended.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _logits_layouts as layouts
@@ -33,6 +33,7 @@ NUM_THREADS = 3 * WARPGROUP
 MATH_WARPS = 8
 TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free
 FILL_WARP = 2  # first of the two warps that write -inf
+ROWS_PER_LANE = 8  # ranges one lane reads when a warp looks for work
 NO_KEY = 2**31 - 1
 END_OF_LIST = -1
 
@@ -68,6 +69,8 @@ class RaggedLogits:
         self.queries_per_warpgroup = columns // num_heads
         self.groups = self.queries_per_warpgroup // layouts.QUERIES_PER_GROUP
         self.queries = 2 * self.queries_per_warpgroup
+        self.item_lanes = 1 << (self.queries // ROWS_PER_LANE - 1).bit_length()
+        self.batch = 32 // self.item_lanes  # items whose ranges a warp reads at once
         self.query_bytes = 2 * columns * head_dim * self.dtype.width // 8
         self.key_bytes = KEY_ROWS * head_dim * self.dtype.width // 8
         self.k_steps = head_dim * self.dtype.width // 256
@@ -88,17 +91,13 @@ class RaggedLogits:
             q.iterator,
             cute.make_layout((2, cutlass.max(num_queries, 1), heads // 2, dim), stride=(dim, heads * dim, 2 * dim, 1)),
         )
-        k_view = cute.make_tensor(
-            k.iterator, cute.make_layout((cutlass.max(num_keys, 1), dim), stride=(dim, 1))
-        )
+        k_view = cute.make_tensor(k.iterator, cute.make_layout((cutlass.max(num_keys, 1), dim), stride=(dim, 1)))
         copy = cpasync.CopyBulkTensorTileG2SOp()
         query_box = (2, layouts.QUERIES_PER_GROUP, heads // 2, dim)
         query_atom, query_tensor = cpasync.make_tiled_tma_atom(
             copy, q_view, cute.slice_(query_smem, (None, None, None, None, 0, 0)), query_box
         )
-        key_atom, key_tensor = cpasync.make_tiled_tma_atom(
-            copy, k_view, cute.slice_(key_smem, (None, None, 0)), (KEY_ROWS, dim)
-        )
+        key_atom, key_tensor = cpasync.make_tiled_tma_atom(copy, k_view, cute.slice_(key_smem, (None, None, 0)), (KEY_ROWS, dim))
         columns = cute.size(out, mode=[1])
         query_tiles = cute.ceil_div(num_queries, self.queries)
         # Packed columns count from a row's own first key, so both key tiles and columns must be covered.
@@ -191,9 +190,7 @@ class RaggedLogits:
                 self.publish_warp(storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items)
             if cutlass.const_expr(self.clean):
                 if warp >= FILL_WARP:
-                    self.fill_warp(
-                        starts, ends, out, num_keys, query_tiles, item_tiles, num_items, warp - FILL_WARP
-                    )
+                    self.fill_warp(starts, ends, out, num_keys, query_tiles, item_tiles, num_items, warp - FILL_WARP)
         else:
             cute.arch.setmaxregister_increase(self.math_registers)
             self.math_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
@@ -201,34 +198,41 @@ class RaggedLogits:
     @cute.jit
     def row_range(self, starts, ends, row, num_queries, num_keys, num_columns):
         """A query's keys as (first, end), (0, 0) where it sees none or there is no such row."""
-        first, end = Int32(0), Int32(0)
-        if row < num_queries:
-            first = cutlass.max(starts[row], 0)
-            end = cutlass.min(ends[row], num_keys)
-            if cutlass.const_expr(not self.packed):
-                end = cutlass.min(end, num_columns)
-            if first >= end:
-                first, end = Int32(0), Int32(0)
-            if cutlass.const_expr(self.packed):
-                end = first + cutlass.min(end - first, num_columns)
+        # Loads stand outside of conditions, so that those of several rows travel together.
+        near = cutlass.min(row, num_queries - 1)
+        first = cutlass.max(starts[near], 0)
+        end = cutlass.min(ends[near], num_keys)
+        if cutlass.const_expr(not self.packed):
+            end = cutlass.min(end, num_columns)
+        if first >= end or row >= num_queries:
+            first, end = Int32(0), Int32(0)
+        if cutlass.const_expr(self.packed):
+            end = first + cutlass.min(end - first, num_columns)
         return first, end
 
     @cute.jit
-    def item_span(self, starts, ends, item, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns):
-        """Key tiles [first, end) of one item that some query of it sees, (0, 0) beyond the list. Each lane asks for its own
-        item: a list with many empty items is read 32 at a time, and the latency of the ranges is paid once a batch."""
-        tile_first, tile_end = Int32(0), Int32(0)
+    def item_span(self, starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns):
+        """Key tiles [first, end) that some query sees, of the next `batch` items of this block, one in `item_lanes` lanes
+        each; empty beyond the list. Reading a batch at once pays the latency of the ranges once."""
+        lane = cute.arch.lane_idx()
+        item = base + lane // self.item_lanes * blocks
+        span = item // query_tiles * item_tiles
+        low, high = Int32(NO_KEY), Int32(0)
+        local0 = lane % self.item_lanes * ROWS_PER_LANE
         if item < num_items:
-            row0 = item % query_tiles * self.queries
-            low, high = Int32(NO_KEY), Int32(0)
-            for local in cutlass.range(self.queries, unroll=8):
-                first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
-                if first < end:
-                    low = cutlass.min(low, first)
-                    high = cutlass.max(high, end)
-            span = item // query_tiles * item_tiles
-            tile_first = cutlass.max(low // KEY_ROWS, span)
-            tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + item_tiles)
+            if local0 < self.queries:
+                for row in cutlass.range_constexpr(ROWS_PER_LANE):
+                    first, end = self.row_range(
+                        starts, ends, item % query_tiles * self.queries + local0 + row, num_queries, num_keys, num_columns
+                    )
+                    if first < end:
+                        low = cutlass.min(low, first)
+                        high = cutlass.max(high, end)
+        for power in cutlass.range_constexpr(self.item_lanes.bit_length() - 1):
+            low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, 1 << power))
+            high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1 << power))
+        tile_first = cutlass.max(low // KEY_ROWS, span)
+        tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + item_tiles)
         return tile_first, tile_end
 
     @cute.jit
@@ -254,17 +258,16 @@ class RaggedLogits:
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
         keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
 
-        lane = cute.arch.lane_idx()
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        for base in cutlass.range(block, num_items, 32 * blocks, unroll=1):
+        for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
             lane_first, lane_end = self.item_span(
-                starts, ends, base + lane * blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
+                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
             )
-            for step in cutlass.range(32, unroll=1):
-                tile_first = cute.arch.shuffle_sync(lane_first, step)
-                tile_end = cute.arch.shuffle_sync(lane_end, step)
+            for step in cutlass.range(self.batch, unroll=1):
+                tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
+                tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
                 row0 = (base + step * blocks) % query_tiles * self.queries
                 if tile_first < tile_end:
                     cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
@@ -304,13 +307,13 @@ class RaggedLogits:
         stage, parity = Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        for base in cutlass.range(block, num_items, 32 * blocks, unroll=1):
+        for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
             lane_first, lane_end = self.item_span(
-                starts, ends, base + lane * blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
+                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
             )
-            for step in cutlass.range(32, unroll=1):
-                tile_first = cute.arch.shuffle_sync(lane_first, step)
-                tile_end = cute.arch.shuffle_sync(lane_end, step)
+            for step in cutlass.range(self.batch, unroll=1):
+                tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
+                tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
                 row0 = (base + step * blocks) % query_tiles * self.queries
                 if tile_first < tile_end:
                     cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
@@ -326,8 +329,7 @@ class RaggedLogits:
                             s_starts[slot + local] = first
                             s_ends[slot + local] = end
                     if cutlass.const_expr(self.has_weights):
-                        for part in cutlass.range(self.queries * self.num_heads // 32, unroll=8):
-                            local = lane + 32 * part
+                        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=8):
                             row = row0 + local // self.num_heads
                             weight = Float32(0.0)
                             if row < num_queries:

@@ -23,9 +23,9 @@ from kernels_cute._build import library
 from kernels_cute._logits_ragged import KEY_ROWS, RaggedLogits
 
 ENTRY = "gdn_cute_mqa_logits"
-HEADS = (4, 8, 16, 32, 64)
+MAX_HEADS = 64  # four queries of them are one instruction's 256 columns
 HEAD_DIMS = (64, 128)
-COLUMNS = (64, 128, 256)
+MAX_COLUMNS = 256
 MAX_PENDING = 7  # wgmma groups that a wait may leave in flight
 DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
@@ -45,8 +45,8 @@ class Config:
 
 
 def refusal(problem: MqaLogitsProblem) -> str | None:
-    if problem.num_heads not in HEADS:
-        return f"requires 4, 8, 16, 32 or 64 indexer heads, got {problem.num_heads}"
+    if problem.num_heads % 2 or not 2 <= problem.num_heads <= MAX_HEADS:
+        return f"requires an even number of indexer heads from 2 to {MAX_HEADS}, got {problem.num_heads}"
     if problem.num_kv_heads != 1:
         return f"requires one key head, got {problem.num_kv_heads}"
     if problem.head_dim not in HEAD_DIMS:
@@ -65,6 +65,13 @@ def _steps(problem: MqaLogitsProblem) -> int:
     return problem.head_dim * DTYPE_BYTES[problem.dtype] // 32
 
 
+def _columns(problem: MqaLogitsProblem) -> list[int]:
+    """Widths that hold whole groups of four queries: one group, two, four, ... and as many as one instruction takes."""
+    group = 4 * problem.num_heads
+    most = MAX_COLUMNS // group
+    return [group * 2**power for power in range(most.bit_length()) if 2**power < most] + [group * most]
+
+
 def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
     row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
     queries = 2 * config.columns // problem.num_heads
@@ -75,7 +82,7 @@ def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 
 def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     return (
-        config.columns % (4 * problem.num_heads) == 0
+        config.columns in _columns(problem)
         and 0 <= config.handoff <= min(_steps(problem), MAX_PENDING)
         and config.query_stages >= 1
         and config.key_stages >= 2
@@ -87,10 +94,12 @@ def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
     # The widest tile reads each key least often; a narrower one serves when it already holds every query.
-    whole = [c for c in COLUMNS if c % (4 * problem.num_heads) == 0]
-    columns = next((c for c in whole if 2 * c // problem.num_heads >= problem.num_queries), whole[-1])
+    widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
+    columns = next((width for width in widths if 2 * width // problem.num_heads >= problem.num_queries), widths[-1])
     for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4)):
-        config = Config(columns, query_stages, key_stages, max(1, _steps(problem) // 4), 32, device.num_sms)
+        # Without a second stage every item waits for its queries once, so items are longer.
+        tiles = 32 if query_stages == 2 else 64
+        config = Config(columns, query_stages, key_stages, max(1, _steps(problem) // 4), tiles, device.num_sms)
         if fits(problem, config, device):
             return config
     raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
@@ -103,7 +112,8 @@ def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     steps = _steps(problem)
     handoffs = sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})
-    for columns, query_stages, key_stages, handoff, tiles in product(COLUMNS, (2, 1), (8, 5, 4), handoffs, (16, 32, 64)):
+    widths = _columns(problem)[-2:]
+    for columns, query_stages, key_stages, handoff, tiles in product(widths, (2, 1), (8, 5, 4), handoffs, (16, 32, 64)):
         yield Config(columns, query_stages, key_stages, handoff, tiles, device.num_sms)
 
 
@@ -135,7 +145,9 @@ def _arguments(problem: MqaLogitsProblem) -> list[Any]:
     """The fake tensors of a launch. An absent tensor is stood in for by cu_seqlen_ks, which the kernel then never reads."""
     dtype = DTYPES[problem.dtype]
     starts = _vector()
-    k_scale = _matrix(cutlass.Float32, 1) if problem.has_k_scale else _vector()
+    k_scale = _vector()
+    if problem.has_k_scale:
+        k_scale = make_fake_tensor(cutlass.Float32, (cute.sym_int(), 1), stride=(cute.sym_int64(), cute.sym_int64()))
     weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
     q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, 1, problem.head_dim)
@@ -144,9 +156,7 @@ def _arguments(problem: MqaLogitsProblem) -> list[Any]:
 
 def _rows(dtype: Any, heads: int, dim: int) -> Any:
     # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-    return make_fake_tensor(
-        dtype, (cute.sym_int(), heads, dim), stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=16
-    )
+    return make_fake_tensor(dtype, (cute.sym_int(), heads, dim), stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=16)
 
 
 def _matrix(dtype: Any, columns: Any) -> Any:

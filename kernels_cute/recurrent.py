@@ -291,7 +291,7 @@ class _Recurrent:
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
         self.use_gate, self.use_sigmoid = problem.use_gate and self.has_gate, problem.use_beta_sigmoid
         self.use_l2norm = problem.use_qk_l2norm
-        self.dtype, self.state_dtype = _CUTE_DTYPES[problem.dtype], _CUTE_DTYPES[problem.state_dtype]
+        self.dtype = _CUTE_DTYPES[problem.dtype]
         self.gate_dtype = _CUTE_DTYPES[problem.gate_dtype or "float32"]
         self.beta_dtype = _CUTE_DTYPES[problem.beta_dtype or "float32"]
 
@@ -508,7 +508,7 @@ class _Recurrent:
                     if t < gIndices.shape[1]:
                         write_slot = cutlass.Int64(gIndices[sequence, t])
                 if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, self.state_dtype, gPool, rState)
+                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
 
         if cutlass.const_expr(self.write_pool and not self.every_token):
             write_slot = read_slot
@@ -516,12 +516,10 @@ class _Recurrent:
                 write_slot = cutlass.Int64(gFinalIndices[sequence])
             if live_count > 0:
                 if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, self.state_dtype, gPool, rState)
+                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
-            self.store_state(
-                cutlass.Int64(sequence), head, lane, v_start, self.new_width, cutlass.Float32, gFinal, rState
-            )
+            self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState)
 
         zero = cutlass.Float32(0.0)
         for t in cutlass.range(live_count, count, unroll=1):
@@ -556,47 +554,46 @@ class _Recurrent:
         return live
 
     @cute.jit
+    def pointer(self, gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
+        """gX + offset elements, known to be a multiple of align bytes."""
+        dtype = gX.element_type
+        address = gX.iterator.toint() + offset * (dtype.width // 8)
+        return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+    @cute.jit
     def load(
         self,
-        gX: cute.Tensor,
-        offset: cutlass.Int64,
+        source: cute.Pointer,
         width: cutlass.Constexpr,
         streaming: cutlass.Constexpr,
         rX: cute.Tensor,
         start: cutlass.Constexpr,
     ):
-        """rX[start : start + width] = the width elements at gX + offset, one access."""
-        dtype = gX.element_type
-        bits = cutlass.const_expr(width * dtype.width)
-        address = gX.iterator.toint() + offset * (dtype.width // 8)
-        gSlice = cute.make_tensor(
-            cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=bits // 8), cute.make_layout(width)
-        )
+        """rX[start : start + width] = the width elements at source, one access."""
+        dtype = source.dtype
         rSlice = cute.make_rmem_tensor(width, dtype)
         priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if streaming else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
-        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=bits, l1c_evict_priority=priority)
-        cute.copy(atom, gSlice, rSlice)
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=width * dtype.width, l1c_evict_priority=priority
+        )
+        cute.copy(atom, cute.make_tensor(source, cute.make_layout(width)), rSlice)
         for e in cutlass.range_constexpr(width):
             rX[start + e] = rSlice[e].to(rX.element_type)
 
     @cute.jit
-    def store(
-        self, rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, gX: cute.Tensor, offset: cutlass.Int64
-    ):
-        """The width elements at gX + offset = rX[start : start + width], rounded to gX's dtype, one access."""
-        dtype = gX.element_type
-        bits = cutlass.const_expr(width * dtype.width)
-        address = gX.iterator.toint() + offset * (dtype.width // 8)
-        gSlice = cute.make_tensor(
-            cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=bits // 8), cute.make_layout(width)
-        )
+    def store(self, rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, target: cute.Pointer):
+        """The width elements at target = rX[start : start + width], rounded to target's dtype, one access."""
+        dtype = target.dtype
         rSlice = cute.make_rmem_tensor(width, dtype)
         for e in cutlass.range_constexpr(width):
             rSlice[e] = rX[start + e].to(dtype)
         atom = cute.make_copy_atom(
-            cute.nvgpu.CopyR2GOp(), dtype, num_bits_per_copy=bits, store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING
+            cute.nvgpu.CopyR2GOp(),
+            dtype,
+            num_bits_per_copy=width * dtype.width,
+            store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
         )
-        cute.copy(atom, rSlice, gSlice)
+        cute.copy(atom, rSlice, cute.make_tensor(target, cute.make_layout(width)))
 
     @cute.jit
     def load_token(
@@ -617,23 +614,26 @@ class _Recurrent:
         rBeta: cute.Tensor,
     ):
         row = cutlass.Int64(token)
-        q_base = row * gQ.stride[0] + cutlass.Int64(head // self.q_group) * gQ.stride[1]
-        k_base = row * gK.stride[0] + cutlass.Int64(head // self.k_group) * gK.stride[1]
+        q_offset = row * gQ.stride[0] + cutlass.Int64(head // self.q_group) * gQ.stride[1] + lane * self.vec
+        k_offset = row * gK.stride[0] + cutlass.Int64(head // self.k_group) * gK.stride[1] + lane * self.vec
+        q_source = self.pointer(gQ, q_offset, self.vec * self.dtype.width // 8)
+        k_source = self.pointer(gK, k_offset, self.vec * self.dtype.width // 8)
         for c in cutlass.range_constexpr(self.chunks):
-            column = (c * self.lanes + lane) * self.vec
+            step = cutlass.const_expr(c * self.lanes * self.vec)
             if cutlass.const_expr(self.mask_k):
-                if column < self.K:
-                    self.load(gQ, q_base + column, self.vec, False, rQ, c * self.vec)
-                    self.load(gK, k_base + column, self.vec, False, rK, c * self.vec)
+                if step + lane * self.vec < self.K:
+                    self.load(q_source + step, self.vec, False, rQ, c * self.vec)
+                    self.load(k_source + step, self.vec, False, rK, c * self.vec)
             else:
-                self.load(gQ, q_base + column, self.vec, False, rQ, c * self.vec)
-                self.load(gK, k_base + column, self.vec, False, rK, c * self.vec)
-        v_base = row * gV.stride[0] + cutlass.Int64(head // self.v_group) * gV.stride[1]
+                self.load(q_source + step, self.vec, False, rQ, c * self.vec)
+                self.load(k_source + step, self.vec, False, rK, c * self.vec)
+        v_offset = row * gV.stride[0] + cutlass.Int64(head // self.v_group) * gV.stride[1] + v_start
+        v_source = self.pointer(gV, v_offset, self.rows * self.dtype.width // 8)
         if cutlass.const_expr(self.mask_v):
             if v_start < self.V:
-                self.load(gV, v_base + v_start, self.rows, False, rV, 0)
+                self.load(v_source, self.rows, False, rV, 0)
         else:
-            self.load(gV, v_base + v_start, self.rows, False, rV, 0)
+            self.load(v_source, self.rows, False, rV, 0)
         if cutlass.const_expr(self.has_gate):
             rG[0] = gG[token, head]
         if cutlass.const_expr(self.has_beta):
@@ -649,15 +649,15 @@ class _Recurrent:
         gState: cute.Tensor,
         rState: cute.Tensor,
     ):
-        base = slot * gState.stride[0] + head * (self.K * self.V)
+        source = self.state_pointer(slot, head, lane, v_start, self.width, gState)
         for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
-            for c in cutlass.range_constexpr(self.chunks if self.v_first else self.rows // self.width):
-                offset, start, chunk = self.state_place(r, c, self.width, lane, v_start)
+            for c in cutlass.range_constexpr(self.entries // self.width if self.v_first else self.rows // self.width):
+                step, start, chunk = self.state_place(r, c, self.width)
                 if cutlass.const_expr(self.mask_k or self.mask_v):
                     if self.is_live(lane, chunk, v_start):
-                        self.load(gState, base + offset, self.width, True, rState, start)
+                        self.load(source + step, self.width, True, rState, start)
                 else:
-                    self.load(gState, base + offset, self.width, True, rState, start)
+                    self.load(source + step, self.width, True, rState, start)
 
     @cute.jit
     def store_state(
@@ -667,29 +667,44 @@ class _Recurrent:
         lane: cutlass.Int32,
         v_start: cutlass.Int32,
         width: cutlass.Constexpr,
-        dtype: cutlass.Constexpr,
         gState: cute.Tensor,
         rState: cute.Tensor,
     ):
-        base = slot * gState.stride[0] + head * (self.K * self.V)
+        target = self.state_pointer(slot, head, lane, v_start, width, gState)
         for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
             for c in cutlass.range_constexpr(self.entries // width if self.v_first else self.rows // width):
-                offset, start, chunk = self.state_place(r, c, width, lane, v_start)
+                step, start, chunk = self.state_place(r, c, width)
                 if cutlass.const_expr(self.mask_k or self.mask_v):
                     if self.is_live(lane, chunk, v_start):
-                        self.store(rState, start, width, gState, base + offset)
+                        self.store(rState, start, width, target + step)
                 else:
-                    self.store(rState, start, width, gState, base + offset)
+                    self.store(rState, start, width, target + step)
 
-    def state_place(self, r: int, c: int, width: int, lane: Any, v_start: Any) -> tuple[Any, int, int]:
-        """Of access (r, c) of `width` elements: offset inside the head's state, place in registers, chunk of K."""
+    @cute.jit
+    def state_pointer(
+        self,
+        slot: cutlass.Int64,
+        head: cutlass.Int32,
+        lane: cutlass.Int32,
+        v_start: cutlass.Int32,
+        width: cutlass.Constexpr,
+        gState: cute.Tensor,
+    ):
+        """A thread's first element of a head's state."""
+        within = head * (self.K * self.V)
+        if cutlass.const_expr(self.v_first):
+            within += v_start * self.K + lane * self.vec
+        else:
+            within += lane * (self.vec * self.V) + v_start
+        return self.pointer(gState, slot * gState.stride[0] + within, width * gState.element_type.width // 8)
+
+    def state_place(self, r: int, c: int, width: int) -> tuple[int, int, int]:
+        """Of access (r, c) of `width` elements: offset from the thread's first one, place in registers, chunk of K."""
         if self.v_first:
             chunk, within = c * width // self.vec, c * width % self.vec
-            offset = (v_start + r) * self.K + (chunk * self.lanes + lane) * self.vec + within
-            return offset, r * self.entries + c * width, chunk
+            return r * self.K + chunk * self.lanes * self.vec + within, r * self.entries + c * width, chunk
         chunk, within = r // self.vec, r % self.vec
-        offset = ((chunk * self.lanes + lane) * self.vec + within) * self.V + v_start + c * width
-        return offset, r * self.rows + c * width, chunk
+        return (chunk * self.lanes * self.vec + within) * self.V + c * width, r * self.rows + c * width, chunk
 
     @cute.jit
     def store_out(

@@ -13,7 +13,8 @@ from gdn.problems import DTYPE_BYTES, LogitsProblem
 
 WARPGROUP = 128
 MAX_COLUMNS = 256  # of one wgmma
-PRODUCER_REGISTERS = 40
+# Accumulator columns worth having: the products of these widths are single instructions.
+WIDTHS = (256, 224, 192, 160, 128, 112, 96, 80, 64, 48, 32, 16)
 
 # Every global access is guarded by hand; roles are divergent, so the compiler must not add block-wide barriers.
 PASS_CONFIGS = {
@@ -86,6 +87,11 @@ def refusal_common(problem: LogitsProblem) -> str | None:
     return None
 
 
+def copy_columns(shape: Shape) -> int:
+    """Columns of a copy that fills part of a tile's rows: one swizzle row of 128 bytes."""
+    return min(shape.dim, 128 // shape.value_bytes)
+
+
 def accumulator_registers(queries: int, shape: Shape) -> int:
     """Registers a math thread holds through a tile: 64 rows x columns of sums, weights, and the summed scores."""
     width = queries * shape.columns
@@ -94,9 +100,19 @@ def accumulator_registers(queries: int, shape: Shape) -> int:
     return width // 2 + weights + scores
 
 
-def math_registers(math_groups: int) -> int:
-    """Registers a math thread may have after the producer warpgroup gives its own away (setmaxnreg counts in eights)."""
-    pool = 65536 // WARPGROUP - PRODUCER_REGISTERS
+def flat(shape: Shape) -> bool:
+    """Queries of an item are consecutive rows of the product's columns: one copy brings them, none is padded."""
+    return shape.kv_heads == 1 and shape.group == shape.columns
+
+
+def loader_registers(shape: Shape) -> int:
+    """Registers of a thread of the producer warpgroup (setmaxnreg counts in eights)."""
+    return 40 if flat(shape) else 56
+
+
+def math_registers(math_groups: int, shape: Shape) -> int:
+    """Registers a math thread may have after the producer warpgroup gave its own away."""
+    pool = 65536 // WARPGROUP - loader_registers(shape)
     return min(240, pool // math_groups // 8 * 8)
 
 

@@ -61,42 +61,32 @@ def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     if shared_bytes(problem, config) > device.shared_bytes_per_block:
         return False
     # Addresses, masks and loop state take the rest of a math thread's registers.
-    return _logits.accumulator_registers(config.block_queries, s) + 32 <= _logits.math_registers(config.math_warpgroups)
+    return _logits.accumulator_registers(config.block_queries, s) + 32 <= _logits.math_registers(config.math_warpgroups, s)
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
     s = _logits.shape_of(problem)
-    found = []
-    for width in (256, 192, 128, 64, 32, 16):
-        queries = width // s.columns
-        if queries * s.columns != width:
-            continue
-        for groups in (2, 3, 4):
-            for stages in (6, 4, 3, 2):
-                config = Config(queries, groups, stages, 32, device.num_sms, True)
-                if fits(problem, config, device):
-                    found.append(config)
-                    if groups == 2 and stages in (6, 4):
-                        found.append(Config(queries, groups, stages, 64, device.num_sms, True))
-    if not found:  # an odd head count: the widest column count that is a multiple of it
-        for queries in range(_logits.MAX_COLUMNS // s.columns, 0, -1):
-            for stages in (4, 3, 2):
-                config = Config(queries, 2, stages, 32, device.num_sms, True)
-                if fits(problem, config, device):
-                    found.append(config)
-    return found
+    found = [
+        Config(width // s.columns, groups, stages, chunk_tiles, device.num_sms, ordered)
+        for width in _logits.WIDTHS
+        if width % s.columns == 0
+        for groups in (2, 3, 4)
+        for stages in (6, 4, 3, 2)
+        for chunk_tiles in (32, 64)
+        for ordered in (True, False)
+    ]
+    return [config for config in found if fits(problem, config, device)]
 
 
 def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
     """Widest columns first (fewest shared-memory bytes a product), two math warpgroups, as many stages as fit."""
     s = _logits.shape_of(problem)
-    most = _logits.MAX_COLUMNS // s.columns
-    if 0 < problem.num_queries < most:
-        # Fewer queries than columns would hold: the smallest multiple of 8 columns that takes them all.
-        most = next(n for n in range(problem.num_queries, most + 1) if n * s.columns % 8 == 0)
-    for queries in range(most, 0, -1):
+    widths = [width for width in _logits.WIDTHS if width % s.columns == 0]
+    # Fewer queries than a width holds: the narrowest that takes them all comes first.
+    enough = [width for width in widths if width >= problem.num_queries * s.columns]
+    for width in enough[-1:] + [width for width in widths if width not in enough] + enough:
         for stages in (4, 3, 2):
-            config = Config(queries, 2, stages, 32, device.num_sms, True)
+            config = Config(width // s.columns, 2, stages, 32, device.num_sms, True)
             if fits(problem, config, device):
                 return config
     raise ValueError(f"no configuration fits {problem}")
@@ -114,8 +104,9 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
     BN, N, MATH = 64 * WG, BQ * GP, _logits.WARPGROUP * WG
     PACKED, CLEAN, RELU, SCALED, WEIGHTED = problem.packed, s.clean, s.relu, s.scaled, s.weights_dtype is not None
     ORDERED = config.ordered and WG > 1
-    FLAT = KH == 1 and G == GP  # the queries of an item are consecutive rows of N
-    MATH_REGISTERS = _logits.math_registers(WG)
+    FLAT = _logits.flat(s)  # the queries of an item are consecutive rows of N
+    COPY = _logits.copy_columns(s)
+    MATH_REGISTERS = _logits.math_registers(WG, s)
     f32, out_dtype = "float32", s.out_dtype
     m, nk, width, q_rows = T.dynamic("m"), T.dynamic("nk"), T.dynamic("width"), T.dynamic("q_rows")
     weights_stride, out_stride = T.dynamic("weights_stride", "int64"), T.dynamic("out_stride", "int64")
@@ -267,7 +258,7 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                         k0 = k0 + BN
                     T.mbarrier_arrive(q_empty[i % 2])
             else:
-                T.set_max_nreg(_logits.PRODUCER_REGISTERS, 0)
+                T.set_max_nreg(_logits.loader_registers(s), 0)
                 lane = thread % 32
                 p_q0 = T.alloc_var("int32")
                 chunk_index = T.alloc_var("int32")
@@ -328,12 +319,13 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                             else:
                                 for g in T.serial(KH):
                                     for b in T.serial(BQ):
-                                        T.tma_copy(
-                                            q[p_q0 + b, g, 0:GP, :],
-                                            q_shared[(i % 2) * KH + g, b * GP : b * GP + GP, :],
-                                            barrier=q_full[i % 2],
-                                            leader_scope_threads=32,
-                                        )
+                                        for half in T.unroll(D // COPY):
+                                            T.tma_copy(
+                                                q[p_q0 + b, g, 0:GP, half * COPY : half * COPY + COPY],
+                                                q_shared[(i % 2) * KH + g, b * GP : b * GP + GP, half * COPY : half * COPY + COPY],
+                                                barrier=q_full[i % 2],
+                                                leader_scope_threads=32,
+                                            )
                         T.mbarrier_arrive(q_full[i % 2])
                         for tile in T.serial(end[0] - begin[0]):
                             for g in T.serial(KH):
@@ -449,12 +441,9 @@ def launch(
         if problem.clean:
             out.fill_(float("-inf"))
         return
-    heads, kv_heads, dim = problem.num_heads, problem.num_kv_heads, problem.head_dim
-    group = heads // kv_heads
-    if kv_heads == 1 and group == _logits.padded_heads(group):
-        q = q.view(-1, dim)
-    else:
-        q = q.view(-1, kv_heads, group, dim)
+    kv_heads, dim = problem.num_kv_heads, problem.head_dim
+    shape = _logits.shape_of(problem)
+    q = q.view(-1, dim) if _logits.flat(shape) else q.view(-1, kv_heads, shape.group, dim)
     k = k.view(-1, kv_heads * dim)
     optional = [tensor for tensor in (k_scale, weights) if tensor is not None]
     function: Callable[..., Any] = compiled.functions[ENTRY]

@@ -66,7 +66,7 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
         return False
     if shared_bytes(problem, config) > device.shared_bytes_per_block:
         return False
-    return _logits.accumulator_registers(config.drafts, s) + 32 <= _logits.math_registers(config.math_warpgroups)
+    return _logits.accumulator_registers(config.drafts, s) + 32 <= _logits.math_registers(config.math_warpgroups, s)
 
 
 def _drafts(problem: PagedMqaLogitsProblem) -> int:
@@ -116,8 +116,9 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
     TILES = 32 // PIECES  # tiles whose pages one warp-wide load of the block table covers
     CLEAN, RELU, SCALED, WEIGHTED = s.clean, s.relu, s.scaled, s.weights_dtype is not None
     PER_DRAFT = problem.per_draft_lengths
-    FLAT = KH == 1 and G == GP
-    MATH_REGISTERS = _logits.math_registers(WG)
+    FLAT = _logits.flat(s)
+    COPY = _logits.copy_columns(s)
+    MATH_REGISTERS = _logits.math_registers(WG, s)
     f32, out_dtype = "float32", s.out_dtype
     SCALE_OFFSET = P * KH * D // 4  # float32 words of a page before its scales
     batch, rows, width, max_pages, pages = (T.dynamic(name) for name in ("batch", "rows", "width", "max_pages", "pages"))
@@ -235,7 +236,7 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                     T.mbarrier_wait_parity(q_full[item % 2], (item // 2) % 2)
                     tiles = item_shared[item % 2, 2]
             else:
-                T.set_max_nreg(_logits.PRODUCER_REGISTERS, 0)
+                T.set_max_nreg(_logits.loader_registers(s), 0)
                 lane = thread % 32
                 length = T.alloc_local((1,), "int32")
                 most = T.alloc_local((1,), "int32")
@@ -338,12 +339,15 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                             else:
                                 for g in T.serial(KH):
                                     for b in T.serial(BQ):
-                                        T.tma_copy(
-                                            q[p_row0 + b, g, 0:GP, :],
-                                            q_shared[(p_item % 2) * KH + g, b * GP : b * GP + GP, :],
-                                            barrier=q_full[p_item % 2],
-                                            leader_scope_threads=32,
-                                        )
+                                        for half in T.unroll(D // COPY):
+                                            T.tma_copy(
+                                                q[p_row0 + b, g, 0:GP, half * COPY : half * COPY + COPY],
+                                                q_shared[
+                                                    (p_item % 2) * KH + g, b * GP : b * GP + GP, half * COPY : half * COPY + COPY
+                                                ],
+                                                barrier=q_full[p_item % 2],
+                                                leader_scope_threads=32,
+                                            )
                             T.mbarrier_arrive(q_full[p_item % 2])
                             page = 0
                             for tile in T.serial(p_tiles):
@@ -358,12 +362,19 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                                     for p in T.serial(PIECES):
                                         piece_page = T.shfl_sync(page, T.truncmod(tile, TILES) * PIECES + p)
                                         p_token = T.truncmod((p_tile + tile) * BN + p * PIECE, P)  # within its page
-                                        T.tma_copy(
-                                            cache[piece_page, p_token : p_token + PIECE, g * D : g * D + D],
-                                            k_shared[p_count % S, p * PIECE : p * PIECE + PIECE, :],
-                                            barrier=k_full[p_count % S],
-                                            leader_scope_threads=32,
-                                        )
+                                        for half in T.unroll(D // COPY):
+                                            T.tma_copy(
+                                                cache[
+                                                    piece_page,
+                                                    p_token : p_token + PIECE,
+                                                    g * D + half * COPY : g * D + half * COPY + COPY,
+                                                ],
+                                                k_shared[
+                                                    p_count % S, p * PIECE : p * PIECE + PIECE, half * COPY : half * COPY + COPY
+                                                ],
+                                                barrier=k_full[p_count % S],
+                                                leader_scope_threads=32,
+                                            )
                                         if SCALED:
                                             T.tma_copy(
                                                 scales[
@@ -458,11 +469,8 @@ def launch(compiled: Any, q: Any, cache: Any, weights: Any, context_lens: Any, b
             out.fill_(float("-inf"))
         return
     kv_heads, dim, page_size = problem.num_kv_heads, problem.head_dim, problem.page_size
-    group = problem.num_heads // kv_heads
-    if kv_heads == 1 and group == _logits.padded_heads(group):
-        q = q.view(-1, dim)
-    else:
-        q = q.view(-1, kv_heads, group, dim)
+    shape = _logits.shape_of(problem)
+    q = q.view(-1, dim) if _logits.flat(shape) else q.view(-1, kv_heads, shape.group, dim)
     optional = [] if weights is None else [weights]
     values = cache
     if problem.has_k_scale:

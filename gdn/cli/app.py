@@ -1,4 +1,4 @@
-"""The commands. Each lives in its own module and is imported when it is called: `gdn --help` loads no torch."""
+"""The commands. Each lives in its own module, which is imported when the command is called or listed."""
 
 import importlib
 import sys

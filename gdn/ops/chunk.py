@@ -83,13 +83,13 @@ def chunk_gated_delta_rule(
     if torch.compiler.is_compiling():
         _refuse_head_first(head_first)
         is_pool = state_indices is not None
-        o, final_state = _library.chunk(
+        o, new_state = _library.chunk(
             q, k, v, g, beta, scale, None if is_pool else initial_state, initial_state if is_pool else None,
             output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, use_gate_in_kernel, A_log, dt_bias,
             use_beta_sigmoid_in_kernel, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
             checkpoint_slots, null_slot, out, backend,
         )  # fmt: skip
-        returned = initial_state if is_pool else final_state
+        returned = initial_state if is_pool else new_state
         return (o if out is None else out), (returned if output_final_state else None)
 
     _refuse_head_first(head_first)

@@ -1,13 +1,12 @@
 """`gdn.explain(op, ...)`: what a call would run, and why, without running it."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import gdn
 from gdn.problems import Problem
-from gdn.runtime import Choice, Explained, env, explaining, registry, select
+from gdn.runtime import Choice, Explained, explaining, registry
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,12 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     nothing is compiled.
     """
     name, function = _resolve(op)
-    inspect.signature(function).bind(*args, **kwargs)  # the TypeError that a call would raise
-    operator = registry.operator(name)
-    if operator.modules or operator.composed_of:
-        try:
-            with explaining():
-                function(*args, **kwargs)
-        except Explained as answer:
-            return _explanation(name, answer.choice, answer.problem)
-    choice = select.choose_reference(operator.name, env.current(), kwargs.get("backend"), phase=_phase(name, args, kwargs))
-    return _explanation(name, choice, None)
+    try:
+        with explaining():
+            function(*args, **kwargs)
+    except Explained as answer:
+        return _explanation(name, answer.choice, answer.problem)
+    raise RuntimeError(f"{name} ran without asking the runtime what to run")
 
 
 def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
@@ -66,15 +61,6 @@ def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
     if name not in operator.functions:
         name = operator.functions[0]
     return name, getattr(gdn, name)
-
-
-def _phase(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Whether a sparse attention call is of prefill or of decode: more rows than sequences, or as many."""
-    if name != "sparse_attention":
-        return None
-    bound = inspect.signature(getattr(gdn, name)).bind(*args, **kwargs).arguments
-    rows, sequences = len(bound["q"]), len(bound["seq_lens"])
-    return "prefill" if rows > sequences else "decode"
 
 
 def _explanation(function: str, choice: Choice, problem: Problem | None) -> Explanation:

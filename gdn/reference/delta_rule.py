@@ -293,12 +293,12 @@ def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[tuple[i
 
 
 def _columns(indices: torch.Tensor) -> list[list[int]]:
-    return (indices[:, None] if indices.dim() == 1 else indices).tolist()  # type: ignore[no-any-return]
+    return (indices[:, None] if indices.dim() == 1 else indices).tolist()
 
 
 def _load(pool: torch.Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The state in a slot as [HS, K, V]."""
-    state = pool[slot].to(dtype)
+    """A copy of the state in a slot, as [HS, K, V]: a draft tree comes back to it after the slot has been written."""
+    state = pool[slot].to(dtype, copy=True)
     return state.mT if state_v_first else state
 
 

@@ -41,6 +41,7 @@ def stochastic_bfloat16(state: torch.Tensor, seed: int, slot: int) -> torch.Tens
     """state [heads, K, V], rounded to bfloat16 with the noise of (seed, slot)."""
     value = state.to(torch.float32)
     bits = value.view(torch.int32).to(torch.int64) & _MASK
-    bits = (bits + noise(seed, slot, *state.shape, state.device)) & 0xFFFF0000
+    num_heads, k_dim, v_dim = state.shape
+    bits = (bits + noise(seed, slot, num_heads, k_dim, v_dim, state.device)) & 0xFFFF0000
     signed = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
     return torch.where(value.isfinite(), signed.view(torch.float32), value).to(torch.bfloat16)

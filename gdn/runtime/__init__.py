@@ -137,7 +137,7 @@ def explaining() -> Iterator[None]:
 
 def explain_problem(problem: Problem, spec: DeviceSpec | None, backend: str | None = None) -> Choice:
     """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it."""
-    return select.choose(problem, spec, candidates(problem.op), env.current(), backend)
+    return select.choose(problem, spec, candidates(problem.op), env.current(), backend, device_name="none")
 
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
@@ -176,13 +176,25 @@ def _prepare(problem: Problem, device: torch.device, backend: str | None, config
         return Prepared("reference", None, 0, None, choice)
     module = candidates(problem.op)[choice.backend].module
     kernel = compiled.get(problem.op, choice.backend, module, problem, choice.config)
+    launch = functools.partial(module.launch, kernel)
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        launch = functools.partial(_launch_on, device.index, launch)
     return Prepared(
         backend=choice.backend,
         config=choice.config,
         workspace_bytes=module.workspace_bytes(problem, choice.config),
-        launch=functools.partial(module.launch, kernel),
+        launch=launch,
         choice=choice,
     )
+
+
+def _launch_on(index: int, launch: Callable[..., None], *tensors: Any) -> None:
+    """Launches on a device that need not be the current one: kernels run in the current device's context."""
+    if torch.cuda.current_device() == index:
+        launch(*tensors)
+        return
+    with torch.cuda.device(index):
+        launch(*tensors)
 
 
 def _choose(problem: Problem, device: torch.device, backend: str | None, config: Any) -> Choice:

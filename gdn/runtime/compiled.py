@@ -226,7 +226,10 @@ def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]
         if place.exists():  # a broken entry: a folder is only ever moved onto a free name
             broken = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
             os.replace(place, broken)
-            shutil.rmtree(broken, ignore_errors=True)
+            if broken.is_dir():
+                shutil.rmtree(broken, ignore_errors=True)
+            else:
+                broken.unlink(missing_ok=True)
         os.replace(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -3,7 +3,7 @@
 A table is `<device>/<op>.<backend>.json`, below GDN_TUNED_DIR and then below the tables that ship with the package. A
 group holds the entries of one set of static fields; a group serves a problem whose static fields are exactly its own.
 Among a group's entries the nearest sizes win: the smallest sum over sizes of |log2((a + 1) / (b + 1))|, ties to the
-smaller sizes.
+smaller sizes (compared in the order of their names).
 """
 
 import dataclasses

@@ -294,7 +294,7 @@ class _Generator:
     def slots(self, count: int, null_slot: int) -> torch.Tensor:
         """Distinct live slots, none of them the last slot (which nobody owns) or null."""
         order = torch.randperm(count + 1, generator=self.generator, device=self.device)
-        return order[:count] + null_slot + 1
+        return torch.add(order[:count], null_slot + 1)
 
     def pool(self, read_slots: torch.Tensor, num_slots: int, gap: int) -> torch.Tensor:
         """Random states in the slots that are read, NaN everywhere else, between the slots too."""

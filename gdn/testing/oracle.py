@@ -139,7 +139,8 @@ def oracle_delta_rule(
         else:
             start = stored(source_states[slot])
 
-        state, nodes = start, []
+        state = start
+        nodes: list[Tensor] = []
         for t in range(first, last):
             if parent_token is not None:
                 parent = int(parent_token[t])

@@ -20,8 +20,9 @@ def expectation(problem: Problem, backend: str) -> Expectation:
     if isinstance(problem, ChunkProblem):
         return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=("QGMMA", "HMMA"))
     if isinstance(problem, RecurrentProblem):
-        # A matrix times a vector: no tensor cores, but the state in loads and stores of 128 bits.
-        wide = {"LDG.128": problem.has_initial_state, "STG.128": problem.has_final_state}
+        # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
+        width = "{0}.128" if problem.state_dtype == "float32" else "{0}.64|{0}.128"
+        wide = {width.format("LDG"): problem.has_initial_state, width.format("STG"): problem.has_final_state}
         return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=("HGMMA", "QGMMA", "HMMA"))
     if isinstance(problem, LogitsProblem):
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")

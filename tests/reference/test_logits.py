@@ -15,11 +15,30 @@ FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]
 RANGES = ["causal", "full", "random", "hard", "sequences"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def ragged(dtype="bfloat16", scaled=False, *, heads=4, kv_heads=1, dim=64, weights="float32", packed=None, m=37, n=91, **fields):
     columns = n if packed is None else packed
     values = dict(relu=True, clean=True, out_dtype="float32") | fields
     return MqaLogitsProblem(
-        heads, kv_heads, dim, dtype, scaled, weights, **values, packed=packed is not None, num_queries=m, num_keys=n, num_columns=columns
+        heads,
+        kv_heads,
+        dim,
+        dtype,
+        scaled,
+        weights,
+        **values,
+        packed=packed is not None,
+        num_queries=m,
+        num_keys=n,
+        num_columns=columns,
     )
 
 
@@ -104,7 +123,14 @@ def paged(dtype="bfloat16", scaled=False, *, heads=4, kv_heads=1, page_size=16, 
 def run_paged(problem, inputs, **options):
     out = torch.full((problem.batch * problem.next_n, problem.max_context_len), torch.nan)
     return reference.paged_mqa_logits(
-        inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables, problem.max_context_len, out=out, **options
+        inputs.q,
+        inputs.cache,
+        inputs.weights,
+        inputs.context_lens,
+        inputs.block_tables,
+        problem.max_context_len,
+        out=out,
+        **options,
     )
 
 
@@ -144,7 +170,13 @@ def test_paged_equals_ragged_over_the_same_rows():
     got = run_paged(problem, inputs)
     k, k_scale = reference.gather_indexer_cache(inputs.cache, inputs.block_tables, torch.tensor([0, 70, 103, 108]))
     ragged_out = reference.mqa_logits(
-        inputs.q[:, 0], k, inputs.weights, torch.tensor([0, 70, 103]), torch.tensor([70, 103, 108]), k_scale=k_scale, max_seqlen_k=70
+        inputs.q[:, 0],
+        k,
+        inputs.weights,
+        torch.tensor([0, 70, 103]),
+        torch.tensor([70, 103, 108]),
+        k_scale=k_scale,
+        max_seqlen_k=70,
     )
     assert torch.allclose(got, ragged_out, rtol=1e-5, atol=1e-5)
 

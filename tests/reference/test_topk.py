@@ -11,6 +11,15 @@ from gdn.reference import topk as reference_topk
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def stated(row, k, start, end, sorted_by):
     """The contract, in Python: best score first, ties by column, NaN and -inf never."""
     start, end = max(0, min(start, len(row))), max(0, min(end, len(row)))

@@ -28,7 +28,9 @@ def fresh_tables():
 
 
 def table(*entries: Entry, static: dict[str, Any] = STATIC) -> Table:
-    header = Header(device="h100", op="recurrent", backend="cute", date="2026-11-20", versions={"torch": "2.11"}, kernel_source="ab")
+    header = Header(
+        device="h100", op="recurrent", backend="cute", date="2026-11-20", versions={"torch": "2.11"}, kernel_source="ab"
+    )
     return Table(header=header, groups=[Group(static=static, entries=list(entries))])
 
 
@@ -80,7 +82,7 @@ def test_nearest_sizes_in_log_space(tmp_path: Path):
 
 def test_distances_add_up_and_ties_go_to_the_smaller(tmp_path: Path):
     store(tmp_path, table(entry(1, tokens=63, rows=15), entry(2, tokens=15, rows=15), entry(3, tokens=15, rows=63)))
-    assert look(tmp_path, tokens=63, rows=63) == [3, 1, 2]  # 1 and 3 are as far: the smaller sizes, tokens=15 after rows
+    assert look(tmp_path, tokens=63, rows=63) == [1, 3, 2]  # 1 and 3 are as far: 1 has fewer rows
     assert look(tmp_path, tokens=31, rows=15) == [2, 1, 3]
     assert tuned.distance({"a": 1, "b": 3}, {"a": 3, "b": 1}) == 2.0
 

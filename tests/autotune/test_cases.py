@@ -1,0 +1,142 @@
+"""What the tuner runs: the public calls are the problems of the shapes, and the verdict knows right from wrong."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune import cases, shapes
+from gdn import reference
+from gdn.device import H100
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.runtime import Explained, Prepared, explaining
+from gdn.testing import timing
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "copies_beyond_l2", lambda bytes_each, l2_bytes: 1)
+
+
+def _small(shape: shapes.Shape) -> shapes.Shape:
+    """The same static fields, but for the heads of the delta rule, at sizes for a CPU."""
+    problem: Any = shape.problem
+    if isinstance(problem, MqaLogitsProblem):
+        return replace(shape, problem=replace(problem, num_queries=70, num_keys=130, num_columns=130))
+    if isinstance(problem, PagedMqaLogitsProblem):
+        return replace(shape, problem=replace(problem, batch=3, max_context_len=150))
+    lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
+    heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
+    return replace(
+        shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths))
+    )
+
+
+def _one_per_static_key() -> list[Any]:
+    found: dict[str, shapes.Shape] = {}
+    for op in shapes.operators():
+        for shape in shapes.shapes(op):
+            small = _small(shape)
+            found.setdefault(f"{op} {small.problem.static_key()}", small)
+    return [pytest.param(shape, id=f"{shape.op}-{shape.name}") for shape in found.values()]
+
+
+@pytest.mark.parametrize("shape", _one_per_static_key())
+def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape) -> None:
+    (call,) = cases.make(shape, CPU, H100).public_calls(None)
+    with explaining(), pytest.raises(Explained) as raised:
+        call()
+    assert raised.value.problem is not None
+    assert raised.value.problem == shape.problem
+
+
+def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
+    (q, k, v, g, beta, a_log, dt_bias, state, slots, mask, _, _, cu_seqlens, _, _, out, _, scale, null_slot) = tensors
+    reference.chunk_gated_delta_rule(
+        q[None], k[None], v[None], g[None], beta[None], scale, state, True, True, cu_seqlens, state_v_first=True,
+        use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_indices=slots,
+        has_initial_state=mask, null_slot=null_slot, out=out[None],
+    )  # fmt: skip
+
+
+def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
+    (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, _, _, out, scale, null_slot) = tensors
+    reference.fused_recurrent_gated_delta_rule(
+        q[None], k[None], v[None], g[None], beta[None], scale, state, True, cu_seqlens, slots, accepted, True,
+        state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
+        null_slot=null_slot, out=out[None],
+    )  # fmt: skip
+
+
+def _mqa(tensors: tuple[Any, ...], problem: Any) -> None:
+    q, k, k_scale, weights, starts, ends, out, scale = tensors
+    reference.mqa_logits(q, k, weights, starts, ends, k_scale=k_scale, scale=scale, out=out)
+
+
+def _paged(tensors: tuple[Any, ...], problem: Any) -> None:
+    q, cache, weights, context_lens, block_tables, out, scale = tensors
+    pages = cache.unflatten(1, (problem.page_size, problem.num_kv_heads, -1))
+    reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
+
+
+_BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
+    "chunk": _chunk,
+    "recurrent": _recurrent,
+    "mqa_logits": _mqa,
+    "paged_mqa_logits": _paged,
+}
+
+
+def _out_of(op: str, tensors: tuple[Any, ...]) -> torch.Tensor:
+    out: torch.Tensor = tensors[{"chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5}[op]]
+    return out
+
+
+def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = lambda tensors: None) -> Prepared:
+    """A "kernel" that is the reference, and afterwards does what spoil does."""
+
+    def launch(*tensors: Any) -> None:
+        _BY_OP[shape.op](tensors, shape.problem)
+        spoil(tensors)
+
+    choice: Any = None
+    return Prepared("tilelang", None, 64, launch, choice)
+
+
+@pytest.mark.parametrize("shape", _one_per_static_key())
+def test_the_reference_passes(shape: shapes.Shape) -> None:
+    case = cases.make(shape, CPU, H100)
+    assert 0 <= case.check(_prepared(shape)) < 1e-2
+    assert 0 <= case.check(_prepared(shape)) < 1e-2  # checking does not change what is checked
+    (launch,) = case.launches(_prepared(shape))
+    launch()
+
+
+@pytest.mark.parametrize("shape", _one_per_static_key())
+def test_a_wrong_element_and_a_forgotten_one_fail(shape: shapes.Shape) -> None:
+    case = cases.make(shape, CPU, H100)
+    for value in (1e4, torch.nan):
+        with pytest.raises(cases.WrongResult):
+            case.check(_prepared(shape, lambda tensors, value=value: _out_of(shape.op, tensors)[0, :1].fill_(value)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+def test_a_changed_foreign_slot_and_a_wrong_state_fail(op: str) -> None:
+    shape = _small(shapes.shapes(op)[0])
+    case = cases.make(shape, CPU, H100)
+
+    def foreign(tensors: tuple[Any, ...]) -> None:
+        owned = set(tensors[8].flatten().tolist())
+        tensors[7][next(slot for slot in range(len(tensors[7])) if slot not in owned)] = 0
+
+    def stale(tensors: tuple[Any, ...]) -> None:
+        tensors[7][tensors[8].flatten()[0]] *= 1.05
+
+    with pytest.raises(cases.WrongResult, match="belongs to no sequence"):
+        case.check(_prepared(shape, foreign))
+    with pytest.raises(cases.WrongResult, match="state error"):
+        case.check(_prepared(shape, stale))

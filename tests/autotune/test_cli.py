@@ -1,0 +1,87 @@
+"""`python -m autotune` on a machine without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune import cli, shapes, tuning
+from gdn.device import H100
+from gdn.runtime import registry
+from tests.autotune import fake_kernel
+
+RUNNER = CliRunner()
+
+
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_help_lists_the_commands() -> None:
+    done = subprocess.run([sys.executable, "-m", "autotune", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("tune", "bench", "show"))
+
+
+@pytest.mark.parametrize("command", [["tune", "chunk"], ["bench"], ["bench", "recurrent"]])
+def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_gpu(monkeypatch)
+    done = RUNNER.invoke(cli.app, command)
+    assert done.exit_code == 2
+    assert "SM90" in done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["tune", "chunks"], "expected one of chunk, recurrent"),
+        (["tune", "chunk", "--shapes", "nowhere"], "expected part of one of"),
+        (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of tilelang"),
+    ],
+)
+def test_bad_arguments(command: list[str], expected: str) -> None:
+    done = RUNNER.invoke(cli.app, command)
+    assert done.exit_code == 2
+    assert expected in " ".join(done.output.split())
+
+
+def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _without_gpu(monkeypatch)
+    kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
+    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [kernel])
+    configs = [fake_kernel.Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.RAISES)]
+    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: configs)
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path))
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--shapes", "16/32 4096", "--compile-only", "--workers", "1"])
+    assert done.exit_code == 1, done.output  # a candidate was dropped
+    output = " ".join(done.output.split())
+    assert "2 of 3 compiled" in output
+    assert "tile does not divide" in output
+    assert len(list(tmp_path.glob("chunk.tilelang/*/manifest.json"))) == 2
+
+
+def test_show_prints_a_table(tmp_path: Path) -> None:
+    kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
+    shape = shapes.shapes("chunk", "16/32 4096")[0]
+    winner = tuning.Winner(shape, fake_kernel.Config(7, True), 49.0, 0.004, None)
+    tuning.write_table(tmp_path, H100, kernel, [winner], {"torch": "2"})
+    done = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path)], terminal_width=200)
+    assert done.exit_code == 0
+    assert "chunk.tilelang on h100" in done.output and "49.0" in done.output
+    empty = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path / "none")])
+    assert empty.exit_code == 0 and "No tuned table" in empty.output
+
+
+def test_shapes_are_of_operators_with_kernels_and_unique() -> None:
+    for op in shapes.operators():
+        assert registry.operator(op).modules
+        found = shapes.shapes(op)
+        assert len({shape.name for shape in found}) == len(found)
+        assert len({shape.problem for shape in found}) == len(found)
+        for shape in found:
+            assert shape.op == op
+            if shape.lengths:
+                assert sum(shape.lengths) == shape.problem.sizes()["num_tokens"]
+                assert len(shape.lengths) == shape.problem.sizes()["num_sequences"]

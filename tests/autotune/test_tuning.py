@@ -1,0 +1,180 @@
+"""Search, journal and tables, with a kernel that compiles nothing and a GPU that is not there."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import shapes, tuning
+from autotune.cases import WrongResult
+from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
+from gdn.device import H100
+from gdn.runtime import KernelCandidate, env
+from tests.autotune import fake_kernel
+from tests.autotune.fake_kernel import Config
+
+KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
+SHAPE, OTHER = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
+
+
+class FakeRunner:
+    """Times by table; counts what it is asked."""
+
+    def __init__(self, lost_at: int | None = None) -> None:
+        self.checked: list[int] = []
+        self.lost_at = lost_at
+
+    def check(self, shape: shapes.Shape, config: Any) -> float:
+        self.checked.append(config.tile)
+        if config.tile == self.lost_at:
+            raise tuning.DeviceLost("illegal address")
+        if config.tile == fake_kernel.WRONG:
+            raise WrongResult("output error 3e-1")
+        return 0.004
+
+    def time_us(self, shape: shapes.Shape, config: Any) -> float:
+        return {fake_kernel.FAST: 50.0, fake_kernel.FASTEST: 51.0}.get(config.tile, 90.0)
+
+    def interleaved_us(self, shape: shapes.Shape, configs: Sequence[Any]) -> list[float]:
+        # Only side by side does the truly fastest win.
+        return [{fake_kernel.FAST: 50.5, fake_kernel.FASTEST: 49.0}[config.tile] for config in configs]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
+    env.reload()
+    yield tmp_path / "cache"
+    monkeypatch.undo()
+    env.reload()
+
+
+@pytest.fixture
+def plan() -> tuning.Plan:
+    return tuning.plan(KERNEL, [SHAPE, OTHER], H100)
+
+
+def _journal(tmp_path: Path, source: str = "s") -> Journal:
+    return Journal(tmp_path / "journal.jsonl", source)
+
+
+def _find(journal: Journal, tile: int) -> Record | None:
+    return journal.find(SHAPE.problem.static_key(), SHAPE.problem.sizes(), {"tile": tile, "split": False})
+
+
+def test_plan_puts_the_default_first_and_each_compilation_once(plan: tuning.Plan) -> None:
+    twice = tuning.plan(KERNEL, [SHAPE, shapes.shapes("chunk", "16/32 1024")[0], OTHER], H100)
+    assert plan.configs[SHAPE.name][0] == Config(fake_kernel.DEFAULT, False)
+    assert len(plan.configs[SHAPE.name]) == 7  # the default is one of configs(), and not listed twice
+    assert len(twice.candidates) == len(plan.candidates) == 14
+
+
+def test_plan_says_who_is_refused() -> None:
+    refused = shapes.shapes("chunk", "16/64")[0]
+    made = tuning.plan(KERNEL, [refused], H100)
+    assert made.refusals == {refused.name: "requires fewer than 64 value heads, got 64"}
+    assert not made.candidates
+
+
+def test_bad_compilations_lose_only_themselves(cache: Path) -> None:
+    made = tuning.plan(KERNEL, [SHAPE], H100)
+    tuning.compile_all(made, num_workers=2, timeout_s=10)
+    failures = {config.tile: candidate.failure for (_, config), candidate in made.candidates.items()}
+    assert failures[fake_kernel.CRASHES] == "worker process died (SIGSEGV)"
+    assert failures[fake_kernel.HANGS] == "took longer than 10 s"
+    assert "tile does not divide" in str(failures[fake_kernel.RAISES])
+    good = (fake_kernel.WRONG, fake_kernel.FAST, fake_kernel.FASTEST, fake_kernel.DEFAULT)
+    assert all(failures[tile] is None for tile in good)
+    assert len(list(cache.glob("chunk.tilelang/*/manifest.json"))) == len(good)
+
+
+def test_search_times_the_finalists_again_and_drops_wrong_results(plan: tuning.Plan, tmp_path: Path) -> None:
+    plan.candidates[SHAPE.problem.static_key(), Config(fake_kernel.CRASHES, False)].failure = "worker process died (SIGSEGV)"
+    journal, runner = _journal(tmp_path), FakeRunner()
+    winner = tuning.search(plan, SHAPE, runner, journal)
+    assert winner is not None
+    assert (winner.config, winner.time_us, winner.default_us) == (Config(fake_kernel.FASTEST, False), 49.0, 90.0)
+    assert fake_kernel.CRASHES not in runner.checked
+    assert _find(journal, fake_kernel.CRASHES) == Record(DROPPED, why="worker process died (SIGSEGV)")
+    assert _find(journal, fake_kernel.WRONG) == Record(DROPPED, why="WrongResult: output error 3e-1")
+    assert _find(journal, fake_kernel.FAST) == Record(TIMED, time_us=50.0, error=0.004)
+
+
+def test_an_interrupted_search_resumes(plan: tuning.Plan, tmp_path: Path) -> None:
+    first = FakeRunner(lost_at=fake_kernel.FAST)
+    with pytest.raises(tuning.DeviceLost):
+        tuning.search(plan, SHAPE, first, _journal(tmp_path))
+    assert first.checked[-1] == fake_kernel.FAST
+    second = FakeRunner()
+    resumed = _journal(tmp_path)
+    winner = tuning.search(plan, SHAPE, second, resumed)
+    assert second.checked == [fake_kernel.FASTEST]  # neither what was done nor what broke the device runs again
+    assert winner is not None and winner.config.tile == fake_kernel.FASTEST
+    assert _find(resumed, fake_kernel.FAST) == Record(DROPPED, why="illegal address")
+
+
+def test_a_candidate_that_killed_the_process_is_not_tried_again(tmp_path: Path) -> None:
+    key = (SHAPE.problem.static_key(), SHAPE.problem.sizes(), {"tile": 1, "split": False})
+    _journal(tmp_path).add(*key, Record(STARTED))
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"source": "s", "stat')  # the line that the end of the process cut off
+    resumed = _journal(tmp_path)
+    found = resumed.find(*key)
+    assert found is not None and found.state == DROPPED
+    other = (key[0], key[1], {"tile": 2, "split": False})
+    resumed.add(*other, Record(TIMED, time_us=1.0, error=0.0))
+    assert _journal(tmp_path).find(*other) == Record(TIMED, time_us=1.0, error=0.0)
+
+
+def test_a_journal_of_another_kernel_source_is_passed_over(tmp_path: Path) -> None:
+    key = (SHAPE.problem.static_key(), SHAPE.problem.sizes(), {"tile": 1, "split": False})
+    _journal(tmp_path, "old").add(*key, Record(TIMED, time_us=1.0, error=0.0))
+    assert _journal(tmp_path, "new").find(*key) is None
+    assert _journal(tmp_path, "old").find(*key) is not None
+
+
+def test_a_spent_budget_stops_the_search(plan: tuning.Plan, tmp_path: Path) -> None:
+    runner = FakeRunner()
+    assert tuning.search(plan, SHAPE, runner, _journal(tmp_path), deadline=0.0) is None
+    assert runner.checked == []
+
+
+def _winner(shape: shapes.Shape, tile: int, time_us: float) -> tuning.Winner:
+    return tuning.Winner(shape, Config(tile, True), time_us, error=0.004, default_us=None)
+
+
+def _lookup(shape: shapes.Shape) -> list[tuple[Config, float]]:
+    """As the runtime looks a problem up, nearest sizes first."""
+    candidate = KernelCandidate("chunk", "tilelang", KERNEL.module_name)
+    return [(item.config, item.time_us) for item in candidate.tuned(shape.problem, H100)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("GDN_TUNED_DIR", str(tmp_path))
+    env.reload()
+    yield tmp_path
+    monkeypatch.undo()
+    env.reload()
+
+
+def test_the_runtime_reads_what_the_tuner_writes(folder: Path) -> None:
+    longer = shapes.shapes("chunk", "16/32 32768")[0]
+    path = tuning.write_table(folder, H100, KERNEL, [_winner(SHAPE, 7, 49.0), _winner(longer, 8, 400.0)], {"torch": "2"})
+    assert path == folder / "h100" / "chunk.tilelang.json"
+    assert _lookup(SHAPE) == [(Config(7, True), 49.0), (Config(8, True), 400.0)]  # the nearest first
+    assert _lookup(longer)[0] == (Config(8, True), 400.0)
+    assert _lookup(OTHER) == []
+    # A later run replaces its shapes and keeps the others.
+    tuning.write_table(folder, H100, KERNEL, [_winner(SHAPE, 6, 45.0), _winner(OTHER, 5, 20.0)], {"torch": "2"})
+    assert _lookup(SHAPE) == [(Config(6, True), 45.0), (Config(8, True), 400.0)]
+    assert _lookup(OTHER) == [(Config(5, True), 20.0)]
+
+
+def test_entries_of_another_kernel_source_do_not_survive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning.write_table(folder, H100, KERNEL, [_winner(SHAPE, 7, 49.0)], {})
+    monkeypatch.setattr(tuning.compiled, "source_hash", lambda file: "changed")
+    tuning.write_table(folder, H100, KERNEL, [_winner(OTHER, 5, 20.0)], {})
+    assert _lookup(SHAPE) == []
+    assert _lookup(OTHER) == [(Config(5, True), 20.0)]

@@ -1,0 +1,125 @@
+"""Stand-ins for compiled kernels on the CPU: they hold the launch contract of gdn.problems to its word, then compute.
+
+`ContractKernel` takes the place of gdn.runtime.prepare in an operator module, so the whole host path of a kernel runs:
+packing, constants, allocation, argument order.
+"""
+
+from typing import Any
+
+import torch
+
+from gdn import reference
+from gdn.problems import ChunkProblem, Problem, RecurrentProblem
+from gdn.runtime import Choice, Prepared
+
+WORKSPACE_BYTES = 1024
+
+
+class ContractKernel:
+    def __init__(self) -> None:
+        self.problem: Any = None
+        self.tensors: dict[str, Any] = {}
+        self.launches = 0
+
+    def prepare(self, problem: Problem, device: torch.device, backend: str | None) -> Prepared:
+        self.problem = problem
+        launch = self.chunk if isinstance(problem, ChunkProblem) else self.recurrent
+        return Prepared("tilelang", None, WORKSPACE_BYTES, launch, Choice(problem.op, "tilelang"))
+
+    def chunk(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, state_indices: Any,
+        has_initial_state: Any, final_state: Any, final_state_indices: Any, cu_seqlens: Any, checkpoint_offsets: Any,
+        checkpoint_slots: Any, out: Any, workspace: Any, scale: Any, null_slot: Any,
+    ) -> None:  # fmt: skip
+        problem = self.problem
+        assert isinstance(problem, ChunkProblem)
+        assert workspace.dtype == torch.uint8 and workspace.numel() >= WORKSPACE_BYTES
+        assert problem.has_mask == (has_initial_state is not None)
+        assert problem.has_checkpoints == (checkpoint_offsets is not None) == (checkpoint_slots is not None)
+        if has_initial_state is not None:
+            assert has_initial_state.dtype == torch.bool and has_initial_state.is_contiguous()
+        if checkpoint_offsets is not None:
+            assert checkpoint_offsets.dtype == torch.int32 and checkpoint_slots.dtype == state_indices.dtype
+        self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
+                     cu_seqlens, out, scale, null_slot)  # fmt: skip
+        count = problem.num_sequences
+        o, state = reference.chunk_gated_delta_rule(
+            q[None], k[None], v[None], None if g is None else g[None], None if beta is None else beta[None], scale,
+            initial_state, problem.has_final_state, problem.use_qk_l2norm, cu_seqlens, state_v_first=problem.state_v_first,
+            use_gate_in_kernel=problem.use_gate, A_log=A_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, state_indices=state_indices,
+            has_initial_state=has_initial_state, final_state_indices=final_state_indices,
+            checkpoint_offsets=None if checkpoint_offsets is None else checkpoint_offsets[:count],
+            checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots[:count], null_slot=null_slot,
+        )  # fmt: skip
+        self._finish(o, state, out, final_state)
+
+    def recurrent(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, state_indices: Any,
+        num_accepted_tokens: Any, final_state: Any, final_state_indices: Any, cu_seqlens: Any, parent_token: Any,
+        rounding_seed: Any, out: Any, scale: Any, null_slot: Any,
+    ) -> None:  # fmt: skip
+        problem = self.problem
+        assert isinstance(problem, RecurrentProblem)
+        assert problem.has_accepted == (num_accepted_tokens is not None)
+        assert problem.has_parent == (parent_token is not None)
+        assert problem.has_rounding == (rounding_seed is not None)
+        if problem.pooled:
+            assert problem.write_every_token == (state_indices.dim() == 2)
+        if num_accepted_tokens is not None:
+            assert num_accepted_tokens.dtype == torch.int32
+        self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
+                     cu_seqlens, out, scale, null_slot)  # fmt: skip
+        o, state = reference.fused_recurrent_gated_delta_rule(
+            q[None], k[None], v[None], None if g is None else g[None], None if beta is None else beta[None], scale,
+            initial_state, None, cu_seqlens, state_indices, num_accepted_tokens, problem.use_qk_l2norm,
+            state_v_first=problem.state_v_first, use_gate_in_kernel=problem.use_gate, A_log=A_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, output_final_state=problem.has_final_state,
+            final_state_indices=final_state_indices, disable_state_update=not problem.has_final_state,
+            parent_token=parent_token, rounding_seed=rounding_seed, null_slot=null_slot,
+        )  # fmt: skip
+        self._finish(o, state, out, final_state)
+
+    def _common(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, state_indices: Any,
+        final_state: Any, final_state_indices: Any, cu_seqlens: Any, out: Any, scale: Any, null_slot: Any,
+    ) -> None:  # fmt: skip
+        p = self.problem
+        self.launches += 1
+        self.tensors = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "initial_state": initial_state, "out": out}
+        length, heads = q.shape[0], p.num_state_heads
+        assert length == p.num_tokens > 0 and cu_seqlens.shape == (p.num_sequences + 1,) and p.num_sequences > 0
+        assert q.shape == (length, p.num_q_heads, p.head_k_dim) and k.shape == (length, p.num_k_heads, p.head_k_dim)
+        assert v.shape == (length, p.num_v_heads, p.head_v_dim) and out.shape == (length, heads, p.head_v_dim)
+        for x in (q, k, v, out):
+            assert str(x.dtype) == f"torch.{p.dtype}" and x.stride(-1) == 1
+            assert x.data_ptr() % 16 == 0
+            assert all(x.stride(i) * x.element_size() % 16 == 0 for i in (0, 1) if x.shape[i] > 1)
+        for x, dtype in ((g, p.gate_dtype), (beta, p.beta_dtype)):
+            assert (x is None) == (dtype is None)
+            if x is not None:
+                assert x.shape == (length, heads) and str(x.dtype) == f"torch.{dtype}"
+        for x in (A_log, dt_bias):
+            assert (x is not None) == p.use_gate
+            if x is not None:
+                assert x.shape == (heads,) and x.dtype == torch.float32 and x.is_contiguous()
+        assert str(cu_seqlens.dtype) == f"torch.{p.cu_seqlens_dtype}" and cu_seqlens.is_contiguous()
+        assert (initial_state is not None) == p.has_initial_state and (final_state is not None) == p.has_final_state
+        inner = (p.head_v_dim, p.head_k_dim) if p.state_v_first else (p.head_k_dim, p.head_v_dim)
+        if initial_state is not None:
+            assert str(initial_state.dtype) == f"torch.{p.state_dtype}" and initial_state.shape[1:] == (heads, *inner)
+            assert initial_state[0].is_contiguous() and initial_state.data_ptr() % 16 == 0
+        assert (state_indices is not None) == p.pooled and (final_state_indices is not None) == p.has_final_indices
+        for x in (state_indices, final_state_indices):
+            if x is not None:
+                assert str(x.dtype) == f"torch.{p.index_dtype}" and x.shape[0] >= p.num_sequences
+        if p.has_final_state and p.pooled:
+            assert final_state is initial_state
+        elif p.has_final_state:
+            assert final_state.shape == (p.num_sequences, heads, *inner) and final_state.dtype == torch.float32
+        assert isinstance(scale, float) and isinstance(null_slot, int)
+
+    def _finish(self, o: Any, state: Any, out: Any, final_state: Any) -> None:
+        out.copy_(o[0])
+        if final_state is not None and final_state is not state:
+            final_state.copy_(state)

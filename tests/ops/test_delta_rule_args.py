@@ -1,0 +1,95 @@
+"""Bad calls of the chunk and the recurrent operator raise, name the argument, and leave everything as it was."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import gdn
+from tests.ops.bad_calls import CHUNK, RECURRENT, Arguments, Bad, check, good_chunk, good_recurrent
+
+
+@pytest.mark.parametrize("bad", CHUNK, ids=lambda bad: bad.name)
+def test_chunk(bad: Bad) -> None:
+    check("chunk_gated_delta_rule", good_chunk(), bad)
+
+
+@pytest.mark.parametrize("bad", RECURRENT, ids=lambda bad: bad.name)
+def test_recurrent(bad: Bad) -> None:
+    check("fused_recurrent_gated_delta_rule", good_recurrent(), bad)
+
+
+def test_the_good_calls_are_good() -> None:
+    for function, arguments in (
+        (gdn.chunk_gated_delta_rule, good_chunk()),
+        (gdn.fused_recurrent_gated_delta_rule, good_recurrent()),
+    ):
+        o, pool = function(**arguments)
+        assert o is arguments["out"] and bool(o.any()) and pool is arguments["initial_state"]
+
+
+def _offsets(*values: int) -> Callable[[Arguments], Arguments]:
+    return lambda a: {"cu_seqlens": torch.tensor(values, dtype=torch.int32)}
+
+
+VALIDATED_CHUNK = [
+    Bad("decreasing", _offsets(0, 4, 3, 6), ValueError, r"^cu_seqlens: expected offsets that never decrease, got 4 then 3"),
+    Bad("first", _offsets(1, 4, 4, 6), ValueError, r"^cu_seqlens: expected a first offset of 0, got 1"),
+    Bad("beyond", _offsets(0, 4, 4, 7), ValueError, r"^cu_seqlens: expected a last offset of at most 6 tokens, got 7"),
+    Bad("slot", lambda a: {"state_indices": torch.tensor([0, 1, 99])}, ValueError, r"^state_indices: expected slots below .*got 99"),
+    Bad(
+        "final_slot", lambda a: {"final_state_indices": torch.tensor([0, 1, 99])}, ValueError,
+        r"^final_state_indices: expected slots below .*got 99",
+    ),
+    Bad(
+        "checkpoint_slot",
+        lambda a: {"checkpoint_offsets": torch.zeros(3, 1).int(), "checkpoint_slots": torch.full((3, 1), 50)}, ValueError,
+        r"^checkpoint_slots: expected slots below .*got 50",
+    ),
+    Bad(
+        "checkpoint_offset",
+        lambda a: {"checkpoint_offsets": torch.full((3, 1), 65), "checkpoint_slots": torch.full((3, 1), -1)}, ValueError,
+        r"^checkpoint_offsets: expected multiples of 64 tokens, or 0, got 65",
+    ),
+]  # fmt: skip
+
+
+def _columns(a: Arguments) -> Arguments:
+    return {"ssm_state_indices": a["ssm_state_indices"][:, None]}
+
+
+VALIDATED_RECURRENT = [
+    Bad("decreasing", _offsets(0, 4, 3, 6), ValueError, r"^cu_seqlens: expected offsets that never decrease, got 4 then 3"),
+    Bad(
+        "slot", lambda a: {"ssm_state_indices": torch.tensor([0, 1, 99])}, ValueError,
+        r"^ssm_state_indices: expected slots below .*got 99",
+    ),
+    Bad(
+        "accepted", lambda a: {**_columns(a), "num_accepted_tokens": torch.tensor([1, 5, 2], dtype=torch.int32)}, ValueError,
+        r"^num_accepted_tokens: expected 1 to 1 .*got 2",  # the 5 belongs to a sequence without tokens
+    ),
+    Bad(
+        "parent", lambda a: {**_columns(a), "parent_token": torch.tensor([-1, 0, 2, -1, 0, 1], dtype=torch.int32)}, ValueError,
+        r"^parent_token: expected -1 or a node before node 2, got 2 at token 2",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", VALIDATED_CHUNK, ids=lambda bad: bad.name)
+def test_validate_chunk(bad: Bad, switch: Callable[..., object]) -> None:
+    switch(GDN_VALIDATE="1")
+    check("chunk_gated_delta_rule", good_chunk(), bad)
+
+
+@pytest.mark.parametrize("bad", VALIDATED_RECURRENT, ids=lambda bad: bad.name)
+def test_validate_recurrent(bad: Bad, switch: Callable[..., object]) -> None:
+    switch(GDN_VALIDATE="1")
+    check("fused_recurrent_gated_delta_rule", good_recurrent(), bad)
+
+
+def test_validate_passes_good_calls_and_null_slots(switch: Callable[..., object]) -> None:
+    switch(GDN_VALIDATE="1")
+    arguments = good_chunk()
+    arguments["state_indices"][2] = -1
+    gdn.chunk_gated_delta_rule(**arguments)
+    gdn.fused_recurrent_gated_delta_rule(**good_recurrent())

@@ -1,0 +1,562 @@
+"""The QSA operators' doors: what is refused, with which words, and that a refused call touches nothing."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gdn
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.runtime import env
+from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+
+FP8 = torch.float8_e4m3fn
+M, NK, H, D = 6, 40, 4, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ragged(dtype="float8_e4m3fn", kv_heads=1):
+    problem = MqaLogitsProblem(H, kv_heads, D, dtype, dtype != "bfloat16", "float32", True, True, "float32", False, M, NK, NK)
+    inputs = make_mqa_inputs(problem)
+    return {
+        "q": inputs.q,
+        "k": inputs.k,
+        "weights": inputs.weights,
+        "cu_seqlen_ks": inputs.cu_seqlen_ks,
+        "cu_seqlen_ke": inputs.cu_seqlen_ke,
+        "k_scale": inputs.k_scale,
+    }, inputs
+
+
+def paged(dtype="float8_e4m3fn", scaled=True, next_n=2):
+    problem = PagedMqaLogitsProblem(H, 1, D, dtype, scaled, "float32", True, True, "float32", 16, next_n, False, 3, 50)
+    inputs = make_paged_inputs(problem, lengths=[50, 7, 0], page_pad_bytes=32)
+    return {
+        "q": inputs.q,
+        "cache": inputs.cache,
+        "weights": inputs.weights,
+        "context_lens": inputs.context_lens,
+        "block_tables": inputs.block_tables,
+        "max_context_len": 50,
+    }, inputs
+
+
+def bad_stride(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, 2, dtype=dtype)[..., 0]
+
+
+RAGGED_REFUSALS = [
+    # argument, what comes, the error, words of its message
+    ("q", lambda a: a["q"].float(), TypeError, ["float8_e4m3fn or bfloat16", "float32"]),
+    ("q", lambda a: a["q"][0], ValueError, ["[M, H, D]", f"[{H}, {D}]"]),
+    ("q", lambda a: bad_stride(M, H, D, dtype=torch.bfloat16), ValueError, ["contiguous last dimension"]),
+    ("q", lambda a: "tensor", TypeError, ["torch.Tensor", "str"]),
+    ("q", lambda a: a["q"].to("meta"), ValueError, []),
+    ("k", lambda a: a["k"].bfloat16(), TypeError, ["float8_e4m3fn", "bfloat16"]),
+    ("k", lambda a: a["k"][..., :32], ValueError, [f"{D}", "32"]),
+    ("k", lambda a: a["k"].expand(NK, 3, D).contiguous(), ValueError, ["multiple of the 3 key heads", "4 heads"]),
+    ("k", lambda a: a["k"].to("meta"), ValueError, ["cpu", "meta"]),
+    ("k", lambda a: None, TypeError, ["NoneType"]),
+    ("k_scale", lambda a: a["k_scale"].double(), TypeError, ["float32", "float64"]),
+    ("k_scale", lambda a: a["k_scale"][:-1], ValueError, [f"[{NK}, 1]", f"[{NK - 1}, 1]"]),
+    ("weights", lambda a: a["weights"][:-1], ValueError, [f"[{M}, {H}]"]),
+    ("weights", lambda a: a["weights"].int(), TypeError, ["float32", "int32"]),
+    ("weights", lambda a: bad_stride(M, H), ValueError, ["contiguous last dimension"]),
+    ("cu_seqlen_ks", lambda a: a["cu_seqlen_ks"].float(), TypeError, ["int32 or int64", "float32"]),
+    ("cu_seqlen_ke", lambda a: a["cu_seqlen_ke"][:-1], ValueError, [f"[{M}]", f"[{M - 1}]"]),
+    ("scale", lambda a: "1", TypeError, ["number", "str"]),
+    ("scale", lambda a: float("nan"), ValueError, ["finite", "nan"]),
+    ("relu", lambda a: 1, TypeError, ["bool", "int"]),
+    ("clean_logits", lambda a: None, TypeError, ["bool", "NoneType"]),
+    ("max_seqlen_k", lambda a: -1, ValueError, [">= 0", "-1"]),
+    ("max_seqlen_k", lambda a: 3.0, TypeError, ["int", "float"]),
+    ("out_dtype", lambda a: torch.float16, TypeError, ["float32 or torch.bfloat16", "float16"]),
+    ("backend", lambda a: "triton", ValueError, ["tilelang", "triton"]),
+]
+
+
+@pytest.mark.parametrize(("argument", "come", "error", "words"), RAGGED_REFUSALS)
+def test_ragged_refusals(argument, come, error, words):
+    arguments, _ = ragged()
+    arguments[argument] = come(arguments)
+    out = torch.full((M, NK), 7.0)
+    with pytest.raises(error) as caught:
+        gdn.mqa_logits(**arguments, out=out)
+    message = str(caught.value)
+    named = argument if argument not in ("k",) or "key heads" not in message else "q"
+    if not (argument == "q" and not words):  # a query elsewhere makes the keys the ones on the wrong device
+        assert message.startswith(f"{named}:") or argument == "backend", message
+    for word in words:
+        assert word in message, message
+    assert bool((out == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("out", "error"),
+    [
+        (torch.zeros(M, NK + 1), ValueError),
+        (torch.zeros(M, NK, dtype=torch.bfloat16), TypeError),
+        (bad_stride(M, NK), ValueError),
+        (torch.zeros(1, NK).expand(M, NK), ValueError),
+        ([0.0], TypeError),
+    ],
+)
+def test_ragged_out_refusals(out, error):
+    arguments, _ = ragged()
+    with pytest.raises(error, match="^out:"):
+        gdn.mqa_logits(**arguments, out=out)
+
+
+def test_bfloat16_keys_take_no_scale():
+    arguments, _ = ragged("bfloat16")
+    with pytest.raises(ValueError, match="^k_scale: expected None"):
+        gdn.mqa_logits(**arguments | {"k_scale": torch.ones(NK)})
+
+
+@pytest.mark.parametrize("backend", ["tilelang", "cute"])
+def test_an_ordered_kernel_needs_a_gpu(backend):
+    arguments, _ = ragged()
+    out = torch.full((M, NK), 7.0)
+    with pytest.raises(ValueError, match="SM90"):
+        gdn.mqa_logits(**arguments, backend=backend, out=out)
+    assert bool((out == 7.0).all())
+
+
+PAGED_REFUSALS = [
+    ("q", lambda a: a["q"][:, 0], ValueError, ["[B, next_n, H, D]"]),
+    ("q", lambda a: a["q"].half(), TypeError, ["float8_e4m3fn or bfloat16"]),
+    ("cache", lambda a: a["cache"][..., :-4], ValueError, [f"{D + 4}", f"{D}"]),
+    ("cache", lambda a: a["cache"].float(), TypeError, ["uint8", "float32"]),
+    ("cache", lambda a: torch.zeros(3, 16, 1, D, dtype=torch.bfloat16), TypeError, ["uint8 or float8_e4m3fn"]),
+    ("cache", lambda a: torch.zeros(3, 6, 1, D + 4, dtype=torch.uint8), ValueError, ["multiple of 4", "6"]),
+    ("cache", lambda a: torch.zeros(3, 1, 16, D + 4, dtype=torch.uint8).transpose(1, 2)[:, ::2], ValueError, ["cache"]),
+    (
+        "cache",
+        lambda a: torch.zeros(9999, dtype=torch.uint8).as_strided((3, 16, 1, D + 4), (16 * 68 + 8, 68, 68, 1)),
+        ValueError,
+        ["multiple of 16 bytes", str(16 * 68 + 8)],
+    ),
+    (
+        "cache",
+        lambda a: torch.zeros(9999, dtype=torch.uint8).as_strided((3, 16, 1, D + 4), (16, 68, 68, 1)),
+        ValueError,
+        ["page stride of at least"],
+    ),
+    ("weights", lambda a: a["weights"][:3], ValueError, [f"[6, {H}]"]),
+    ("context_lens", lambda a: a["context_lens"][:2], ValueError, ["[3]", "[2]"]),
+    ("context_lens", lambda a: torch.zeros(3, 3, dtype=torch.int32), ValueError, ["[3, 2]", "[3, 3]"]),
+    ("context_lens", lambda a: [1, 2, 3], TypeError, ["list"]),
+    ("block_tables", lambda a: a["block_tables"].long(), TypeError, ["int32", "int64"]),
+    ("block_tables", lambda a: a["block_tables"][:2], ValueError, ["[3, max_pages]"]),
+    ("max_context_len", lambda a: torch.tensor(5), TypeError, ["int", "Tensor"]),
+    ("max_context_len", lambda a: -1, ValueError, [">= 0"]),
+    ("scale", lambda a: None, TypeError, ["number"]),
+]
+
+
+@pytest.mark.parametrize(("argument", "come", "error", "words"), PAGED_REFUSALS)
+def test_paged_refusals(argument, come, error, words):
+    arguments, _ = paged()
+    arguments[argument] = come(arguments)
+    out = torch.full((6, 50), 7.0)
+    with pytest.raises(error) as caught:
+        gdn.paged_mqa_logits(**arguments, out=out)
+    message = str(caught.value)
+    assert message.startswith(f"{argument}:"), message
+    for word in words:
+        assert word in message, message
+    assert bool((out == 7.0).all())
+
+
+def test_device_values_are_checked_on_request(monkeypatch):
+    arguments, _ = paged()
+    wrong = arguments | {"block_tables": torch.full_like(arguments["block_tables"], 10**6)}
+    gdn.paged_mqa_logits(**wrong)  # undefined scores, no error: device values are not read
+    monkeypatch.setenv("GDN_VALIDATE", "1")
+    env.reload()
+    gdn.paged_mqa_logits(**arguments)
+    out = torch.full((6, 50), 7.0)
+    with pytest.raises(ValueError, match=r"^block_tables\[0, 0\]: expected a page in \[0, \d+\), got 1000000"):
+        gdn.paged_mqa_logits(**wrong, out=out)
+    assert bool((out == 7.0).all())
+    ragged_arguments, _ = ragged()
+    gdn.mqa_logits(**ragged_arguments)
+    with pytest.raises(ValueError, match="^cu_seqlen_ks: expected starts >= 0, got -1"):
+        gdn.mqa_logits(**ragged_arguments | {"cu_seqlen_ks": torch.full((M,), -1, dtype=torch.int32)})
+    with pytest.raises(ValueError, match=f"^max_seqlen_k: expected at least {NK}"):
+        gdn.mqa_logits(**ragged_arguments, max_seqlen_k=NK - 1)
+    with pytest.raises(ValueError, match="^slot_mapping: expected slots below 32"):
+        gdn.write_indexer_cache(torch.zeros(1, D), torch.zeros(2, 16, D + 4, dtype=torch.uint8), torch.tensor([32]))
+
+
+def test_good_calls_of_every_form():
+    for dtype in ("float8_e4m3fn", "bfloat16"):
+        arguments, inputs = ragged(dtype)
+        exact = exact_mqa_logits(inputs)
+        assert logits_error(gdn.mqa_logits(**arguments), exact, fp8=False) is None
+        long = {name: arguments[name].long() for name in ("cu_seqlen_ks", "cu_seqlen_ke")}
+        assert logits_error(gdn.mqa_logits(**arguments | long, backend="reference"), exact, fp8=False) is None
+    arguments, inputs = ragged()
+    pair = (inputs.k[:, 0], inputs.k_scale[:, 0])
+    ranges = (inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
+    got = gdn.fp8_mqa_logits(inputs.q, pair, inputs.weights, *ranges, clean_logits=True)
+    assert logits_error(got, exact_mqa_logits(inputs), fp8=False) is None
+    got = gdn.fp8_mqa_logits(inputs.q, pair, inputs.weights, *ranges, False, 12)
+    assert logits_error(got, exact_mqa_logits(inputs, max_seqlen_k=12), fp8=False) is None
+    with pytest.raises(TypeError, match="^kv: expected a pair"):
+        gdn.fp8_mqa_logits(inputs.q, inputs.k, inputs.weights, *ranges)
+
+    for dtype, scaled in (("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)):
+        arguments, inputs = paged(dtype, scaled)
+        exact = exact_paged_mqa_logits(inputs)
+        assert logits_error(gdn.paged_mqa_logits(**arguments), exact, fp8=False) is None
+        flat = arguments["cache"].squeeze(2)
+        assert logits_error(gdn.paged_mqa_logits(**arguments | {"cache": flat}), exact, fp8=False) is None
+    arguments, inputs = paged()
+    plan = gdn.get_paged_mqa_logits_metadata(inputs.context_lens, 16, 132)
+    assert plan.shape == (133, 2) and plan.dtype == torch.int32
+    tensors = [arguments[name] for name in ("q", "cache", "weights", "context_lens", "block_tables")]
+    got = gdn.fp8_paged_mqa_logits(*tensors, plan, 50)
+    assert logits_error(got, exact_paged_mqa_logits(inputs), fp8=False) is None
+    assert gdn.fp8_paged_mqa_logits(*tensors).shape == (6, inputs.block_tables.shape[1] * 16)
+    with pytest.raises(ValueError, match="^indices:"):
+        gdn.fp8_paged_mqa_logits(*tensors, plan, 50, False, plan)
+
+
+def test_explain_names_the_reference_on_a_cpu():
+    arguments, _ = ragged()
+    assert gdn.explain("mqa_logits", **arguments).backend == "reference"
+    paged_arguments, _ = paged()
+    assert gdn.explain("paged_mqa_logits", **paged_arguments).backend == "reference"
+    top = {name: arguments[name] for name in ("q", "k", "weights", "cu_seqlen_ks", "cu_seqlen_ke", "k_scale")}
+    assert gdn.explain("indexer_topk", **top, topk=4).op == "mqa_logits"
+
+
+def test_indexer_topk_holds_its_workspace(monkeypatch):
+    """Every step's scores fit the workspace, one buffer serves all steps, and the result is that of one step."""
+    import gdn.ops.indexer_topk as module
+
+    arguments, _ = ragged()
+    whole = gdn.indexer_topk(**arguments, topk=8)
+    logits = gdn.mqa_logits(**arguments)
+    ranges = (arguments["cu_seqlen_ks"], arguments["cu_seqlen_ke"])
+    assert torch.equal(whole, gdn.topk_indices(logits, 8, *ranges))
+    sizes, buffers = [], set()
+    plain = module.mqa_logits
+
+    def spy(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        sizes.append(result.numel() * result.element_size())
+        buffers.add(result.data_ptr())
+        return result
+
+    monkeypatch.setattr(module, "mqa_logits", spy)
+    limit = 2 * NK * 4
+    assert torch.equal(gdn.indexer_topk(**arguments, topk=8, workspace_bytes=limit), whole)
+    assert sizes == [limit] * 3 and len(buffers) == 1
+    assert torch.equal(gdn.indexer_topk(**arguments, topk=8, max_seqlen_k=NK), whole)
+    with pytest.raises(ValueError, match=f"^workspace_bytes: expected at least {NK * 4}"):
+        gdn.indexer_topk(**arguments, topk=8, workspace_bytes=NK * 4 - 1)
+
+    monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "1")
+    env.reload()
+    long = make_mqa_inputs(MqaLogitsProblem(1, 1, 64, "bfloat16", False, None, True, True, "float32", False, 9, 60_000, 60_000))
+    sizes.clear()
+    gdn.indexer_topk(long.q, long.k, None, long.cu_seqlen_ks, long.cu_seqlen_ke, 8)
+    assert sizes == [4 * 60_000 * 4] * 2 + [60_000 * 4]
+
+    with pytest.raises(TypeError, match="^out:"):
+        gdn.indexer_topk(**arguments, topk=8, out=torch.zeros(M, 8))
+    with pytest.raises(TypeError, match="^topk:"):
+        gdn.indexer_topk(**arguments, topk=8.0)
+
+
+def test_paged_indexer_topk_in_steps():
+    arguments, inputs = paged()
+    del arguments["max_context_len"]
+    whole = gdn.paged_indexer_topk(**arguments, topk=5)
+    width = inputs.block_tables.shape[1] * 16
+    stepped = gdn.paged_indexer_topk(**arguments, topk=5, workspace_bytes=2 * width * 4)
+    assert torch.equal(whole, stepped)
+    logits = gdn.paged_mqa_logits(**arguments, max_context_len=50)
+    assert torch.equal(whole[:4], gdn.topk_indices(logits, 5)[:4])
+    with pytest.raises(ValueError, match="^workspace_bytes:"):
+        gdn.paged_indexer_topk(**arguments, topk=5, workspace_bytes=2 * width * 4 - 1)
+
+
+def attention():
+    cache = torch.randn(4, 16, 2, 32).bfloat16()
+    return {
+        "q": torch.randn(3, 4, 32).bfloat16(),
+        "kv_cache": (cache, cache),
+        "topk_indices": torch.zeros(3, 5, dtype=torch.int32),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 2, 3], dtype=torch.int32),
+        "seq_lens": torch.tensor([9, 4], dtype=torch.int32),
+    }
+
+
+OTHER_REFUSALS = [
+    ("topk_indices", {"logits": torch.zeros(3, 4, dtype=torch.int32), "k": 2}, TypeError, "logits:"),
+    ("topk_indices", {"logits": torch.zeros(3), "k": 2}, ValueError, "logits:"),
+    ("topk_indices", {"logits": torch.zeros(3, 4), "k": -1}, ValueError, "k:"),
+    (
+        "topk_indices",
+        {"logits": torch.zeros(3, 4), "k": 2, "row_ends": torch.zeros(2, dtype=torch.int32)},
+        ValueError,
+        "row_ends:",
+    ),
+    ("topk_indices", {"logits": torch.zeros(3, 4), "k": 2, "sorted_by": "value"}, ValueError, "sorted_by:"),
+    ("topk_indices", {"logits": torch.zeros(3, 4), "k": 2, "out": torch.zeros(3, 2)}, TypeError, "out:"),
+    ("topk_indices", {"logits": torch.zeros(3, 4), "k": 2, "backend": "cute"}, ValueError, "backend: 'cute'"),
+    ("expand_topk_groups", {"group_indices": torch.zeros(3, 2), "positions": torch.zeros(3).int()}, TypeError, "group_indices:"),
+    (
+        "expand_topk_groups",
+        {"group_indices": torch.zeros(3, 2).int(), "positions": torch.zeros(2).int()},
+        ValueError,
+        "positions:",
+    ),
+    ("quantize_fp8", {"x": torch.zeros(2, 192)}, ValueError, "x: expected a last dimension that is a multiple"),
+    ("quantize_fp8", {"x": torch.zeros(2, 64).int()}, TypeError, "x:"),
+    (
+        "write_indexer_cache",
+        {"k": torch.zeros(2, 32), "cache": torch.zeros(2, 16, 32), "slot_mapping": torch.zeros(2).long()},
+        TypeError,
+        "cache:",
+    ),
+    (
+        "write_indexer_cache",
+        {"k": torch.zeros(2, 2, 32), "cache": torch.zeros(2, 16, 36).byte(), "slot_mapping": torch.zeros(2).long()},
+        ValueError,
+        "k: expected 1 key heads",
+    ),
+    (
+        "write_indexer_cache",
+        {"k": torch.zeros(2, 32), "cache": torch.zeros(2, 16, 36).byte(), "slot_mapping": torch.zeros(3).long()},
+        ValueError,
+        "slot_mapping:",
+    ),
+    (
+        "gather_indexer_cache",
+        {"cache": torch.zeros(2, 16, 36).byte(), "block_tables": torch.zeros(2, 1).int(), "cu_seqlens": torch.zeros(2).int()},
+        ValueError,
+        "block_tables:",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "error", "message"), OTHER_REFUSALS)
+def test_other_refusals(function, arguments, error, message):
+    with pytest.raises(error, match="^" + message):
+        getattr(gdn, function)(**arguments)
+
+
+ATTENTION_REFUSALS = [
+    ("q", lambda a: a["q"].int(), TypeError, "q:"),
+    ("q", lambda a: a["q"][:, :3], ValueError, "q: expected a number of heads"),
+    ("kv_cache", lambda a: a["kv_cache"][0], ValueError, "kv_cache:"),
+    ("kv_cache", lambda a: None, TypeError, "kv_cache:"),
+    ("kv_cache", lambda a: (a["kv_cache"][0], a["kv_cache"][1].half()), TypeError, r"kv_cache\[1\]:"),
+    ("topk_indices", lambda a: a["topk_indices"][:2], ValueError, "topk_indices:"),
+    ("block_tables", lambda a: a["block_tables"][:1], ValueError, "block_tables:"),
+    ("query_start_loc", lambda a: a["query_start_loc"][:2], ValueError, "query_start_loc:"),
+    ("seq_lens", lambda a: a["seq_lens"].float(), TypeError, "seq_lens:"),
+    ("topk_length", lambda a: torch.zeros(2).int(), ValueError, "topk_length:"),
+    ("scale", lambda a: float("inf"), ValueError, "scale:"),
+    ("backend", lambda a: "tilelang", ValueError, "backend: 'tilelang'"),
+]
+
+
+@pytest.mark.parametrize(("argument", "come", "error", "message"), ATTENTION_REFUSALS)
+def test_attention_refusals(argument, come, error, message):
+    arguments = attention()
+    assert gdn.sparse_attention(**arguments).shape == (3, 4, 32)
+    arguments[argument] = come(arguments)
+    out = torch.full((3, 4, 32), 7.0).bfloat16()
+    with pytest.raises(error, match="^" + message):
+        gdn.sparse_attention(**arguments, out=out)
+    assert bool((out == 7.0).all())
+
+
+def test_attention_values_are_checked_on_request(monkeypatch):
+    monkeypatch.setenv("GDN_VALIDATE", "1")
+    env.reload()
+    arguments = attention()
+    gdn.sparse_attention(**arguments)
+    with pytest.raises(ValueError, match="^query_start_loc:"):
+        gdn.sparse_attention(**arguments | {"query_start_loc": torch.tensor([0, 3, 2])})
+    with pytest.raises(ValueError, match="^seq_lens:"):
+        gdn.sparse_attention(**arguments | {"seq_lens": torch.tensor([1, 4])})
+    with pytest.raises(ValueError, match=r"^block_tables\[1, 0\]:"):
+        gdn.sparse_attention(**arguments | {"block_tables": torch.tensor([[0, 0], [4, 0]], dtype=torch.int32)})
+
+
+def prepare_arguments():
+    return {
+        "q": torch.randn(2, 3, 32).bfloat16(),
+        "k": torch.randn(2, 32).bfloat16(),
+        "weights": torch.randn(2, 3),
+        "positions": torch.tensor([4, 5]),
+        "cos_sin": torch.randn(8, 16),
+        "q_norm": torch.zeros(32),
+        "k_norm": torch.zeros(32),
+        "cache": torch.full((1, 16, 36), 7, dtype=torch.uint8),
+        "slot_mapping": torch.tensor([0, 1]),
+        "rotary_dim": 16,
+    }
+
+
+PREPARE_REFUSALS = [
+    ("q", lambda a: a["q"][0], ValueError),
+    ("k", lambda a: a["k"][:1], ValueError),
+    ("k", lambda a: None, TypeError),
+    ("weights", lambda a: a["weights"][:, :2], ValueError),
+    ("positions", lambda a: a["positions"].float(), TypeError),
+    ("cos_sin", lambda a: a["cos_sin"][:, :8], ValueError),
+    ("q_norm", lambda a: a["q_norm"][:4], ValueError),
+    ("k_norm", lambda a: a["k_norm"].int(), TypeError),
+    ("cache", lambda a: a["cache"][..., :32], ValueError),
+    ("slot_mapping", lambda a: a["slot_mapping"][:1], ValueError),
+    ("rotary_dim", lambda a: 33, ValueError),
+    ("fp8", lambda a: False, ValueError),
+    ("eps", lambda a: "small", TypeError),
+]
+
+
+@pytest.mark.parametrize(("argument", "come", "error"), PREPARE_REFUSALS)
+def test_prepare_refusals(argument, come, error):
+    arguments = prepare_arguments()
+    arguments[argument] = come(arguments)
+    with pytest.raises(error, match=f"^{argument}:"):
+        gdn.prepare_indexer(**arguments)
+    cache = arguments["cache"]
+    assert argument == "cache" or bool((cache == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("argument", "come", "error"),
+    [
+        ("ring", lambda a: a["ring"][:, :6], ValueError),
+        ("ring", lambda a: a["ring"].float(), TypeError),
+        ("ring_slots", lambda a: a["ring_slots"][:1], ValueError),
+        ("ratio", lambda a: 0, ValueError),
+        ("positions", lambda a: a["positions"][:1], ValueError),
+        ("raw_k", lambda a: a["raw_k"].int(), TypeError),
+    ],
+)
+def test_compress_refusals(argument, come, error):
+    plain = prepare_arguments()
+    arguments = {name: plain[name] for name in ("positions", "cos_sin", "k_norm", "cache", "slot_mapping", "rotary_dim")}
+    arguments |= {"raw_k": plain["k"], "ring": torch.full((2, 8, 32), 7.0).bfloat16(), "ring_slots": torch.tensor([1, 1])}
+    ring = arguments["ring"]
+    arguments[argument] = come(arguments)
+    with pytest.raises(error, match=f"^{argument}:"):
+        gdn.compress_indexer_keys(**arguments)
+    assert bool((ring == 7).all()) and bool((arguments["cache"] == 7).all())
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
+def test_torch_compile_of_the_logits():
+    arguments, inputs = ragged()
+    exact = exact_mqa_logits(inputs, scale=0.5)
+
+    @compiled
+    def new(arguments):
+        return gdn.mqa_logits(**arguments, scale=0.5) * 1.0
+
+    @compiled
+    def into(arguments, out):
+        return gdn.mqa_logits(**arguments, scale=0.5, out=out), out + 0.0
+
+    assert logits_error(new(arguments), exact, fp8=False) is None
+    out = torch.full((M, NK), torch.nan)
+    for result in (*into(arguments, out), out):
+        assert logits_error(result, exact, fp8=False) is None
+
+    arguments, inputs = paged()
+    exact = exact_paged_mqa_logits(inputs)
+
+    @compiled
+    def paged_new(arguments):
+        return gdn.paged_mqa_logits(**arguments) * 1.0
+
+    @compiled
+    def paged_into(arguments, out):
+        return gdn.paged_mqa_logits(**arguments, out=out), out + 0.0
+
+    assert logits_error(paged_new(arguments), exact, fp8=False) is None
+    out = torch.full((6, 50), torch.nan)
+    for result in (*paged_into(arguments, out), out):
+        assert logits_error(result, exact, fp8=False) is None
+
+
+def test_torch_compile_of_the_rest():
+    arguments, _ = ragged()
+    paged_arguments, inputs = paged()
+    del paged_arguments["max_context_len"]
+    prepare_args, attend = prepare_arguments(), attention()
+
+    @compiled
+    def everything(arguments, paged_arguments, prepare_args, attend, bounds):
+        picked = gdn.indexer_topk(**arguments, topk=4)
+        paged_picked = gdn.paged_indexer_topk(**paged_arguments, topk=4)
+        groups = gdn.expand_topk_groups(picked, arguments["cu_seqlen_ke"])
+        scores = gdn.topk_indices(arguments["weights"], 2, sorted_by="score")
+        values, scale = gdn.quantize_fp8(arguments["weights"])
+        q, weights = gdn.prepare_indexer(**prepare_args)
+        gdn.write_indexer_cache(prepare_args["k"], prepare_args["cache"], prepare_args["slot_mapping"] + 2)
+        k, k_scale = gdn.gather_indexer_cache(paged_arguments["cache"], paged_arguments["block_tables"], bounds, num_rows=9)
+        o, lse = gdn.sparse_attention(**attend, return_lse=True)
+        return picked, paged_picked, groups, scores, values, scale, q, weights, k, k_scale, o, lse
+
+    bounds = torch.tensor([0, 4, 7, 9])
+    eager_args = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in prepare_args.items()}
+    got = everything(arguments, paged_arguments, prepare_args, attend, bounds)
+    want = [
+        picked := gdn.indexer_topk(**arguments, topk=4),
+        gdn.paged_indexer_topk(**paged_arguments, topk=4),
+        gdn.expand_topk_groups(picked, arguments["cu_seqlen_ke"]),
+        gdn.topk_indices(arguments["weights"], 2, sorted_by="score"),
+        *gdn.quantize_fp8(arguments["weights"]),
+        *gdn.prepare_indexer(**eager_args),
+        *gdn.gather_indexer_cache(inputs.cache, inputs.block_tables, bounds, num_rows=9),
+        *gdn.sparse_attention(**attend, return_lse=True),
+    ]
+    gdn.write_indexer_cache(eager_args["k"], eager_args["cache"], eager_args["slot_mapping"] + 2)
+    assert torch.equal(prepare_args["cache"], eager_args["cache"])
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.float().nan_to_num(-7), b.float().nan_to_num(-7))
+
+
+def test_import_of_the_operators_loads_no_dsl():
+    code = (
+        "import sys, gdn; gdn.mqa_logits, gdn.paged_mqa_logits, gdn.indexer_topk, gdn.sparse_attention, gdn.prepare_indexer;"
+        "assert not {'tilelang', 'cutlass', 'kernels_tl', 'kernels_cute'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_inputs_survive_a_call():
+    """Operators write their output and nothing else."""
+    arguments, inputs = ragged()
+    before = dataclasses.replace(inputs, **{f.name: getattr(inputs, f.name).clone() for f in dataclasses.fields(inputs)})
+    gdn.mqa_logits(**arguments)
+    gdn.indexer_topk(**arguments, topk=3)
+    for f in dataclasses.fields(inputs):
+        a, b = getattr(inputs, f.name), getattr(before, f.name)
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,253 @@
+"""gdn.explain: for every public function, what a call would run; nothing runs, nothing is written."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn.device import H100
+from gdn.runtime import compiled, devices, env, registry
+
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+T, H, HV, D, SLOTS, PAGE = 6, 2, 4, 64, 5, 16
+
+
+def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def arange(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=I32)
+
+
+def delta_rule() -> dict[str, Any]:
+    return {
+        "q": ones(1, T, H, D),
+        "k": ones(1, T, H, D),
+        "v": ones(1, T, HV, D),
+        "g": -ones(1, T, HV, dtype=F32),
+        "beta": ones(1, T, HV, dtype=F32),
+        "initial_state": ones(SLOTS, HV, D, D, dtype=F32),
+        "cu_seqlens": torch.tensor([0, 2, T], dtype=I32),
+    }
+
+
+def logits() -> dict[str, Any]:
+    return {"q": ones(T, H, D), "k": ones(T, D), "weights": ones(T, H), "cu_seqlen_ks": arange(T), "cu_seqlen_ke": arange(T) + 1}
+
+
+def fp8_logits() -> dict[str, Any]:
+    kv = (ones(T, D).to(torch.float8_e4m3fn), ones(T, dtype=F32))
+    values = {name: value for name, value in logits().items() if name != "k"}
+    return {**values, "q": ones(T, H, D).to(torch.float8_e4m3fn), "kv": kv, "weights": ones(T, H, dtype=F32)}
+
+
+def paged() -> dict[str, Any]:
+    return {
+        "q": ones(2, 1, H, D),
+        "cache": ones(SLOTS, PAGE, D),
+        "weights": ones(2, H),
+        "context_lens": arange(2) + 3,
+        "block_tables": arange(4).view(2, 2),
+    }
+
+
+def fp8_paged() -> dict[str, Any]:
+    cache = torch.zeros(SLOTS, PAGE, 1, D + 4, dtype=torch.uint8)
+    q = ones(2, 1, H, D).to(torch.float8_e4m3fn)
+    return {**paged(), "q": q, "weights": ones(2, H, dtype=F32), "cache": cache, "max_context_len": 2 * PAGE}
+
+
+def decode() -> dict[str, Any]:
+    channels = 2 * H * D + HV * D
+    return {
+        "mixed_qkv": ones(2, channels),
+        "z": ones(2, HV, D),
+        "b": ones(2, HV),
+        "a": ones(2, HV),
+        "conv_state": ones(SLOTS, channels, 3),
+        "conv_weight": ones(channels, 4),
+        "A_log": ones(HV, dtype=F32),
+        "dt_bias": ones(HV, dtype=F32),
+        "norm_weight": ones(D),
+        "ssm_state": ones(SLOTS, HV, D, D, dtype=F32),
+        "state_indices": arange(2),
+        "num_k_heads": H,
+        "head_k_dim": D,
+        "head_v_dim": D,
+    }
+
+
+def indexer() -> dict[str, Any]:
+    return {
+        "positions": arange(T),
+        "cos_sin": ones(32, 32, dtype=F32),
+        "k_norm": ones(D),
+        "cache": ones(SLOTS, PAGE, 1, D),
+        "slot_mapping": arange(T),
+        "rotary_dim": 32,
+    }
+
+
+def attention() -> dict[str, Any]:
+    return {
+        "q": ones(T, H, D),
+        "kv_cache": (ones(SLOTS, PAGE, 1, D), ones(SLOTS, PAGE, 1, D)),
+        "topk_indices": arange(T).view(T, 1),
+        "block_tables": arange(4).view(2, 2),
+        "query_start_loc": torch.tensor([0, 2, T], dtype=I32),
+        "seq_lens": torch.tensor([2, 4], dtype=I32),
+    }
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "chunk_gated_delta_rule": lambda: {**delta_rule(), "state_indices": arange(2)},
+    "fused_recurrent_gated_delta_rule": lambda: {**delta_rule(), "ssm_state_indices": arange(2)},
+    "fused_gdn_decode": decode,
+    "fused_gdn_gating": lambda: {"A_log": ones(HV), "a": ones(T, HV), "b": ones(T, HV), "dt_bias": ones(HV)},
+    "fused_qkvzba_split_reshape_cat": lambda: {
+        "mixed_qkvz": ones(T, 2 * H * D + 2 * HV * D),
+        "mixed_ba": ones(T, 2 * HV),
+        "num_heads_qk": H,
+        "num_heads_v": HV,
+        "head_qk": D,
+        "head_v": D,
+    },
+    "causal_conv1d_fn": lambda: {"x": ones(T, D), "weight": ones(D, 4)},
+    "causal_conv1d_update": lambda: {"x": ones(2, D), "conv_state": ones(2, D, 3), "weight": ones(D, 4)},
+    "rms_norm_gated": lambda: {"x": ones(T, D), "z": ones(T, D), "weight": ones(D)},
+    "quantize_fp8": lambda: {"x": ones(T, 128)},
+    "write_indexer_cache": lambda: {"k": ones(T, D), "cache": ones(SLOTS, PAGE, 1, D), "slot_mapping": arange(T)},
+    "prepare_indexer": lambda: {
+        **indexer(), "q": ones(T, H, D), "k": ones(T, D), "weights": ones(T, H), "q_norm": ones(D),
+    },
+    "compress_indexer_keys": lambda: {
+        **indexer(), "raw_k": ones(T, D), "ring": ones(SLOTS, 8, D), "ring_slots": arange(T) * 0,
+    },
+    "gather_indexer_cache": lambda: {
+        "cache": ones(SLOTS, PAGE, 1, D), "block_tables": arange(4).view(2, 2), "cu_seqlens": torch.tensor([0, 2, T], dtype=I32),
+    },
+    "expand_topk_groups": lambda: {"group_indices": arange(T).view(T, 1), "positions": arange(T)},
+    "mqa_logits": logits,
+    "fp8_mqa_logits": fp8_logits,
+    "paged_mqa_logits": lambda: {**paged(), "max_context_len": 2 * PAGE},
+    "fp8_paged_mqa_logits": fp8_paged,
+    "topk_indices": lambda: {"logits": ones(T, 9, dtype=F32), "k": 2},
+    "indexer_topk": lambda: {**logits(), "topk": 2},
+    "paged_indexer_topk": lambda: {**paged(), "topk": 2},
+    "sparse_attention": attention,
+}  # fmt: skip
+
+
+def test_every_operator_is_called_here():
+    assert set(CALLS) == {name for operator in registry.OPERATORS.values() for name in operator.functions}
+
+
+def call(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    arguments = CALLS[name]()
+    if name == "fp8_mqa_logits":  # the pair's name is not fixed: all of them by position
+        order = ("q", "kv", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+        return tuple(arguments[key] for key in order), {}
+    return (), arguments
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return all(map(same, a, b)) if isinstance(a, tuple) else a == b
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.MonkeyPatch):
+    import gdn.reference
+
+    args, kwargs = call(name)
+    before = copy.deepcopy((args, kwargs))
+
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the reference ran")
+
+    modules = {"delta_rule", "steps", "conv", "logits", "topk", "indexer", "attention"}
+    for place in [gdn.reference, *(getattr(gdn.reference, module) for module in modules)]:
+        if hasattr(place, name):
+            monkeypatch.setattr(place, name, forbidden)
+    answer = gdn.explain(name, *args, **kwargs)
+    assert (answer.function, answer.backend, answer.config, answer.config_source) == (name, "reference", None, "none")
+    operator = registry.operator(name)
+    assert answer.op in (operator.name, *operator.composed_of)
+    kernels = registry.operator(answer.op).modules
+    assert answer.decided_by == ("no SM90 (Hopper) GPU" if kernels else "no kernel yet")
+    assert {backend for backend, _ in answer.refusals} == set(kernels)
+    assert str(answer).startswith(name) and "reference" in str(answer)
+    assert all(same(args[i], before[0][i]) for i in range(len(args)))
+    assert all(same(kwargs[key], before[1][key]) for key in kwargs)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_arguments_are_a_valid_call(name: str):
+    """Else the test above would explain calls that nobody can make."""
+    args, kwargs = call(name)
+    getattr(gdn, name)(*args, **kwargs)
+
+
+def test_functions_and_short_names():
+    by_name = gdn.explain("chunk_gated_delta_rule", **CALLS["chunk_gated_delta_rule"]())
+    assert gdn.explain(gdn.chunk_gated_delta_rule, **CALLS["chunk_gated_delta_rule"]()) == by_name
+    assert gdn.explain("chunk", **CALLS["chunk_gated_delta_rule"]()) == by_name
+    assert by_name.problem is not None and by_name.problem.num_tokens == T
+    for wrong in ("chunked", print):
+        with pytest.raises(ValueError, match="op: expected one of chunk, recurrent"):
+            gdn.explain(wrong)
+
+
+def test_arguments_are_validated_as_by_a_call():
+    arguments = CALLS["chunk_gated_delta_rule"]()
+    with pytest.raises(TypeError):
+        gdn.explain("chunk", arguments["q"])
+    with pytest.raises((TypeError, ValueError), match="^v: expected"):
+        gdn.explain("chunk", **{**arguments, "v": ones(1, T + 1, HV, D)})
+    with pytest.raises(ValueError, match="'tilelang' was ordered for chunk .* requires an SM90 .Hopper. GPU, got device cpu"):
+        gdn.explain("chunk", **arguments, backend="tilelang")
+
+
+def test_switches_are_shown(switch: Callable[..., env.Switches]):
+    switch(VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang", VLLM_QSA_PREFILL_ATTN_BACKEND="fa3")
+    answer = gdn.explain("recurrent", **CALLS["fused_recurrent_gated_delta_rule"]())
+    assert answer.switches == ("VLLM_GDN_USE_BLADNN=1", "GDN_BACKEND=tilelang")
+    assert answer.backend == "reference" and "overrides" in answer.notes[0] and "prefers cute" in answer.notes[1]
+    assert "switches: VLLM_GDN_USE_BLADNN=1, GDN_BACKEND=tilelang" in str(answer)
+    assert gdn.explain("sparse_attention", **attention()).switches == ("GDN_BACKEND=tilelang",)
+
+
+def test_a_composed_function_names_the_kernel_that_it_runs():
+    answer = gdn.explain("indexer_topk", **CALLS["indexer_topk"]())
+    assert (answer.function, answer.op) == ("indexer_topk", "mqa_logits")
+    assert str(answer).startswith("indexer_topk through mqa_logits: reference")
+
+
+@pytest.fixture
+def as_if_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "describe", lambda device: (H100, "NVIDIA H100 (SM90)"))
+
+
+@pytest.mark.parametrize("op", [op for op in registry.OPERATORS.values() if op.modules], ids=lambda op: op.name)
+def test_on_an_h100_each_backend_can_be_ordered(as_if_h100: None, op: registry.Operator):
+    before = compiled.compilations()
+    for backend in op.modules:
+        args, kwargs = call(op.functions[0])
+        answer = gdn.explain(op.functions[0], *args, **kwargs, backend=backend)
+        assert (answer.backend, answer.decided_by) == (backend, "the argument")
+        assert answer.config is not None and answer.config_source in ("table", "default")
+        assert str(answer.config) in str(answer)
+    assert compiled.compilations() == before
+
+
+def test_on_an_h100_an_unserved_problem_says_why(as_if_h100: None):
+    arguments = {**delta_rule(), "q": ones(1, T, H, 48), "k": ones(1, T, H, 48), "initial_state": None}
+    answer = gdn.explain("chunk", **arguments)
+    assert answer.backend == "reference" and "requires" in dict(answer.refusals)["tilelang"] and "48" in str(answer)
+    with pytest.raises(ValueError, match="requires .* got .*48"):
+        gdn.explain("chunk", **arguments, backend="tilelang")

@@ -1,0 +1,33 @@
+"""`import gdn` is light, and so is everything that is not yet needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_import_is_light():
+    """Neither a DSL, nor CUDA, nor more than 0.3 s of processor time beyond torch; also with the operators loaded."""
+    out = run(
+        """
+import sys, time, torch
+start = time.process_time()
+import gdn
+seconds = time.process_time() - start
+assert "gdn.runtime" not in sys.modules
+for name in gdn.__all__:
+    getattr(gdn, name)
+heavy = [name for name in sys.modules if name.split(".")[0] in ("tilelang", "cutlass", "tvm", "kernels_tl", "kernels_cute")]
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+print(seconds)
+"""
+    )
+    assert float(out) < 0.3

@@ -1,0 +1,256 @@
+"""prepare: from switches, tables and a kernel module to something that launches; memoised, and forgotten on reload."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gdn import runtime
+from gdn.device import H100
+from gdn.runtime import compiled, devices, env, registry, select, toolchain, tuned
+from tests.runtime import fake_kernel
+from tests.runtime.fake_kernel import Config, FakeProblem
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def a_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As if the CPU were an H100, the recurrent operator had the fake kernel on both backends, and no table shipped."""
+    fakes = {"tilelang": fake_kernel.__name__, "cute": fake_kernel.__name__}
+    monkeypatch.setitem(
+        registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes)
+    )
+    monkeypatch.setattr(devices, "describe", lambda device: (H100, "NVIDIA H100 (SM90)"))
+    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
+    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    compiled.forget()
+    runtime.candidates.cache_clear()
+    yield
+    runtime.candidates.cache_clear()
+    compiled.forget()
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> FakeProblem:
+    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 100)
+
+
+def store(folder: Path, backend: str, problem: FakeProblem, *entries: tuple[int, int, float]) -> None:
+    """Entries are (num_tokens, tile, time_us)."""
+    header = tuned.Header(
+        device="h100", op="recurrent", backend=backend, date="2026-11-20", versions={}, kernel_source="of another day"
+    )
+    rows = [
+        tuned.Entry(sizes={"num_tokens": tokens}, config={"tile": tile, "wide": False}, time_us=time_us)
+        for tokens, tile, time_us in entries
+    ]
+    group = tuned.Group(static=problem.static_fields(), entries=rows)
+    tuned.write(tuned.table_path(folder, "h100", "recurrent", backend), tuned.Table(header=header, groups=[group]))
+
+
+def test_prepare_and_launch(problem: FakeProblem):
+    prepared = runtime.prepare(problem, CPU, None)
+    assert (prepared.backend, prepared.config, prepared.workspace_bytes) == ("tilelang", Config(64, False), 6400)
+    assert prepared.choice.config_source == "default"
+    results: list[int] = []
+    assert prepared.launch is not None
+    prepared.launch(results, 3)
+    assert results == [192, 1920]
+
+
+def test_repeats_are_remembered(problem: FakeProblem):
+    first = runtime.prepare(problem, CPU, None)
+    assert runtime.prepare(dataclasses.replace(problem), CPU, None) is first
+    before = compiled.compilations()
+    other = runtime.prepare(problem.sizes_only(101), CPU, None)
+    assert other is not first and other.workspace_bytes == 6464
+    assert compiled.compilations() == before  # the same kernel
+    assert runtime.prepare(problem, CPU, "cute").backend == "cute"
+    assert runtime.prepare(problem, CPU, None) is first
+
+
+def test_the_memory_of_decisions_is_bounded(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime, "_MEMO_LIMIT", 8)
+    env.reload()
+    for num_tokens in range(64, 94):
+        runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
+    assert len(runtime._memo) == 8
+    assert runtime.prepare(problem.sizes_only(93), CPU, None) is runtime.prepare(problem.sizes_only(93), CPU, None)
+
+
+def test_reload_changes_what_runs(problem: FakeProblem, switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch):
+    assert runtime.prepare(problem, CPU, None).backend == "tilelang"
+    monkeypatch.setenv("VLLM_GDN_USE_BLADNN", "1")
+    assert runtime.prepare(problem, CPU, None).backend == "tilelang"  # not read yet
+    switch(VLLM_GDN_USE_BLADNN="1")
+    assert runtime.prepare(problem, CPU, None).backend == "cute"
+    switch(GDN_BACKEND_RECURRENT="reference")
+    prepared = runtime.prepare(problem, CPU, None)
+    assert (prepared.backend, prepared.launch, prepared.config) == ("reference", None, None)
+
+
+def test_launches_go_to_the_tensors_device(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch):
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def device(index: int):
+        entered.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index in (0, 1):
+        prepared = runtime.prepare(problem, torch.device("cuda", index), None)
+        results: list[int] = []
+        assert prepared.launch is not None
+        prepared.launch(results, 1)
+        assert results == [64, 640]
+    assert entered == [1]
+    assert runtime.prepare(problem, torch.device("cuda"), None) is runtime.prepare(problem, torch.device("cuda", 0), None)
+
+
+def test_refusals_of_the_module(problem: FakeProblem):
+    odd = dataclasses.replace(problem, head_dim=96)
+    prepared = runtime.prepare(odd, CPU, None)
+    assert prepared.backend == "reference"
+    assert dict(prepared.choice.refusals)["cute"] == "requires head_dim 64 or 128, got 96"
+    with pytest.raises(ValueError, match="by the argument., but it requires head_dim 64 or 128, got 96"):
+        runtime.prepare(odd, CPU, "cute")
+
+
+def test_tables_decide(problem: FakeProblem, switch: Callable[..., env.Switches], tmp_path: Path):
+    store(tuned.SHIPPED, "tilelang", problem, (1, 1, 5.0), (128, 2, 50.0))
+    store(tuned.SHIPPED, "cute", problem, (1, 3, 7.0), (128, 4, 20.0))
+    env.reload()
+    small, large = runtime.prepare(problem.sizes_only(2), CPU, None), runtime.prepare(problem, CPU, None)
+    assert (small.backend, small.config.tile) == ("tilelang", 1)
+    assert (large.backend, large.config.tile) == ("cute", 4)
+    assert small.choice.decided_by == large.choice.decided_by == "tuned table"
+    assert runtime.prepare(problem, CPU, "tilelang").config.tile == 2
+    store(tmp_path / "own", "tilelang", problem, (128, 8, 1.0))
+    switch(GDN_TUNED_DIR=str(tmp_path / "own"))
+    prepared = runtime.prepare(problem, CPU, None)
+    assert (prepared.backend, prepared.config.tile) == ("tilelang", 8)
+    switch(GDN_TUNED="off")
+    assert runtime.prepare(problem, CPU, None).config == Config(64, False)
+
+
+def test_strict(problem: FakeProblem, switch: Callable[..., env.Switches]):
+    switch(GDN_TUNED="strict")
+    with pytest.raises(select.MissingTunedEntry):
+        runtime.prepare(problem, CPU, None)
+    store(tuned.SHIPPED, "cute", problem, (1, 200, 5.0))  # the kernel no longer takes this tile
+    env.reload()
+    with pytest.raises(select.MissingTunedEntry):
+        runtime.prepare(problem, CPU, None)
+    store(tuned.SHIPPED, "cute", problem, (1, 100, 5.0))
+    env.reload()
+    assert runtime.prepare(problem, CPU, None).config.tile == 100
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+def test_batch_invariance(problem: FakeProblem, switch: Callable[..., env.Switches], with_table: bool):
+    if with_table:
+        store(tuned.SHIPPED, "tilelang", problem, (1, 1, 5.0), (8192, 2, 50.0))
+        store(tuned.SHIPPED, "cute", problem, (1, 3, 1.0), (8192, 4, 60.0))
+    sizes = (1, 16, 100, 100_000)
+    env.reload()
+    free = {(p.backend, p.config) for p in (runtime.prepare(problem.sizes_only(n), CPU, None) for n in sizes)}
+    assert len(free) == 2
+    switch(GDN_BATCH_INVARIANT="1")
+    prepared = [runtime.prepare(problem.sizes_only(n), CPU, None) for n in sizes]
+    assert {(p.backend, p.config.tile) for p in prepared} == {("tilelang", 2 if with_table else 64)}
+    assert [p.workspace_bytes for p in prepared] == [n * prepared[0].config.tile for n in sizes]  # of the real sizes
+
+
+def test_a_given_config(problem: FakeProblem):
+    prepared = runtime.prepare(problem, CPU, "cute", config=Config(5, False))
+    assert (prepared.config, prepared.choice.config_source) == (Config(5, False), "argument")
+
+
+def test_a_module_that_cannot_be_imported(
+    problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    broken = {"tilelang": "tests.runtime.not_there", "cute": fake_kernel.__name__}
+    monkeypatch.setitem(
+        registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=broken)
+    )
+    runtime.candidates.cache_clear()
+    prepared = runtime.prepare(problem, CPU, None)
+    assert prepared.backend == "cute"
+    assert "requires tests.runtime.not_there to be importable" in dict(prepared.choice.refusals)["tilelang"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # even with GDN_LOG=off
+
+
+def test_a_machine_that_cannot_compile_runs_what_is_cached(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc, got none" if backend == "tilelang" else None)
+    runtime.candidates.cache_clear()
+    assert runtime.prepare(problem, CPU, None).backend == "cute"
+    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
+    env.reload()
+    runtime.prepare(problem, CPU, "tilelang")
+    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc, got none" if backend == "tilelang" else None)
+    env.reload()
+    assert runtime.prepare(problem, CPU, None).backend == "tilelang"
+
+
+def test_decisions_are_told_once(
+    problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]
+):
+    switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
+    for num_tokens in (64, 65, 66):
+        runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
+    told = capsys.readouterr().err
+    assert told.count("VLLM_GDN_USE_BLADNN=1 (cute) overrides GDN_BACKEND=tilelang (tilelang)") == 1
+    assert told.count("recurrent: cute, by VLLM_GDN_USE_BLADNN=1") == 1
+
+
+def test_explaining_raises_before_anything_is_compiled(problem: FakeProblem):
+    before = compiled.compilations()
+    with pytest.raises(runtime.Explained) as caught, runtime.explaining():
+        runtime.prepare(problem, CPU, "cute")
+    assert caught.value.choice.backend == "cute" and caught.value.problem is problem
+    with pytest.raises(runtime.Explained) as caught, runtime.explaining():
+        runtime.reference_only("topk")
+    assert caught.value.choice.backend == "reference"
+    assert compiled.compilations() == before and not Path(problem.journal).exists()
+    assert not isinstance(caught.value, Exception)  # operators that catch errors let it pass
+    assert runtime.prepare(problem, CPU, "cute").launch is not None  # afterwards as ever
+
+
+def test_explaining_is_of_one_thread(problem: FakeProblem):
+    found: list[Any] = []
+    with runtime.explaining():
+        thread = threading.Thread(target=lambda: found.append(runtime.prepare(problem, CPU, None)))
+        thread.start()
+        thread.join(60)
+    assert found[0].backend == "tilelang"
+
+
+def test_operators_without_a_kernel(switch: Callable[..., env.Switches]):
+    assert runtime.reference_only("topk").backend == "reference"
+    assert runtime.reference_only("topk", "reference").decided_by == "the argument"
+    with pytest.raises(ValueError, match="'cute' was ordered for topk"):
+        runtime.reference_only("topk", "cute")
+    switch(GDN_BACKEND_TOPK="cute")
+    with pytest.raises(ValueError, match="GDN_BACKEND_TOPK=cute"):
+        runtime.reference_only("topk")
+
+
+def test_threads_share_one_compilation(problem: FakeProblem):
+    problem = dataclasses.replace(problem, seconds=0.2)
+    before = compiled.compilations()
+    threads = [threading.Thread(target=runtime.prepare, args=(problem, CPU, None)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert compiled.compilations() - before == 1
