@@ -60,6 +60,7 @@ def tune(
     backend: Backend = None,
     shapes: ShapePattern = "",
     budget_s: Annotated[float, typer.Option(min=1, help="Wall-clock seconds for each backend.")] = 1800,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape, spread over the space.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of tables to write; the shipped ones if left out.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
@@ -79,8 +80,8 @@ def tune(
         raise _fail(str(error)) from error
     failed = False
     for kernel in kernels:
-        deadline = time.monotonic() + budget_s
-        made = tuning.plan(kernel, chosen, spec)
+        start = time.monotonic()
+        made = tuning.plan(kernel, chosen, spec, limit)
         for name, why in made.refusals.items():
             console.print(f"{op}.{kernel.backend} {name}: not served: {why}", markup=False)
         with _progress() as progress:
@@ -90,7 +91,7 @@ def tune(
                 num_workers=workers,
                 timeout_s=timeout_s,
                 on_done=lambda _, task=task, progress=progress: progress.advance(task),  # type: ignore[misc]
-                deadline=deadline,
+                deadline=start + budget_s * (1 if compile_only else 0.5),  # the rest is for the GPU
             )
         dropped = [one for one in made.candidates.values() if one.failure is not None]
         console.print(f"{op}.{kernel.backend}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
@@ -100,7 +101,7 @@ def tune(
             failed = failed or bool(dropped)
             continue
         journal = Journal(journals / f"{spec.key}.{op}.{kernel.backend}.jsonl", kernel.source)
-        winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, deadline)
+        winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
         if winners:
             path = tuning.write_table(out or tuned.SHIPPED, spec, kernel, winners, _versions(kernel.backend))
             console.print(f"wrote {path}", markup=False)

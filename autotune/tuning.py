@@ -2,7 +2,9 @@
 
 import datetime
 import importlib
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import compiled, registry, tuned
 
+HANG_S = 300  # one candidate's check or timing, the exact answer of its shape included
 FINALISTS = 4
 FINALIST_MARGIN = 1.15  # times the fastest: slower ones are not timed again
 
@@ -86,19 +89,34 @@ class Plan:
     candidates: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
 
 
-def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec) -> Plan:
+def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int | None = None) -> Plan:
+    """limit: most configurations of a shape; where the space is larger, a sample spread evenly over it."""
     made = Plan(kernel)
+    problems: dict[str, Problem] = {}
     for shape in shapes:
         refusal = kernel.module.refusal(shape.problem)
         if refusal is not None:
             made.refusals[shape.name] = refusal
             continue
         default = kernel.module.default_config(shape.problem, spec)
-        configs = list(dict.fromkeys([default, *kernel.module.configs(shape.problem, spec)]))
-        made.configs[shape.name] = configs
-        for config in configs:
-            made.candidates.setdefault((shape.problem.static_key(), config), Candidate(shape.problem, config))
+        others = [config for config in kernel.module.configs(shape.problem, spec) if config != default]
+        made.configs[shape.name] = [default, *_spread(list(dict.fromkeys(others)), limit)]
+        problems[shape.name] = shape.problem
+    # The first of every shape, then the second of every shape: a budget that ends early leaves no shape without any.
+    for rank in range(max(map(len, made.configs.values()), default=0)):
+        for name, configs in made.configs.items():
+            if rank < len(configs):
+                key = (problems[name].static_key(), configs[rank])
+                made.candidates.setdefault(key, Candidate(problems[name], configs[rank]))
     return made
+
+
+def _spread(configs: list[Any], limit: int | None) -> list[Any]:
+    """At most limit - 1 of them (the default is the first), at even distances."""
+    if limit is None or len(configs) < limit:
+        return configs
+    wanted = limit - 1
+    return [configs[index * len(configs) // wanted] for index in range(wanted)]
 
 
 def compile_all(
@@ -273,11 +291,19 @@ class GpuRunner:
         return timing.interleaved_us([case.launches(self._prepared(shape, config)) for config in configs])
 
 
+def _give_up() -> None:
+    os.write(2, f"A candidate hung for {HANG_S} s. Run the same command again: it resumes behind it.\n".encode())
+    os._exit(3)  # a launch that never ends lets no interpreter shut down
+
+
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Tells a candidate that failed from one that took the CUDA context with it."""
+    """Tells a candidate that failed from one that took the CUDA context with it; ends the process where one hangs."""
     import torch
 
+    watchdog = threading.Timer(HANG_S, _give_up)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         yield
         torch.cuda.synchronize()
@@ -287,3 +313,5 @@ def _watched() -> Iterator[None]:
         except RuntimeError as lost:
             raise DeviceLost(f"the launch broke the CUDA context: {str(lost).splitlines()[0]}") from failed
         raise
+    finally:
+        watchdog.cancel()

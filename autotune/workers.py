@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+START_S = 120.0  # a process may take so long to start and import, beside its first task's own time
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -29,8 +31,9 @@ class Outcome:
 
 
 def _serve(function: Callable[..., Any], connection: Connection) -> None:
-    """A worker's life: one (arguments) in, one (value, failure) out, until the pipe closes."""
+    """A worker's life: "ready" out, then one (arguments) in, one (value, failure) out, until the pipe closes."""
     os.setsid()  # a group of its own, so that a kill reaches the compilers it started
+    connection.send("ready")
     while True:
         try:
             arguments = connection.recv()
@@ -52,6 +55,7 @@ class _Worker:
         self.process: SpawnProcess = context.Process(target=_serve, args=(function, theirs), daemon=True)
         self.process.start()
         theirs.close()
+        self.ready = False
         self.task: int | None = None
         self.started = 0.0
 
@@ -59,8 +63,11 @@ class _Worker:
         self.task, self.started = index, time.monotonic()
         self.connection.send(arguments)
 
+    def deadline(self, timeout_s: float) -> float:
+        return self.started + (timeout_s if self.ready else START_S)
+
     def stop(self) -> None:
-        if self.process.pid is not None:
+        if self.process.pid is not None and self.ready:  # before that it has no group of its own
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -73,7 +80,7 @@ def run(
 ) -> Iterator[Outcome]:
     """function(*task) for every task, in spawned processes; outcomes in the order in which they finish.
 
-    function is importable by name, tasks and values pickle. timeout_s bounds one task, the start of its process included.
+    function is importable by name, tasks and values pickle. timeout_s bounds one task, not the start of its process.
     """
     waiting = deque(range(len(tasks)))
     pool: list[_Worker] = []
@@ -86,7 +93,7 @@ def run(
                     index = waiting.popleft()
                     worker.give(index, tasks[index])
             busy = [worker for worker in pool if worker.task is not None]
-            first_deadline = min(worker.started for worker in busy) + timeout_s
+            first_deadline = min(worker.deadline(timeout_s) for worker in busy)
             wait([worker.connection for worker in busy], timeout=max(0.0, first_deadline - time.monotonic()))
             for worker in busy:
                 outcome = _collect(worker, timeout_s)
@@ -107,14 +114,19 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
     index, seconds = worker.task, time.monotonic() - worker.started
     if worker.connection.poll():
         try:
-            value, failure = worker.connection.recv()
-        except EOFError:
+            message = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
             worker.process.join()
             return Outcome(index, None, f"worker process died ({_cause(worker.process.exitcode)})", seconds)
+        if not worker.ready:
+            worker.ready, worker.started = True, time.monotonic()
+            return None
+        value, failure = message
         worker.task = None
         return Outcome(index, value, failure, seconds)
-    if seconds >= timeout_s:
-        return Outcome(index, None, f"took longer than {timeout_s:g} s", seconds)
+    if time.monotonic() >= worker.deadline(timeout_s):
+        limit = f"took longer than {timeout_s:g} s" if worker.ready else f"its process did not start within {START_S:g} s"
+        return Outcome(index, None, limit, seconds)
     return None
 
 

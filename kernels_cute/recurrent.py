@@ -33,7 +33,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
 
-_MAX_STATE_REGISTERS = 64  # state values a thread may hold: with q, k, v and addresses this stays near 128 registers
+_MAX_STATE_REGISTERS = 64  # state values a thread may hold
+_MAX_VALUE_REGISTERS = 112  # state, q, k and the next token's q and k; addresses and sums come on top, without spilling
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
 _CUTE_DTYPES = {
     "float32": cutlass.Float32,
@@ -100,7 +101,7 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     entries = _k_per_thread(problem, config.lanes)
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
-    if entries > 32 or entries * config.rows > _MAX_STATE_REGISTERS:
+    if entries * config.rows > _MAX_STATE_REGISTERS or entries * (config.rows + 3) > _MAX_VALUE_REGISTERS:
         return False
     return config.block_v < 2 * problem.head_v_dim or config.threads == 32
 
@@ -129,19 +130,14 @@ def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
         and rows * _k_per_thread(problem, lanes) <= _MAX_STATE_REGISTERS
     ):
         rows //= 2
-    work = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
-    fallback = Config(32, lanes, 1)
     choices = [Config(128, lanes, rows), Config(64, lanes, rows)]
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
-    if problem.state_v_first:
-        choices += [Config(64, lanes, r) for r in (4, 2, 1) if r < rows]
-    choices += [Config(32, lanes, rows), fallback]
-    feasible = [c for c in choices if fits(problem, c, device)]
-    for config in feasible:
-        if work >= 2 * device.num_sms * config.block_v:
-            return config
-    full = [c for c in feasible if c != fallback]
-    return full[-1] if full and not problem.state_v_first else min(feasible, key=lambda c: (c.block_v, -c.threads))
+    narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
+    choices += [Config(64, lanes, r) for r in narrow] + [Config(32, lanes, r) for r in (rows, *narrow)]
+    feasible = [config for config in choices if fits(problem, config, device)] or configs(problem, device)
+    columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
+    enough = [config for config in feasible if columns >= 2 * device.num_sms * config.block_v]
+    return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
@@ -446,7 +442,8 @@ class _Recurrent:
             minus_decay = -cute.math.exp(gALog[head])
             bias = gBias[head]
 
-        for t in cutlass.range(live_count, unroll=1):
+        # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
+        for token in cutlass.range(begin, begin + live_count, unroll=1):
             for r in cutlass.range_constexpr(rows):
                 rV[r] = rVNext[r].to(cutlass.Float32)
             alpha = cutlass.Float32(1.0)
@@ -472,9 +469,9 @@ class _Recurrent:
                     rSums[2 * r] += s_value * k_value
                     rSums[2 * r + 1] += s_value * q_value
 
-            if t + 1 < live_count:
+            if token + 1 < begin + live_count:
                 self.load_token(
-                    begin + t + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext
+                    token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext
                 )
 
             for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
@@ -493,7 +490,7 @@ class _Recurrent:
                 o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
                 if lane == r:
                     o_value = o_row
-            self.store_out(begin + t, head, lane, v_start, o_value, gOut)
+            self.store_out(token, head, lane, v_start, o_value, gOut)
 
             for r in cutlass.range_constexpr(rows):
                 for i in cutlass.range_constexpr(entries):
@@ -502,11 +499,11 @@ class _Recurrent:
             if cutlass.const_expr(self.write_pool and self.every_token):
                 write_slot = null_slot
                 if cutlass.const_expr(self.has_final_indices):
-                    if t < gFinalIndices.shape[1]:
-                        write_slot = cutlass.Int64(gFinalIndices[sequence, t])
+                    if token < begin + gFinalIndices.shape[1]:
+                        write_slot = cutlass.Int64(gFinalIndices[sequence, token - begin])
                 else:
-                    if t < gIndices.shape[1]:
-                        write_slot = cutlass.Int64(gIndices[sequence, t])
+                    if token < begin + gIndices.shape[1]:
+                        write_slot = cutlass.Int64(gIndices[sequence, token - begin])
                 if write_slot > null_slot:
                     self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
 

@@ -1,14 +1,17 @@
 """Turns a TileLang prim_func into a shared library that tvm-ffi loads: `library(prim_func) -> bytes`.
 
 Needs nvcc and a host compiler, no GPU. The runtime stores these bytes and calls the function of the same name; loading
-them needs tilelang's libtvm_runtime and no import of tilelang.
+them needs tilelang's libtilelang and no import of tilelang.
 """
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tilelang
+
+logging.getLogger("tilelang").setLevel(logging.WARNING)  # it announces every compilation
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 

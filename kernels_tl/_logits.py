@@ -111,9 +111,13 @@ def loader_registers(shape: Shape) -> int:
 
 
 def math_registers(math_groups: int, shape: Shape) -> int:
-    """Registers a math thread may have after the producer warpgroup gave its own away."""
-    pool = 65536 // WARPGROUP - loader_registers(shape)
-    return min(240, pool // math_groups // 8 * 8)
+    """Registers a math thread may have after the producer warpgroup gave its own away.
+
+    The pool is what the launch allots, a multiple of eight for every thread; asking for more than it holds hangs.
+    """
+    groups = math_groups + 1
+    pool = groups * min(65536 // (groups * WARPGROUP) // 8 * 8, 168)
+    return min(240, (pool - loader_registers(shape)) // math_groups // 8 * 8)
 
 
 @T.macro

@@ -72,8 +72,7 @@ def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
         if width % s.columns == 0
         for groups in (2, 3, 4)
         for stages in (6, 4, 3, 2)
-        for chunk_tiles in (32, 64)
-        for ordered in (True, False)
+        for chunk_tiles, ordered in ((32, True), (64, True), (32, False))
     ]
     return [config for config in found if fits(problem, config, device)]
 
@@ -199,7 +198,7 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                     common_to = item_shared[i % 2, 4]
                     if WEIGHTED and KH == 1:
                         T.copy(weights_shared[i % 2, :, :], weights_fragment)
-                    for tile in T.serial(item_shared[i % 2, 1] - item_shared[i % 2, 0]):
+                    for _tile in T.serial(item_shared[i % 2, 1] - item_shared[i % 2, 0]):
                         for g in T.serial(KH):
                             if WEIGHTED and KH > 1:
                                 T.copy(weights_shared[(i % 2) * KH + g, :, :], weights_fragment)
@@ -322,16 +321,19 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
                                         for half in T.unroll(D // COPY):
                                             T.tma_copy(
                                                 q[p_q0 + b, g, 0:GP, half * COPY : half * COPY + COPY],
-                                                q_shared[(i % 2) * KH + g, b * GP : b * GP + GP, half * COPY : half * COPY + COPY],
+                                                q_shared[
+                                                    (i % 2) * KH + g, b * GP : b * GP + GP, half * COPY : half * COPY + COPY
+                                                ],
                                                 barrier=q_full[i % 2],
                                                 leader_scope_threads=32,
                                             )
                         T.mbarrier_arrive(q_full[i % 2])
                         for tile in T.serial(end[0] - begin[0]):
+                            key0 = origin[0] + (begin[0] + tile) * BN
                             for g in T.serial(KH):
                                 T.mbarrier_wait_parity(k_empty[p_count % S], ((p_count // S) % 2) ^ 1)
                                 T.tma_copy(
-                                    k[origin[0] + (begin[0] + tile) * BN : origin[0] + (begin[0] + tile) * BN + BN, g * D : g * D + D],
+                                    k[key0 : key0 + BN, g * D : g * D + D],
                                     k_shared[p_count % S, :, :],
                                     barrier=k_full[p_count % S],
                                     leader_scope_threads=32,
@@ -373,7 +375,9 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
     return _entry(problem, kernel, q_shape, m, nk, width, weights_stride, out_stride)
 
 
-def _entry(problem: MqaLogitsProblem, kernel: Any, q_shape: Any, m: Any, nk: Any, width: Any, weights_stride: Any, out_stride: Any) -> Any:
+def _entry(
+    problem: MqaLogitsProblem, kernel: Any, q_shape: Any, m: Any, nk: Any, width: Any, weights_stride: Any, out_stride: Any
+) -> Any:
     """The signature: optional tensors that the problem lacks are left out of it."""
     s = _logits.shape_of(problem)
     q_type = T.Tensor(q_shape, s.dtype)

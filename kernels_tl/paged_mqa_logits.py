@@ -1,8 +1,10 @@
-"""Paged indexer logits (decode): out[b * next_n + d, t] = scale * sum_g k_scale[t, g] * sum_{h in g} w[h] * act(q[b, d, h] . k[t, g]).
+"""Paged indexer logits (decode), for draft d of sequence b and token t:
+
+    out[b * next_n + d, t] = scale * sum_g k_scale[t, g] * sum_{h in g} w[b * next_n + d, h] * act(q[b, d, h] . k[t, g])
 
     q [B, next_n, H, D] fp8 | bf16, cache [pages, page_size * KH * (D + 4)] uint8 (values, then float32 scales) or
-    [pages, page_size * KH * D], weights [B * next_n, H], context_lens [B] or [B, next_n] int32, block_tables [B, max_pages] int32,
-    out [B * next_n, W]
+    [pages, page_size * KH * D], weights [B * next_n, H], context_lens [B] or [B, next_n] int32,
+    block_tables [B, max_pages] int32, out [B * next_n, W]
 
 Key tiles of all sequences form one line; block i of the persistent grid takes the i-th equal part of it, found from the lengths
 on the device by a scan over sequences. A tile has keys as rows (64 per math warpgroup) and drafts x padded heads as columns, and
@@ -53,7 +55,9 @@ def shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
     tile = config.math_warpgroups * 64
     queries = 2 * s.kv_heads * columns * s.dim * s.value_bytes
     keys = config.stages * tile * s.dim * s.value_bytes
-    scales = config.stages * tile * s.kv_heads * 4
+    piece = gcd(problem.page_size, tile)
+    words = _scale_words(piece, s.kv_heads)
+    scales = config.stages * tile * s.kv_heads // words * _scale_pitch(words) * 4
     weights = 2 * s.kv_heads * columns * 4
     ranges = 2 * (config.drafts + 8) * 4
     return queries + keys + scales + weights + ranges + 2048  # alignment of the buffers, barriers
@@ -80,24 +84,30 @@ def _drafts(problem: PagedMqaLogitsProblem) -> int:
 
 def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
     drafts = _drafts(problem)
-    found = [
-        Config(drafts, groups, stages, device.num_sms * per_sm)
-        for groups in (2, 1, 3)
-        for stages in (8, 6, 4, 3, 2, 10)
-        for per_sm in (1,)
-    ]
+    found = [Config(drafts, groups, stages, device.num_sms) for groups in (1, 2, 3) for stages in (12, 8, 6, 4, 3, 2)]
     return [config for config in found if fits(problem, config, device)]
 
 
 def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
-    """Two math warpgroups and as many tiles in flight as fit: a decode waits for memory, not for arithmetic."""
+    """Tiles of 128 tokens, of 64 where there are few, and as many in flight as fit: a decode waits for memory."""
     drafts = _drafts(problem)
-    for groups in (2, 1):
+    few = problem.batch * -(-problem.max_context_len // 128) < 4 * device.num_sms
+    for groups in (1, 2) if few else (2, 1):
         for stages in (8, 6, 4, 3, 2):
             config = Config(drafts, groups, stages, device.num_sms)
             if fits(problem, config, device):
                 return config
     raise ValueError(f"no configuration fits {problem}")
+
+
+def _scale_words(piece: int, kv_heads: int) -> int:
+    """Scales of one copy: those of a whole piece where a box side, at most 256 words, holds them."""
+    return piece * kv_heads if piece * kv_heads <= 256 else piece
+
+
+def _scale_pitch(words: int) -> int:
+    """Words between two copies of scales: a bulk copy's place in shared memory is a multiple of 128 bytes."""
+    return -(-words // 32) * 32
 
 
 def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
@@ -108,11 +118,15 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
     """The TileLang function of a problem's static fields and a config."""
     s = _logits.shape_of(problem)
     H, KH, G, GP, D = s.heads, s.kv_heads, s.group, s.columns, s.dim
-    P, NEXT, BQ, WG, S, GRID = problem.page_size, problem.next_n, config.drafts, config.math_warpgroups, config.stages, config.blocks
+    P, NEXT = problem.page_size, problem.next_n
+    BQ, WG, S, GRID = config.drafts, config.math_warpgroups, config.stages, config.blocks
     BN, N, MATH = 64 * WG, BQ * GP, _logits.WARPGROUP * WG
     PASSES = -(-NEXT // BQ)
     PIECE = gcd(P, BN)  # tokens of one copy: never across a page
     PIECES = BN // PIECE
+    WORDS = _scale_words(PIECE, KH)
+    COPIES = PIECE * KH // WORDS  # of a piece's scales
+    PITCH = _scale_pitch(WORDS)
     TILES = 32 // PIECES  # tiles whose pages one warp-wide load of the block table covers
     CLEAN, RELU, SCALED, WEIGHTED = s.clean, s.relu, s.scaled, s.weights_dtype is not None
     PER_DRAFT = problem.per_draft_lengths
@@ -126,6 +140,13 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
     page_stride, scale_stride, weights_stride, table_stride, out_stride = (
         T.dynamic(name, "int64") for name in ("page_stride", "scale_stride", "weights_stride", "table_stride", "out_stride")
     )
+
+    def scale_column(token, group):
+        """Where the scale of a tile's token stands: copies of scales lie PITCH words apart."""
+        if PITCH == WORDS:
+            return token * KH + group
+        word = token % PIECE * KH + group
+        return (token // PIECE * COPIES + word // WORDS) * PITCH + word % WORDS
 
     @T.macro
     def row_length(context_lens, sequence, draft, length):
@@ -158,7 +179,7 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
         with T.Kernel(GRID, threads=MATH + _logits.WARPGROUP) as block:
             q_shared = T.alloc_shared((2 * KH, N, D), s.dtype)
             k_shared = T.alloc_shared((S, BN, D), s.dtype)
-            scale_shared = T.alloc_shared((S, BN * KH), f32)
+            scale_shared = T.alloc_shared((S, PIECES * COPIES * PITCH), f32)
             weights_shared = T.alloc_shared((2 * KH, BQ, GP), f32)
             length_shared = T.alloc_shared((2, BQ), "int32")
             item_shared = T.alloc_shared((2, 8), "int32")  # job, first token, tiles, keys that every draft sees
@@ -212,13 +233,13 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                                     T.clear(total)
                                 for j, b in T.Parallel(BN, BQ):
                                     if SCALED:
-                                        total[j, b] = total[j, b] + part[j, b] * (scale_shared[count % S, j * KH + g] * scale)
+                                        total[j, b] = total[j, b] + part[j, b] * (scale_shared[count % S, scale_column(j, g)] * scale)
                                     else:
                                         total[j, b] = total[j, b] + part[j, b] * scale
                             else:
                                 for j, b in T.Parallel(BN, BQ):
                                     if SCALED:
-                                        total[j, b] = part[j, b] * (scale_shared[count % S, j] * scale)
+                                        total[j, b] = part[j, b] * (scale_shared[count % S, scale_column(j, 0)] * scale)
                                     else:
                                         total[j, b] = part[j, b] * scale
                             T.mbarrier_arrive(k_empty[count % S])
@@ -307,7 +328,10 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                             for r in T.serial((BQ + 31) // 32):
                                 if r * 32 + lane < BQ:
                                     row_length(
-                                        context_lens, T.truncdiv(p_job, PASSES), T.truncmod(p_job, PASSES) * BQ + r * 32 + lane, length
+                                        context_lens,
+                                        T.truncdiv(p_job, PASSES),
+                                        T.truncmod(p_job, PASSES) * BQ + r * 32 + lane,
+                                        length,
                                     )
                                     length_shared[p_item % 2, r * 32 + lane] = length[0]
                                     p_common = T.min(p_common, length[0])
@@ -376,15 +400,17 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                                                 leader_scope_threads=32,
                                             )
                                         if SCALED:
-                                            T.tma_copy(
-                                                scales[
-                                                    piece_page,
-                                                    SCALE_OFFSET + p_token * KH : SCALE_OFFSET + p_token * KH + PIECE * KH,
-                                                ],
-                                                scale_shared[p_count % S, p * PIECE * KH : p * PIECE * KH + PIECE * KH],
-                                                barrier=k_full[p_count % S],
-                                                leader_scope_threads=32,
-                                            )
+                                            p_word = SCALE_OFFSET + p_token * KH
+                                            for w in T.unroll(COPIES):
+                                                T.tma_copy(
+                                                    scales[piece_page, p_word + w * WORDS : p_word + w * WORDS + WORDS],
+                                                    scale_shared[
+                                                        p_count % S,
+                                                        (p * COPIES + w) * PITCH : (p * COPIES + w) * PITCH + WORDS,
+                                                    ],
+                                                    barrier=k_full[p_count % S],
+                                                    leader_scope_threads=32,
+                                                )
                                     T.mbarrier_arrive(k_full[p_count % S])
                                     p_count = p_count + 1
                             p_item = p_item + 1

@@ -27,7 +27,8 @@ from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
 from kernels_tl import _build
 
-_MAX_STATE_REGISTERS = 64  # state values a thread may hold: with q, k, v and addresses this stays near 128 registers
+_MAX_STATE_REGISTERS = 64  # state values a thread may hold
+_MAX_VALUE_REGISTERS = 112  # state, q, k and the next token's q and k; addresses and sums come on top, without spilling
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -87,7 +88,7 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     entries = _k_per_thread(problem, config.lanes)
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
-    if entries > 32 or entries * config.rows > _MAX_STATE_REGISTERS:
+    if entries * config.rows > _MAX_STATE_REGISTERS or entries * (config.rows + 3) > _MAX_VALUE_REGISTERS:
         return False
     return config.block_v < 2 * problem.head_v_dim or config.threads == 32
 
@@ -116,19 +117,14 @@ def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
         and rows * _k_per_thread(problem, lanes) <= _MAX_STATE_REGISTERS
     ):
         rows //= 2
-    work = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
-    fallback = Config(32, lanes, 1)
     choices = [Config(128, lanes, rows), Config(64, lanes, rows)]
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
-    if problem.state_v_first:
-        choices += [Config(64, lanes, r) for r in (4, 2, 1) if r < rows]
-    choices += [Config(32, lanes, rows), fallback]
-    feasible = [c for c in choices if fits(problem, c, device)]
-    for config in feasible:
-        if work >= 2 * device.num_sms * config.block_v:
-            return config
-    full = [c for c in feasible if c != fallback]
-    return full[-1] if full and not problem.state_v_first else min(feasible, key=lambda c: (c.block_v, -c.threads))
+    narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
+    choices += [Config(64, lanes, r) for r in narrow] + [Config(32, lanes, r) for r in (rows, *narrow)]
+    feasible = [config for config in choices if fits(problem, config, device)] or configs(problem, device)
+    columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
+    enough = [config for config in feasible if columns >= 2 * device.num_sms * config.block_v]
+    return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
@@ -232,7 +228,6 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     # neighbouring lanes hold neighbouring columns.
     lane_step = 1 if v_first else groups_per_warp
     load_width = vec if v_first else min(rows, 16 // state_bytes)  # values per access, 16 bytes where dims allow
-    pool_store_width = load_width
     final_store_width = min(load_width, 4)
     num_sums = 2 * rows + (3 if use_l2norm else 1)  # S.k and S.q per column, k.q, and k.k, q.q for the norms
     qk_sum, kk_sum, qq_sum = 2 * rows, 2 * rows + 1, 2 * rows + 2
@@ -243,157 +238,135 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     q_token, q_head, k_token, k_head = (T.dynamic(s, "int64") for s in ("q_token", "q_head", "k_token", "k_head"))
     v_token, v_head, out_token, out_head = (T.dynamic(s, "int64") for s in ("v_token", "v_head", "out_token", "out_head"))
     g_token, g_head, beta_token, beta_head = (T.dynamic(s, "int64") for s in ("g_token", "g_head", "beta_token", "beta_head"))
-    slot_stride, final_stride = T.dynamic("slot_stride", "int64"), T.dynamic("final_stride", "int64")
+    # The head strides are K * V, but not checked: torch may report any stride for a dim of size 1.
+    slot_stride, slot_head = T.dynamic("slot_stride", "int64"), T.dynamic("slot_head", "int64")
+    final_stride, final_head = T.dynamic("final_stride", "int64"), T.dynamic("final_head", "int64")
     index_rows, index_columns = T.dynamic("index_rows"), T.dynamic("index_columns")
     index_row, index_column = T.dynamic("index_row", "int64"), T.dynamic("index_column", "int64")
     final_rows, final_columns = T.dynamic("final_rows"), T.dynamic("final_columns")
     final_row, final_column = T.dynamic("final_row", "int64"), T.dynamic("final_column", "int64")
     accepted_rows, accepted_row = T.dynamic("accepted_rows"), T.dynamic("accepted_row", "int64")
 
-    offsets_type = T.Tensor((num_offsets,), problem.cu_seqlens_dtype)
-    g_type = T.StridedTensor((L, HS), (g_token, g_head), problem.gate_dtype) if has_gate else offsets_type
-    beta_type = T.StridedTensor((L, HS), (beta_token, beta_head), problem.beta_dtype) if has_beta else offsets_type
-    head_type = T.Tensor((HS,), "float32") if use_gate else offsets_type
-    inner = (V, K) if v_first else (K, V)
-    inner_strides = (K * V, inner[1], 1)
-    pool_type = T.StridedTensor((slots, HS, *inner), (slot_stride, *inner_strides), state_dtype) if has_pool else offsets_type
-    final_type = (
-        T.StridedTensor((finals, HS, *inner), (final_stride, *inner_strides), "float32") if has_new_final else offsets_type
-    )
-    if not pooled:
-        index_type = offsets_type
-    elif every_token:
-        index_type = T.StridedTensor((index_rows, index_columns), (index_row, index_column), problem.index_dtype)
-    else:
-        index_type = T.StridedTensor((index_rows,), (index_row,), problem.index_dtype)
-    if not has_final_indices:
-        final_index_type = offsets_type
-    elif every_token:
-        final_index_type = T.StridedTensor((final_rows, final_columns), (final_row, final_column), problem.index_dtype)
-    else:
-        final_index_type = T.StridedTensor((final_rows,), (final_row,), problem.index_dtype)
-    accepted_type = T.StridedTensor((accepted_rows,), (accepted_row,), "int32") if has_accepted else offsets_type
+    # One new buffer per parameter: two parameters annotated with the same object would be one buffer to the compiler.
+    def offsets_type():
+        return T.Tensor((num_offsets,), problem.cu_seqlens_dtype)
+
+    def head_type():
+        return T.Tensor((HS,), "float32") if use_gate else offsets_type()
+
+    def gate_type(strides, gate):
+        return offsets_type() if gate is None else T.StridedTensor((L, HS), strides, gate)
+
+    def state_type(present, shape, strides, state):
+        if not present:
+            return offsets_type()
+        inner = (V, K) if v_first else (K, V)
+        return T.StridedTensor((shape, HS, *inner), (*strides, inner[1], 1), state)
+
+    def index_type(present, shape, strides):
+        if not present:
+            return offsets_type()
+        rank = 2 if every_token else 1
+        return T.StridedTensor(shape[:rank], strides[:rank], problem.index_dtype)
+
+    def accepted_type():
+        return T.StridedTensor((accepted_rows,), (accepted_row,), "int32") if has_accepted else offsets_type()
 
     def at(row, entry):
         """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""
         return row * entries + entry if v_first else entry * rows + row
 
+    # Accesses wider than one element use flat offsets in units of their width: strides are multiples of it, which the
+    # compiler cannot know.
+    def row_unit(token, token_stride, head, head_stride, width):
+        """Offset of a row of q, k or v."""
+        return token * (token_stride // width) + head * (head_stride // width)
+
+    def k_entry(c, lane):
+        """First K entry of a thread's chunk c."""
+        return (c * lanes + lane) * vec
+
+    # Access (r, c) of `width` values of a state: r counts columns and c accesses along K (V first), or r counts K entries
+    # and c accesses along V.
+    def state_unit(slot, slot_stride, head, lane, v_start, r, c, width):
+        if v_first:
+            per_chunk = vec // width
+            within = (head * V + v_start + r) * (K // width) + (c // per_chunk * lanes + lane) * per_chunk + c % per_chunk
+        else:
+            within = (head * K + k_entry(r // vec, lane) + r % vec) * (V // width) + v_start // width + c
+        return slot * (slot_stride // width) + within
+
+    def state_place(r, c, width):
+        return r * (entries if v_first else rows) + c * width
+
+    def k_exists(entry):
+        return entry < K if mask_k else True
+
+    def v_exists(v_start):
+        return v_start < V if mask_v else True
+
+    def state_entry(lane, r, c, width):
+        """First K entry of a state access."""
+        return k_entry(c * width // vec if v_first else r // vec, lane)
+
+    def outer_accesses():
+        return rows if v_first else entries
+
+    def inner_accesses(width):
+        return (entries if v_first else rows) // width
+
     @T.macro
-    def load_token(token, head, lane, v_start, column_live, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next):
-        # Flat offsets in units of a vector: strides are multiples of it, which the compiler cannot know.
+    def load_token(token, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next):
         for c in T.unroll(chunks):
-            if not mask_k or (c * lanes + lane) * vec < K:
+            if k_exists(k_entry(c, lane)):
                 for e in T.vectorized(vec):
-                    q_next[c * vec + e] = q[
-                        0,
-                        0,
-                        (token * (q_token // vec) + (head // q_group) * (q_head // vec) + c * lanes + lane) * vec + e,
-                    ]
+                    unit = row_unit(token, q_token, head // q_group, q_head, vec) + c * lanes + lane
+                    q_next[c * vec + e] = q[0, 0, unit * vec + e]
                 for e in T.vectorized(vec):
-                    k_next[c * vec + e] = k[
-                        0,
-                        0,
-                        (token * (k_token // vec) + (head // k_group) * (k_head // vec) + c * lanes + lane) * vec + e,
-                    ]
-        if not mask_v or column_live:
+                    unit = row_unit(token, k_token, head // k_group, k_head, vec) + c * lanes + lane
+                    k_next[c * vec + e] = k[0, 0, unit * vec + e]
+        if v_exists(v_start):
             for e in T.vectorized(rows):
-                v_next[e] = v[
-                    0,
-                    0,
-                    (token * (v_token // rows) + (head // v_group) * (v_head // rows) + v_start // rows) * rows + e,
-                ]
+                unit = row_unit(token, v_token, head // v_group, v_head, rows) + v_start // rows
+                v_next[e] = v[0, 0, unit * rows + e]
         if has_gate:
             g_next[0] = g[token, head]
         if has_beta:
             beta_next[0] = beta[token, head]
 
     @T.macro
-    def load_state(slot, head, lane, v_start, column_live, pool, state):
-        if v_first:
-            for r in T.unroll(rows):
-                for c in T.unroll(chunks):
-                    if (not mask_k or (c * lanes + lane) * vec < K) and (not mask_v or column_live):
-                        for e in T.vectorized(vec):
-                            state[r * entries + c * vec + e] = pool[
-                                0,
-                                0,
-                                0,
-                                (slot * (slot_stride // vec) + (head * V + v_start + r) * (K // vec) + c * lanes + lane) * vec + e,
-                            ]
-        else:
-            for i in T.unroll(entries):
-                if (not mask_k or (i // vec * lanes + lane) * vec < K) and (not mask_v or column_live):
-                    for j in T.unroll(rows // load_width):
-                        for e in T.vectorized(load_width):
-                            state[i * rows + j * load_width + e] = pool[
-                                0,
-                                0,
-                                0,
-                                (
-                                    slot * (slot_stride // load_width)
-                                    + (head * K + (i // vec * lanes + lane) * vec + i % vec) * (V // load_width)
-                                    + v_start // load_width
-                                    + j
-                                )
-                                * load_width
-                                + e,
-                            ]
+    def load_state(slot, head, lane, v_start, pool, state):
+        for r in T.unroll(outer_accesses()):
+            for c in T.unroll(inner_accesses(load_width)):
+                if v_exists(v_start) and k_exists(state_entry(lane, r, c, load_width)):
+                    for e in T.vectorized(load_width):
+                        unit = state_unit(slot, slot_stride, head, lane, v_start, r, c, load_width)
+                        state[state_place(r, c, load_width) + e] = pool[0, 0, 0, unit * load_width + e]
 
     @T.macro
-    def store_state(slot, stride, width, store_dtype, head, lane, v_start, column_live, target, state):
-        if v_first:
-            for r in T.unroll(rows):
-                for c in T.unroll(chunks):
-                    if (not mask_k or (c * lanes + lane) * vec < K) and (not mask_v or column_live):
-                        for j in T.unroll(vec // width):
-                            for e in T.vectorized(width):
-                                target[
-                                    0,
-                                    0,
-                                    0,
-                                    (
-                                        slot * (stride // width)
-                                        + (head * V + v_start + r) * (K // width)
-                                        + (c * lanes + lane) * (vec // width)
-                                        + j
-                                    )
-                                    * width
-                                    + e,
-                                ] = T.cast(state[r * entries + c * vec + j * width + e], store_dtype)
-        else:
-            for i in T.unroll(entries):
-                if (not mask_k or (i // vec * lanes + lane) * vec < K) and (not mask_v or column_live):
-                    for j in T.unroll(rows // width):
-                        for e in T.vectorized(width):
-                            target[
-                                0,
-                                0,
-                                0,
-                                (
-                                    slot * (stride // width)
-                                    + (head * K + (i // vec * lanes + lane) * vec + i % vec) * (V // width)
-                                    + v_start // width
-                                    + j
-                                )
-                                * width
-                                + e,
-                            ] = T.cast(state[i * rows + j * width + e], store_dtype)
+    def store_state(slot, stride, width, store_dtype, head, lane, v_start, target, state):
+        for r in T.unroll(outer_accesses()):
+            for c in T.unroll(inner_accesses(width)):
+                if v_exists(v_start) and k_exists(state_entry(lane, r, c, width)):
+                    for e in T.vectorized(width):
+                        unit = state_unit(slot, stride, head, lane, v_start, r, c, width)
+                        target[0, 0, 0, unit * width + e] = T.cast(state[state_place(r, c, width) + e], store_dtype)
 
     @T.prim_func
     def recurrent(
         q: T.StridedTensor((L, problem.num_q_heads, K), (q_token, q_head, 1), dtype),
         k: T.StridedTensor((L, problem.num_k_heads, K), (k_token, k_head, 1), dtype),
         v: T.StridedTensor((L, problem.num_v_heads, V), (v_token, v_head, 1), dtype),
-        g: g_type,
-        beta: beta_type,
-        A_log: head_type,
-        dt_bias: head_type,
-        pool: pool_type,
-        state_indices: index_type,
-        num_accepted_tokens: accepted_type,
-        final_state: final_type,
-        final_state_indices: final_index_type,
-        cu_seqlens: offsets_type,
+        g: gate_type((g_token, g_head), problem.gate_dtype),
+        beta: gate_type((beta_token, beta_head), problem.beta_dtype),
+        A_log: head_type(),
+        dt_bias: head_type(),
+        pool: state_type(has_pool, slots, (slot_stride, slot_head), state_dtype),
+        state_indices: index_type(pooled, (index_rows, index_columns), (index_row, index_column)),
+        num_accepted_tokens: accepted_type(),
+        final_state: state_type(has_new_final, finals, (final_stride, final_head), "float32"),
+        final_state_indices: index_type(has_final_indices, (final_rows, final_columns), (final_row, final_column)),
+        cu_seqlens: offsets_type(),
         out: T.StridedTensor((L, HS, V), (out_token, out_head, 1), dtype),
         scale: T.float32,
         null_slot: T.int64,
@@ -406,7 +379,6 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             lane = thread % lanes if v_first else thread % 32 // groups_per_warp
             group = thread // lanes if v_first else thread // 32 * groups_per_warp + thread % groups_per_warp
             v_start = (block % v_tiles * (threads // lanes) + group) * rows
-            column_live = v_start < V
 
             state = T.alloc_local((rows * entries,), "float32")
             q_next = T.alloc_local((entries,), dtype)
@@ -453,7 +425,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                 bias = dt_bias[head]
 
             if count > 0:
-                load_token(begin, head, lane, v_start, column_live, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
+                load_token(begin, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
 
             # The slot to read. A padding sequence has none: its rows become zero and nothing else happens.
             read_slot = T.cast(sequence, "int64")
@@ -473,7 +445,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
 
             if read_state:
                 if live_count > 0 or not pooled:
-                    load_state(read_slot, head, lane, v_start, column_live, pool, state)
+                    load_state(read_slot, head, lane, v_start, pool, state)
 
             if use_gate:
                 minus_decay = -T.exp(minus_decay)
@@ -508,9 +480,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                         sums[2 * r] = sums[2 * r] + state[at(r, i)] * k_local[i]
                         sums[2 * r + 1] = sums[2 * r + 1] + state[at(r, i)] * q_local[i]
                 if t + 1 < live_count:
-                    load_token(
-                        begin + t + 1, head, lane, v_start, column_live, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next
-                    )
+                    load_token(begin + t + 1, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
 
                 for step in T.unroll(lanes.bit_length() - 1):
                     for i in T.unroll(num_sums):
@@ -527,7 +497,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                     u[r] = k_factor * (beta_value * (v_local[r] - alpha * (k_factor * sums[2 * r])))
                     if lane == r:
                         out_value = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
-                if lane < rows and (not mask_v or column_live):
+                if lane < rows and v_exists(v_start):
                     out[begin + t, head, v_start + lane] = T.cast(out_value, dtype)
 
                 for r in T.unroll(rows):
@@ -543,34 +513,20 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                         if t < index_columns:
                             write_slot = T.cast(state_indices[sequence, t], "int64")
                     if write_slot > null_slot:
-                        store_state(
-                            write_slot, slot_stride, pool_store_width, state_dtype, head, lane, v_start, column_live, pool, state
-                        )
+                        store_state(write_slot, slot_stride, load_width, state_dtype, head, lane, v_start, pool, state)
 
             if write_pool and not every_token:
                 write_slot = read_slot
                 if has_final_indices:
                     write_slot = T.cast(final_state_indices[sequence], "int64")
                 if live_count > 0 and write_slot > null_slot:
-                    store_state(
-                        write_slot, slot_stride, pool_store_width, state_dtype, head, lane, v_start, column_live, pool, state
-                    )
+                    store_state(write_slot, slot_stride, load_width, state_dtype, head, lane, v_start, pool, state)
             if has_new_final:
                 # Without a pool an empty sequence passes its state on.
-                store_state(
-                    T.cast(sequence, "int64"),
-                    final_stride,
-                    final_store_width,
-                    "float32",
-                    head,
-                    lane,
-                    v_start,
-                    column_live,
-                    final_state,
-                    state,
-                )
+                new_row = T.cast(sequence, "int64")
+                store_state(new_row, final_stride, final_store_width, "float32", head, lane, v_start, final_state, state)
 
-            if lane < rows and (not mask_v or column_live):
+            if lane < rows and v_exists(v_start):
                 for t in T.serial(count - live_count):
                     out[begin + t, head, v_start + lane] = T.cast(0.0, dtype)
                 # Rows beyond the last sequence are dealt to all blocks of the head.

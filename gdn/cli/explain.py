@@ -43,11 +43,15 @@ def explain_command(
         switches = env.current()
         spec = _spec(device)
         lines = []
-        # A composed operator runs its parts' kernels.
+        if operator.composed_of and backend is None:
+            own = switches.backend_of.get(operator.name, "auto")  # an order for the whole is one for its parts
+            backend = None if own == "auto" else own
         for name in operator.composed_of or (operator.name,):
             problem = example(name, shape, fp8=switches.qsa_use_fp8_indexer)
             if problem is None:
-                lines.append(str(select.choose_reference(name, switches, backend)))
+                # A composed operator's order for a kernel is for the part that has one.
+                order = backend if not operator.composed_of or backend == "reference" else None
+                lines.append(str(select.choose_reference(name, switches, order)))
                 continue
             problem = override(problem, fields or [])
             lines.append(f"{explain_problem(problem, spec, backend)}\n  problem: {problem}")

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops._checks import dtype_name as _dtype_name
 from gdn.runtime import log
 
 Tensor = torch.Tensor
@@ -21,6 +22,8 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 ALIGNMENT = 16  # bytes
+
+dtype_name = functools.cache(_dtype_name)
 
 
 @dataclass(slots=True)
@@ -266,8 +269,8 @@ def pack(
         _packed_rows("q", q),
         _packed_rows("k", k),
         _packed_rows("v", v),
-        None if g is None else g.flatten(0, 1),
-        None if beta is None else beta.flatten(0, 1),
+        None if g is None else g[0] if sizes.batch == 1 else g.flatten(0, 1),
+        None if beta is None else beta[0] if sizes.batch == 1 else beta.flatten(0, 1),
         A_log,
         dt_bias,
         even_offsets(sizes.batch, sizes.length, q.device) if cu_seqlens is None else cu_seqlens.contiguous(),

@@ -57,9 +57,15 @@ def check_weights(weights: torch.Tensor | None, rows: int, heads: int, device: t
         check_tensor("weights", weights, shape=[rows, heads], dtypes=WEIGHT_DTYPES, device=device, last_contiguous=True)
 
 
+def kernel_weights_dtype(weights: torch.Tensor | None) -> str | None:
+    """Kernels take float32 and bfloat16 weights as they are, others as float32."""
+    if weights is None:
+        return None
+    return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+
+
 def kernel_weights(weights: torch.Tensor | None) -> torch.Tensor | None:
-    """Kernels take float64 weights as float32."""
-    return weights.float() if weights is not None and weights.dtype == torch.float64 else weights
+    return weights if weights is None or weights.dtype == torch.bfloat16 else weights.float()
 
 
 def as_int32(values: torch.Tensor) -> torch.Tensor:
@@ -113,7 +119,7 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
 
 def flat_pages(cache: torch.Tensor) -> torch.Tensor:
     """A checked cache as [pages, elements of a page]: the form that kernels take. A view."""
-    elements = cache[0].numel() if cache.shape[0] else 0
+    elements = math.prod(cache.shape[1:])
     stride = cache.stride(0) if cache.shape[0] > 1 else elements
     return cache.as_strided((cache.shape[0], elements), (stride, 1))
 

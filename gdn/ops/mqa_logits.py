@@ -17,6 +17,7 @@ from gdn.ops._logits_checks import (
     check_scale,
     check_weights,
     kernel_weights,
+    kernel_weights_dtype,
     reading_allowed,
 )
 from gdn.problems import MqaLogitsProblem
@@ -104,7 +105,7 @@ def mqa_logits(
         head_dim=head_dim,
         dtype=dtype_name(q.dtype),
         has_k_scale=k_scale is not None,
-        weights_dtype="float32" if weights is not None and weights.dtype == torch.float64 else _name(weights),
+        weights_dtype=kernel_weights_dtype(weights),
         relu=relu,
         clean=clean_logits,
         out_dtype=dtype_name(out_dtype),
@@ -146,10 +147,6 @@ def mqa_logits(
         scale,
     )
     return out
-
-
-def _name(weights: torch.Tensor | None) -> str | None:
-    return None if weights is None else dtype_name(weights.dtype)
 
 
 def _check_values(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:

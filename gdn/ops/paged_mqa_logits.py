@@ -19,6 +19,7 @@ from gdn.ops._logits_checks import (
     check_weights,
     flat_pages,
     kernel_weights,
+    kernel_weights_dtype,
     reading_allowed,
 )
 from gdn.problems import PagedMqaLogitsProblem
@@ -96,7 +97,7 @@ def paged_mqa_logits(
         head_dim=head_dim,
         dtype=dtype_name(q.dtype),
         has_k_scale=cache.dtype == torch.uint8,
-        weights_dtype=None if weights is None else "float32" if weights.dtype == torch.float64 else dtype_name(weights.dtype),
+        weights_dtype=kernel_weights_dtype(weights),
         relu=relu,
         clean=clean_logits,
         out_dtype=dtype_name(out_dtype),

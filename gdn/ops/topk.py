@@ -1,4 +1,4 @@
-"""Exact top-k over rows of logits, and groups of compressed keys back to tokens."""
+"""Exact top-k over rows of logits, and groups of compressed keys back to token positions."""
 
 import torch
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -142,6 +143,7 @@ def explain_problem(problem: Problem, spec: DeviceSpec | None, backend: str | No
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
 _memo_switches: env.Switches | None = None
+_memo_lock = threading.Lock()  # of writers; the fast path reads without
 
 
 def prepare(problem: Problem, device: torch.device, backend: str | None = None, *, config: Any = None) -> Prepared:
@@ -154,18 +156,20 @@ def prepare(problem: Problem, device: torch.device, backend: str | None = None, 
         raise Explained(_choose(problem, device, backend, config), problem)
     switches = env.current()
     if switches is not _memo_switches:
-        _memo.clear()
-        _forget_tables()
-        _memo_switches = switches
+        with _memo_lock:
+            _memo.clear()
+            _forget_tables()
+            _memo_switches = switches
     if device == _ANY_CUDA:
         device = torch.device("cuda", torch.cuda.current_device())
     key = (problem, device, backend, config)
     found = _memo.get(key)
     if found is None:
         found = _prepare(problem, device, backend, config)
-        while len(_memo) >= _MEMO_LIMIT:
-            _memo.pop(next(iter(_memo)), None)  # the oldest
-        _memo[key] = found
+        with _memo_lock:
+            while len(_memo) >= _MEMO_LIMIT:
+                del _memo[next(iter(_memo))]  # the oldest
+            _memo[key] = found
     return found
 
 
@@ -205,6 +209,8 @@ def _choose(problem: Problem, device: torch.device, backend: str | None, config:
 
 def _tell(choice: Choice, problem: Problem | None) -> None:
     """Logs a decision once: per operator, static fields and outcome, not per size."""
+    if not log.LOGGER.isEnabledFor(logging.INFO):
+        return
     static = problem.static_key() if problem is not None else ""
     key = (choice.op, static, choice.backend, choice.config, choice.decided_by)
     log.once(str(choice) + (f"\n  problem: {static}" if static else ""), key=key)

@@ -147,10 +147,16 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
+@functools.cache
 def versions(backend: str) -> dict[str, str]:
     """Versions of what compiles and what loads a kernel."""
-    names = ("apache-tvm-ffi", _DISTRIBUTIONS.get(backend, backend))
-    return {name: _version(name) for name in names}
+    dsl = _DISTRIBUTIONS.get(backend, backend)
+    found = {name: _version(name) for name in ("apache-tvm-ffi", dsl)}
+    if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library tells one version from another
+        library = runtime_library(backend)
+        if library is not None:
+            found[dsl] = f"library of {library.stat().st_size} bytes"
+    return found
 
 
 def config_fields(config: Any) -> dict[str, Any]:
@@ -266,7 +272,8 @@ def is_whole(place: Path) -> bool:
 def runtime_library(backend: str) -> Path | None:
     """The shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
     if backend == "tilelang":
-        candidates = [folder / "lib" / "libtvm_runtime.so" for folder in _package_folders("tilelang")]
+        # Not libtvm_runtime.so, on which it depends: the function that makes tensor maps for bulk copies is in this one.
+        candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
     else:
         roots = _package_folders("nvidia_cutlass_dsl")
         # With the DSL on PYTHONPATH alone, only its inner folder may be visible: <root>/dsl_packages/cutlass.
@@ -297,5 +304,6 @@ def load(backend: str, place: Path) -> dict[str, Callable[..., Any]]:
 
     if backend in _DISTRIBUTIONS:
         _preload(backend)
-    modules = {path: tvm_ffi.load_module(str(path)) for path in set(libraries_of(place).values())}
-    return {name: modules[path][name] for name, path in libraries_of(place).items()}
+    libraries = libraries_of(place)
+    modules = {path: tvm_ffi.load_module(str(path)) for path in set(libraries.values())}  # tvm-ffi keeps them open
+    return {name: modules[path][name] for name, path in libraries.items()}

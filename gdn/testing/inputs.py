@@ -78,7 +78,7 @@ def chunk_inputs(
         groups = 1 + int(problem.has_final_indices) + num_checkpoints
         slots = gen.slots(count * groups, null_slot).view(groups, count)
         slots[0, list(null_sequences)] = null_slot
-        arguments["initial_state"] = gen.pool(slots[0], count * groups + null_slot + 3, slot_gap)
+        arguments["initial_state"] = gen.pool(slots[0], null_slot, count * groups + null_slot + 3, slot_gap)
         arguments["state_indices"] = slots[0].to(gen.index_dtype)
         arguments["null_slot"] = null_slot
         if problem.has_final_indices:
@@ -129,7 +129,7 @@ def recurrent_inputs(
             accepted = torch.arange(count, dtype=torch.int32, device=gen.device) % columns + 1
             arguments["num_accepted_tokens"] = accepted
         read = slots[0].gather(1, (accepted.long() - 1)[:, None])[:, 0]
-        arguments["initial_state"] = gen.pool(read, groups * count * columns + null_slot + 3, slot_gap)
+        arguments["initial_state"] = gen.pool(read, null_slot, groups * count * columns + null_slot + 3, slot_gap)
         shaped = slots if problem.write_every_token else slots[:, :, 0]
         arguments["ssm_state_indices"] = shaped[0].to(gen.index_dtype)
         arguments["null_slot"] = null_slot
@@ -254,7 +254,7 @@ class _Generator:
         if cosine is not None:
             common = self.normal(1, p.num_k_heads, p.head_k_dim)
             k = cosine**0.5 * common + (1 - cosine) ** 0.5 * k  # any two of them have this cosine on average
-        return k / k.norm(dim=-1, keepdim=True)
+        return torch.nn.functional.normalize(k, dim=-1)
 
     def _gate(self, live: int, case: Case, arguments: dict[str, Any]) -> torch.Tensor:
         """[live, HS]: the log decay, or a raw gate (with its A_log and dt_bias put into arguments)."""
@@ -296,14 +296,14 @@ class _Generator:
         order = torch.randperm(count + 1, generator=self.generator, device=self.device)
         return torch.add(order[:count], null_slot + 1)
 
-    def pool(self, read_slots: torch.Tensor, num_slots: int, gap: int) -> torch.Tensor:
+    def pool(self, read_slots: torch.Tensor, null_slot: int, num_slots: int, gap: int) -> torch.Tensor:
         """Random states in the slots that are read, NaN everywhere else, between the slots too."""
         shape = _state_shape(self.problem)
         inner = shape[0] * shape[1] * shape[2]
-        dtype = getattr(torch, self.problem.state_dtype)
+        dtype: torch.dtype = getattr(torch, self.problem.state_dtype)
         buffer = torch.full((max(num_slots, 1), inner + gap), torch.nan, dtype=dtype, device=self.device)
-        pool = buffer[:, :inner].unflatten(1, shape)
-        live = read_slots[read_slots >= 0]
+        pool: torch.Tensor = buffer[:, :inner].unflatten(1, shape)
+        live = read_slots[read_slots > null_slot]
         pool[live] = self.states(live.shape[0])
         return pool
 

@@ -1,6 +1,6 @@
 """Search, journal and tables, with a kernel that compiles nothing and a GPU that is not there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from autotune import shapes, tuning
 from autotune.cases import WrongResult
 from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from gdn.device import H100
-from gdn.runtime import KernelCandidate, env
+from gdn.runtime import KernelCandidate
 from tests.autotune import fake_kernel
 from tests.autotune.fake_kernel import Config
 
@@ -42,12 +42,9 @@ class FakeRunner:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
-    env.reload()
-    yield tmp_path / "cache"
-    monkeypatch.undo()
-    env.reload()
+def cache(tmp_path: Path, switch: Callable[..., Any]) -> Path:
+    switch(GDN_CACHE_DIR=str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -68,6 +65,14 @@ def test_plan_puts_the_default_first_and_each_compilation_once(plan: tuning.Plan
     assert plan.configs[SHAPE.name][0] == Config(fake_kernel.DEFAULT, False)
     assert len(plan.configs[SHAPE.name]) == 7  # the default is one of configs(), and not listed twice
     assert len(twice.candidates) == len(plan.candidates) == 14
+
+
+def test_plan_samples_a_large_space_and_starts_with_every_default() -> None:
+    made = tuning.plan(KERNEL, [SHAPE, OTHER], H100, limit=3)
+    tiles = [config.tile for config in made.configs[SHAPE.name]]
+    assert tiles == [fake_kernel.DEFAULT, fake_kernel.CRASHES, fake_kernel.WRONG]
+    assert [config.tile for _, config in made.candidates] == [tile for tile in tiles for _ in range(2)]
+    assert len(tuning.plan(KERNEL, [SHAPE], H100, limit=1).candidates) == 1
 
 
 def test_plan_says_who_is_refused() -> None:
@@ -151,12 +156,9 @@ def _lookup(shape: shapes.Shape) -> list[tuple[Config, float]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("GDN_TUNED_DIR", str(tmp_path))
-    env.reload()
-    yield tmp_path
-    monkeypatch.undo()
-    env.reload()
+def folder(tmp_path: Path, switch: Callable[..., Any]) -> Path:
+    switch(GDN_TUNED_DIR=str(tmp_path))
+    return tmp_path
 
 
 def test_the_runtime_reads_what_the_tuner_writes(folder: Path) -> None:

@@ -34,7 +34,9 @@ SHARED = [
     Bad("k_dim", lambda a: {"k": a["k"][..., :8]}, ValueError, r"^k: expected shape .* 16\], got shape"),
     Bad("k_device", lambda a: {"k": _other_device(a["k"])}, ValueError, r"^k: expected a tensor on .*, got a tensor on meta"),
     Bad(
-        "v_last_dim", lambda a: {"v": a["v"].mT.contiguous().mT}, ValueError,
+        "v_last_dim",
+        lambda a: {"v": a["v"].mT.contiguous().mT},
+        ValueError,
         r"^v: expected a contiguous last dimension \(stride 1\), got strides",
     ),
     Bad("heads_modulo", lambda a: {"v": a["v"][:, :, :3]}, ValueError, r"^q, k, v: expected GVA heads .* got Hq=2, Hk=2, HV=3"),
@@ -43,9 +45,13 @@ SHARED = [
     Bad("g_dtype", lambda a: {"g": a["g"].int()}, TypeError, r"^g: expected dtype float32.*got torch.int32"),
     Bad("beta_shape", lambda a: {"beta": a["beta"][0]}, ValueError, r"^beta: expected shape .*got shape"),
     Bad("gate_without_g", lambda a: {"g": None, "use_gate_in_kernel": True}, ValueError, r"^g: expected the raw gate.*got None"),
-    Bad("gate_without_A_log", lambda a: {"use_gate_in_kernel": True}, TypeError, r"^A_log: expected a torch.Tensor, got NoneType"),
     Bad(
-        "sigmoid_without_beta", lambda a: {"beta": None, "use_beta_sigmoid_in_kernel": True}, ValueError,
+        "gate_without_A_log", lambda a: {"use_gate_in_kernel": True}, TypeError, r"^A_log: expected a torch.Tensor, got NoneType"
+    ),
+    Bad(
+        "sigmoid_without_beta",
+        lambda a: {"beta": None, "use_beta_sigmoid_in_kernel": True},
+        ValueError,
         r"^beta: expected the raw b.*got None",
     ),
     Bad("scale", lambda a: {"scale": "1"}, TypeError, r"^scale: expected a float or None, got str"),
@@ -54,98 +60,164 @@ SHARED = [
     Bad("cu_rank", lambda a: {"cu_seqlens": a["cu_seqlens"][None]}, ValueError, r"^cu_seqlens: expected shape \[N \+ 1\]"),
     Bad("cu_empty", lambda a: {"cu_seqlens": a["cu_seqlens"][:0]}, ValueError, r"^cu_seqlens: expected at least one offset"),
     Bad(
-        "cu_with_batch", lambda a: {name: a[name].repeat(2, 1, 1, 1)[..., : a[name].shape[-1]] for name in ("q", "k", "v")}
-        | {name: a[name].repeat(2, 1, 1) for name in ("g", "beta")}, ValueError, r"^q: expected shape \[1, T, Hq, K\]",
+        "cu_with_batch",
+        lambda a: (
+            {name: a[name].repeat(2, 1, 1, 1)[..., : a[name].shape[-1]] for name in ("q", "k", "v")}
+            | {name: a[name].repeat(2, 1, 1) for name in ("g", "beta")}
+        ),
+        ValueError,
+        r"^q: expected shape \[1, T, Hq, K\]",
     ),
     Bad("state_half", lambda a: {"initial_state": a["initial_state"].half()}, TypeError, r"^initial_state: .*got torch.float16"),
     Bad("state_none", lambda a: {"initial_state": None}, ValueError, r"^initial_state: expected the state pool.*got None"),
     Bad(
-        "pool_heads", lambda a: {"initial_state": a["initial_state"][:, :3]}, ValueError,
+        "pool_heads",
+        lambda a: {"initial_state": a["initial_state"][:, :3]},
+        ValueError,
         r"^initial_state: expected shape \[slots, 4, 16, 16\], got shape",
     ),
     Bad(
-        "pool_inner_stride", lambda a: {"initial_state": a["initial_state"].mT}, ValueError,
+        "pool_inner_stride",
+        lambda a: {"initial_state": a["initial_state"].mT},
+        ValueError,
         r"^initial_state: expected contiguous inner three dims.*got strides",
     ),
     Bad(
-        "pool_slot_stride", lambda a: {"initial_state": torch.zeros(9, 1025, device=a["q"].device)[:, :1024].view(9, 4, 16, 16)},
-        ValueError, r"^initial_state: expected a slot stride .* multiples of 16 bytes, got a slot stride of 4100 bytes",
+        "pool_slot_stride",
+        lambda a: {"initial_state": torch.zeros(9, 1025, device=a["q"].device)[:, :1024].view(9, 4, 16, 16)},
+        ValueError,
+        r"^initial_state: expected a slot stride .* multiples of 16 bytes, got a slot stride of 4100 bytes",
     ),
     Bad(
-        "pool_overlap", lambda a: {"initial_state": a["initial_state"][:1].expand(9, -1, -1, -1)}, ValueError,
+        "pool_overlap",
+        lambda a: {"initial_state": a["initial_state"][:1].expand(9, -1, -1, -1)},
+        ValueError,
         r"^initial_state: .*slots that do not overlap, got strides",
     ),
     Bad(
-        "pool_address", lambda a: {"initial_state": torch.zeros(1 + 9 * 1024, device=a["q"].device)[1:].view(9, 4, 16, 16)},
-        ValueError, r"^initial_state: expected a slot stride and an address .* multiples of 16 bytes",
+        "pool_address",
+        lambda a: {"initial_state": torch.zeros(1 + 9 * 1024, device=a["q"].device)[1:].view(9, 4, 16, 16)},
+        ValueError,
+        r"^initial_state: expected a slot stride and an address .* multiples of 16 bytes",
     ),
     Bad("pool_device", lambda a: {"initial_state": _other_device(a["initial_state"])}, ValueError, r"^initial_state: .*meta"),
-    Bad("final_rank", lambda a: {"final_state_indices": a["cu_seqlens"][None]}, ValueError, r"^final_state_indices: expected shape"),
+    Bad(
+        "final_rank",
+        lambda a: {"final_state_indices": a["cu_seqlens"][None]},
+        ValueError,
+        r"^final_state_indices: expected shape",
+    ),
     Bad("out_shape", lambda a: {"out": a["v"][..., :8]}, ValueError, r"^out: expected shape .*got shape"),
     Bad("out_dtype", lambda a: {"out": a["v"].float()}, TypeError, r"^out: expected dtype bfloat16, got torch.float32"),
     Bad("backend", lambda a: {"backend": "triton"}, ValueError, r"^backend: expected 'tilelang'.*got 'triton'"),
-]  # fmt: skip
+]
 
 CHUNK = [
     *SHARED,
     Bad("head_first", lambda a: {"head_first": True}, ValueError, r"^head_first: expected False.*got True"),
-    Bad("indices_dtype", lambda a: {"state_indices": a["state_indices"].float()}, TypeError, r"^state_indices: expected dtype int32"),
-    Bad("indices_rows", lambda a: {"state_indices": a["state_indices"][:2]}, ValueError, r"^state_indices: .*N = 3, got shape \[2\]"),
+    Bad(
+        "indices_dtype",
+        lambda a: {"state_indices": a["state_indices"].float()},
+        TypeError,
+        r"^state_indices: expected dtype int32",
+    ),
+    Bad(
+        "indices_rows",
+        lambda a: {"state_indices": a["state_indices"][:2]},
+        ValueError,
+        r"^state_indices: .*N = 3, got shape \[2\]",
+    ),
     Bad("indices_rank", lambda a: {"state_indices": a["state_indices"][:, None]}, ValueError, r"^state_indices: expected shape"),
     Bad("mask_dtype", lambda a: {"has_initial_state": a["state_indices"]}, TypeError, r"^has_initial_state: expected dtype bool"),
     Bad(
-        "mask_rows", lambda a: {"has_initial_state": a["state_indices"][:2] > 0}, ValueError,
+        "mask_rows",
+        lambda a: {"has_initial_state": a["state_indices"][:2] > 0},
+        ValueError,
         r"^has_initial_state: expected shape \[>= N\] with N = 3, got shape \[2\]",
     ),
     Bad(
-        "final_alone", lambda a: {"final_state_indices": a["state_indices"], "state_indices": None, "initial_state": None},
-        ValueError, r"^final_state_indices: expected None without state_indices",
-    ),
-    Bad("half_checkpoint", lambda a: {"checkpoint_offsets": a["state_indices"][:, None]}, ValueError, r"^checkpoint_slots: expected"),
-    Bad(
-        "checkpoint_shapes", lambda a: {
-            "checkpoint_offsets": a["state_indices"][:, None], "checkpoint_slots": a["state_indices"][:, None].repeat(1, 2)
-        }, ValueError, r"^checkpoint_slots: expected shape \[3, 1\], got shape \[3, 2\]",
+        "final_alone",
+        lambda a: {"final_state_indices": a["state_indices"], "state_indices": None, "initial_state": None},
+        ValueError,
+        r"^final_state_indices: expected None without state_indices",
     ),
     Bad(
-        "state_rows", lambda a: {"state_indices": None, "initial_state": a["initial_state"][:2]}, ValueError,
+        "half_checkpoint",
+        lambda a: {"checkpoint_offsets": a["state_indices"][:, None]},
+        ValueError,
+        r"^checkpoint_slots: expected",
+    ),
+    Bad(
+        "checkpoint_shapes",
+        lambda a: {
+            "checkpoint_offsets": a["state_indices"][:, None],
+            "checkpoint_slots": a["state_indices"][:, None].repeat(1, 2),
+        },
+        ValueError,
+        r"^checkpoint_slots: expected shape \[3, 1\], got shape \[3, 2\]",
+    ),
+    Bad(
+        "state_rows",
+        lambda a: {"state_indices": None, "initial_state": a["initial_state"][:2]},
+        ValueError,
         r"^initial_state: expected shape \[3, 4, 16, 16\], got shape \[2, 4, 16, 16\]",
     ),
-]  # fmt: skip
+]
 
 RECURRENT = [
     *SHARED,
     Bad(
-        "not_in_place", lambda a: {"inplace_final_state": False}, ValueError,
+        "not_in_place",
+        lambda a: {"inplace_final_state": False},
+        ValueError,
         r"^inplace_final_state: expected None or True with ssm_state_indices.*got False",
     ),
-    Bad("indices_rank", lambda a: {"ssm_state_indices": a["ssm_state_indices"][:, None, None]}, ValueError, r"^ssm_state_indices: "),
     Bad(
-        "indices_columns", lambda a: {"ssm_state_indices": a["ssm_state_indices"][:, None][:, :0]}, ValueError,
+        "indices_rank",
+        lambda a: {"ssm_state_indices": a["ssm_state_indices"][:, None, None]},
+        ValueError,
+        r"^ssm_state_indices: ",
+    ),
+    Bad(
+        "indices_columns",
+        lambda a: {"ssm_state_indices": a["ssm_state_indices"][:, None][:, :0]},
+        ValueError,
         r"^ssm_state_indices: expected shape .*columns >= 1\].*got shape \[3, 0\]",
     ),
     Bad(
-        "in_place_rows", lambda a: {"ssm_state_indices": None, "inplace_final_state": True}, ValueError,
+        "in_place_rows",
+        lambda a: {"ssm_state_indices": None, "inplace_final_state": True},
+        ValueError,
         r"^initial_state: expected shape \[3, 4, 16, 16\], got shape",
     ),
     Bad(
-        "in_place_nothing", lambda a: {"ssm_state_indices": None, "inplace_final_state": True, "initial_state": None},
-        ValueError, r"^initial_state: expected the state pool.*got None",
+        "in_place_nothing",
+        lambda a: {"ssm_state_indices": None, "inplace_final_state": True, "initial_state": None},
+        ValueError,
+        r"^initial_state: expected the state pool.*got None",
     ),
     Bad(
-        "accepted_1d", lambda a: {"num_accepted_tokens": a["ssm_state_indices"]}, ValueError,
+        "accepted_1d",
+        lambda a: {"num_accepted_tokens": a["ssm_state_indices"]},
+        ValueError,
         r"^num_accepted_tokens: expected None without 2-D ssm_state_indices",
     ),
     Bad(
-        "accepted_dtype", lambda a: {"num_accepted_tokens": a["ssm_state_indices"].float()}, TypeError,
+        "accepted_dtype",
+        lambda a: {"num_accepted_tokens": a["ssm_state_indices"].float()},
+        TypeError,
         r"^num_accepted_tokens: expected dtype int32",
     ),
-    Bad("parent_1d", lambda a: {"parent_token": torch.full((6,), -1, dtype=torch.int32, device=a["q"].device)}, ValueError,
-        r"^parent_token: expected None without 2-D ssm_state_indices"),
+    Bad(
+        "parent_1d",
+        lambda a: {"parent_token": torch.full((6,), -1, dtype=torch.int32, device=a["q"].device)},
+        ValueError,
+        r"^parent_token: expected None without 2-D ssm_state_indices",
+    ),
     Bad("parent_rows", lambda a: {"parent_token": a["ssm_state_indices"]}, ValueError, r"^parent_token: expected shape \[6\]"),
     Bad("seed_dtype", lambda a: {"rounding_seed": a["cu_seqlens"][:1]}, TypeError, r"^rounding_seed: expected dtype int64"),
     Bad("seed_shape", lambda a: {"rounding_seed": a["cu_seqlens"].long()}, ValueError, r"^rounding_seed: expected shape \[1\]"),
-]  # fmt: skip
+]
 
 
 def good_chunk(device: str = "cpu", head_dim: int = 16) -> Arguments:

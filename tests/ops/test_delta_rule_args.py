@@ -36,22 +36,31 @@ VALIDATED_CHUNK = [
     Bad("decreasing", _offsets(0, 4, 3, 6), ValueError, r"^cu_seqlens: expected offsets that never decrease, got 4 then 3"),
     Bad("first", _offsets(1, 4, 4, 6), ValueError, r"^cu_seqlens: expected a first offset of 0, got 1"),
     Bad("beyond", _offsets(0, 4, 4, 7), ValueError, r"^cu_seqlens: expected a last offset of at most 6 tokens, got 7"),
-    Bad("slot", lambda a: {"state_indices": torch.tensor([0, 1, 99])}, ValueError, r"^state_indices: expected slots below .*got 99"),
     Bad(
-        "final_slot", lambda a: {"final_state_indices": torch.tensor([0, 1, 99])}, ValueError,
+        "slot",
+        lambda a: {"state_indices": torch.tensor([0, 1, 99])},
+        ValueError,
+        r"^state_indices: expected slots below .*got 99",
+    ),
+    Bad(
+        "final_slot",
+        lambda a: {"final_state_indices": torch.tensor([0, 1, 99])},
+        ValueError,
         r"^final_state_indices: expected slots below .*got 99",
     ),
     Bad(
         "checkpoint_slot",
-        lambda a: {"checkpoint_offsets": torch.zeros(3, 1).int(), "checkpoint_slots": torch.full((3, 1), 50)}, ValueError,
+        lambda a: {"checkpoint_offsets": torch.zeros(3, 1).int(), "checkpoint_slots": torch.full((3, 1), 50)},
+        ValueError,
         r"^checkpoint_slots: expected slots below .*got 50",
     ),
     Bad(
         "checkpoint_offset",
-        lambda a: {"checkpoint_offsets": torch.full((3, 1), 65), "checkpoint_slots": torch.full((3, 1), -1)}, ValueError,
+        lambda a: {"checkpoint_offsets": torch.full((3, 1), 65), "checkpoint_slots": torch.full((3, 1), -1)},
+        ValueError,
         r"^checkpoint_offsets: expected multiples of 64 tokens, or 0, got 65",
     ),
-]  # fmt: skip
+]
 
 
 def _columns(a: Arguments) -> Arguments:
@@ -61,18 +70,24 @@ def _columns(a: Arguments) -> Arguments:
 VALIDATED_RECURRENT = [
     Bad("decreasing", _offsets(0, 4, 3, 6), ValueError, r"^cu_seqlens: expected offsets that never decrease, got 4 then 3"),
     Bad(
-        "slot", lambda a: {"ssm_state_indices": torch.tensor([0, 1, 99])}, ValueError,
+        "slot",
+        lambda a: {"ssm_state_indices": torch.tensor([0, 1, 99])},
+        ValueError,
         r"^ssm_state_indices: expected slots below .*got 99",
     ),
     Bad(
-        "accepted", lambda a: {**_columns(a), "num_accepted_tokens": torch.tensor([1, 5, 2], dtype=torch.int32)}, ValueError,
+        "accepted",
+        lambda a: {**_columns(a), "num_accepted_tokens": torch.tensor([1, 5, 2], dtype=torch.int32)},
+        ValueError,
         r"^num_accepted_tokens: expected 1 to 1 .*got 2",  # the 5 belongs to a sequence without tokens
     ),
     Bad(
-        "parent", lambda a: {**_columns(a), "parent_token": torch.tensor([-1, 0, 2, -1, 0, 1], dtype=torch.int32)}, ValueError,
+        "parent",
+        lambda a: {**_columns(a), "parent_token": torch.tensor([-1, 0, 2, -1, 0, 1], dtype=torch.int32)},
+        ValueError,
         r"^parent_token: expected -1 or a node before node 2, got 2 at token 2",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("bad", VALIDATED_CHUNK, ids=lambda bad: bad.name)

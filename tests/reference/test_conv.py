@@ -23,9 +23,7 @@ def torch_conv(line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return y if activation is None else y * y.sigmoid()
 
 
-@given(
-    st.integers(2, 5), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans(), st.sampled_from([None, "silu"])
-)
+@given(st.integers(2, 5), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans(), st.sampled_from([None, "silu"]))
 def test_prefill(width: int, lengths: list[int], has_bias: bool, activation: str | None) -> None:
     count, live = len(lengths), sum(lengths)
     x, weight = randn(live + 2, DIM), randn(DIM, width, seed=1)
@@ -134,14 +132,24 @@ def test_speculative_window() -> None:
     history = states[3, :, 1:4].clone()  # two tokens of the step before were accepted
     before = states.clone()
     y = reference.causal_conv1d_update(
-        x[:3], states, weight, conv_state_indices=slots, num_accepted_tokens=torch.tensor([2]), query_start_loc=torch.tensor([0, 3])
+        x[:3],
+        states,
+        weight,
+        conv_state_indices=slots,
+        num_accepted_tokens=torch.tensor([2]),
+        query_start_loc=torch.tensor([0, 3]),
     )
     line = torch.cat([history, x[:3].t()], dim=1)
     assert error(y, torch_conv(line, weight, None, "silu"), groups=1).within(1e-12)
     assert torch.equal(states[3], line[:, 1:])
     assert same_bits(states[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
     y = reference.causal_conv1d_update(
-        x[3:], states, weight, conv_state_indices=slots, num_accepted_tokens=torch.tensor([2]), query_start_loc=torch.tensor([0, 2])
+        x[3:],
+        states,
+        weight,
+        conv_state_indices=slots,
+        num_accepted_tokens=torch.tensor([2]),
+        query_start_loc=torch.tensor([0, 2]),
     )
     line = torch.cat([history, x[:2].t(), x[3:].t()], dim=1)
     assert error(y, torch_conv(line, weight, None, "silu")[2:], groups=1).within(1e-12)

@@ -2,10 +2,11 @@
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from gdn.cli import app, doctor, explain
@@ -15,7 +16,7 @@ from gdn.runtime import compiled, env, registry, toolchain, tuned
 KERNELS = [op for op in registry.OPERATORS.values() if op.modules]
 
 
-def gdn(*arguments: str) -> Result:
+def gdn(*arguments: str) -> Any:
     return CliRunner().invoke(app.app, list(arguments))
 
 
@@ -79,6 +80,15 @@ def test_explain_without_a_gpu():
     assert result.exit_code == 0 and "chunk: reference, by no SM90 (Hopper) GPU" in result.output
     result = gdn("explain", "indexer_topk", "--device", "cpu")
     assert "mqa_logits: reference" in result.output and "topk: reference, by no kernel yet" in result.output
+
+
+def test_explain_hands_an_order_for_the_whole_to_its_parts(switch: Callable[..., env.Switches]):
+    switch(GDN_BACKEND_INDEXER_TOPK="cute")
+    result = gdn("explain", "indexer_topk", "--device", "h100")
+    assert "mqa_logits: cute, by the argument" in result.output and "topk: reference, by no kernel yet" in result.output
+    result = gdn("explain", "indexer_topk", "--device", "h100", "--backend", "reference")
+    assert "mqa_logits: reference" in result.output and "topk: reference, by the argument" in result.output
+    assert gdn("explain", "topk", "--backend", "cute").exit_code == 2
 
 
 def test_explain_takes_fields_models_and_ranks():

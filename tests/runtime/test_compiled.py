@@ -162,13 +162,22 @@ def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch:
     helper.write_text("b = 2")
     compiled.source_hash.cache_clear()
     keys.add(key(module=module))
+    compiled.versions.cache_clear()
     monkeypatch.setattr(compiled, "_version", lambda distribution: "99")
     keys.add(key(module=module))
+    compiled.versions.cache_clear()
+    monkeypatch.setattr(compiled, "_version", lambda distribution: "unknown")
+    for count in (1, 2):  # no metadata: the runtime library's size tells versions apart
+        compiled.versions.cache_clear()
+        (tmp_path / "library.so").write_bytes(b"x" * count)
+        monkeypatch.setattr(compiled, "runtime_library", lambda backend: tmp_path / "library.so")
+        keys.add(key(module=module))
     monkeypatch.setattr(compiled, "TARGET", "sm_90b")
     keys.add(key(module=module))
-    assert len(keys) == 12
+    assert len(keys) == 14
     assert key(problem=problem.sizes_only(5)) == key()
     compiled.source_hash.cache_clear()
+    compiled.versions.cache_clear()
 
 
 def test_a_kernel_that_does_not_compile_leaves_no_entry(problem: FakeProblem):

@@ -1,0 +1,69 @@
+"""Floors and rotation on any machine; clocks on a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autotune import cli
+from gdn.testing import timing
+from gdn.testing.timing import Limits
+
+LIMITS = Limits(copy_gbps=3000.0, bf16_tflops=700.0, fp8_tflops=1250.0)
+
+
+def test_floor_is_the_slower_of_bytes_and_arithmetic() -> None:
+    assert LIMITS.floor_us(flops=0, num_bytes=3_000_000, dtype="bfloat16") == pytest.approx(1.0)
+    assert LIMITS.floor_us(flops=1_400_000_000, num_bytes=3_000_000, dtype="bfloat16") == pytest.approx(2.0)
+    assert LIMITS.floor_us(flops=2_500_000_000, num_bytes=0, dtype="float8_e4m3fn") == pytest.approx(2.0)
+
+
+def test_inputs_rotate_beyond_the_cache() -> None:
+    l2 = 50 << 20
+    assert timing.copies_beyond_l2(1 << 30, l2) == 1
+    assert timing.copies_beyond_l2(50 << 20, l2) == 3
+    assert timing.copies_beyond_l2(1, l2) == 48
+
+
+@pytest.mark.gpu
+def test_limits_of_a_hopper_gpu() -> None:
+    limits = timing.measure_limits()
+    assert 1500 < limits.copy_gbps < 6000
+    assert 300 < limits.bf16_tflops < 1000
+    assert 1.3 * limits.bf16_tflops < limits.fp8_tflops < 2000
+
+
+@pytest.mark.gpu
+def test_time_grows_with_the_work_and_does_not_count_the_host() -> None:
+    source = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    half = source.numel() // 2
+    small, large = timing.interleaved_us([[lambda: target[:half].copy_(source[:half])], [lambda: target.copy_(source)]])
+    assert 1.8 < large / small < 2.2
+    tiny = torch.zeros(16, device="cuda")
+    assert timing.time_us(lambda: tiny.add_(1)) < 4.0  # an eager launch costs more
+
+
+@pytest.mark.gpu
+def test_a_call_that_synchronises_is_timed_without_a_graph() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    timed = timing.Timed([lambda: x.sum().item()])
+    assert not timed.captured
+    assert timed.sample_us() > 0
+    assert timing.Timed([lambda: x.add_(1)]).captured  # capturing still works afterwards
+
+
+@pytest.mark.gpu
+def test_tune_and_bench_run(tmp_path: Path) -> None:
+    runner = CliRunner()
+    options = ["--shapes", "4/8 batch 128", "--backend", "cute", "--out", str(tmp_path), "--journals", str(tmp_path)]
+    tuned = runner.invoke(cli.app, ["tune", "recurrent", *options, "--budget-s", "240"])
+    assert tuned.exit_code == 0, tuned.output
+    (table,) = tmp_path.glob("*/recurrent.cute.json")
+    shown = runner.invoke(cli.app, ["show", "--folder", str(tmp_path)])
+    assert shown.exit_code == 0 and table.parent.name in shown.output
+    figures = tmp_path / "bench.json"
+    measured = runner.invoke(cli.app, ["bench", "recurrent", "--shapes", "4/8 batch 128", "--json", str(figures)])
+    assert measured.exit_code == 0, measured.output
+    assert '"share_of_floor"' in figures.read_text()

@@ -1,0 +1,227 @@
+"""Ragged logits on a Hopper GPU, each backend against exact float64 products of the same values.
+
+Each row of VARIANTS is one compiled kernel per backend (some seconds); every test reuses those. Together they cover all
+pairs of what the formats, heads and flags can be in the served region. Outputs are poisoned with NaN and their rows end
+in a margin that must stay NaN; keys outside every range are NaN.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+import gdn
+from gdn.problems import MqaLogitsProblem
+from gdn.runtime import registry
+from gdn.testing.inputs_logits import MqaInputs, make_mqa_inputs
+from gdn.testing.oracle_logits import exact_mqa_logits, logits_error
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = tuple(registry.operator("mqa_logits").modules)
+FP8, BF16 = "float8_e4m3fn", "bfloat16"
+RANGES = ("causal", "full", "random", "hard", "sequences")
+SCALE = 0.088
+
+# heads, kv_heads, head_dim, dtype, k_scale, weights, relu, clean, out, packed
+VARIANTS = {
+    "h64-fp8": (64, 1, 128, FP8, True, "float32", True, True, "float32", False),
+    "h32-fp8-packed-bf16": (32, 1, 128, FP8, True, BF16, True, True, BF16, True),
+    "h16-fp8-unclean": (16, 1, 128, FP8, True, "float32", True, False, "float32", False),
+    "h16-bf16": (16, 1, 128, BF16, False, BF16, True, True, "float32", False),
+    "h4-cast-packed": (4, 1, 128, FP8, False, None, True, True, "float32", True),
+    "h4-bf16-linear-d64": (4, 1, 64, BF16, False, None, False, True, BF16, False),
+    "h8-fp8-linear-packed-unclean-d64": (8, 1, 64, FP8, True, "float32", False, False, "float32", True),
+    "h64-bf16-packed-d64": (64, 1, 64, BF16, False, "float32", True, True, "float32", True),
+    "h8-cast-d64-bf16-out": (8, 1, 64, FP8, False, BF16, True, False, BF16, False),
+    "h1-fp8": (1, 1, 128, FP8, True, "float32", True, True, "float32", False),
+    "h16-kv2-fp8-packed": (16, 2, 128, FP8, True, "float32", True, True, "float32", True),
+    "h32-kv2-bf16-linear-unclean-d64": (32, 2, 64, BF16, False, BF16, False, False, BF16, False),
+}
+# What a backend refuses, and a word of its refusal. A kernel that learns to serve one of these fails here: move it up.
+REFUSED = {"cute": {"h1-fp8": "even number", "h16-kv2-fp8-packed": "key head", "h32-kv2-bf16-linear-unclean-d64": "key head"}}
+SERVED = [(b, v) for b in BACKENDS for v in VARIANTS if v not in REFUSED.get(b, {})]
+
+
+def problem_of(variant: str, num_queries: int, num_keys: int) -> MqaLogitsProblem:
+    *fields, packed = VARIANTS[variant]
+    columns = num_keys * 3 // 4 if packed else num_keys  # shorter than the longest range: the rest is cut off
+    return MqaLogitsProblem(*fields, packed=packed, num_queries=num_queries, num_keys=num_keys, num_columns=columns)
+
+
+def poisoned(problem: MqaLogitsProblem, margin: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [M, columns] in rows that end in a margin, and the whole."""
+    dtype = getattr(torch, problem.out_dtype)
+    whole = torch.full((problem.num_queries, problem.num_columns + margin), torch.nan, dtype=dtype, device="cuda")
+    return whole[:, : problem.num_columns], whole[:, problem.num_columns :]
+
+
+def run(problem: MqaLogitsProblem, inputs: MqaInputs, backend: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    return gdn.mqa_logits(
+        inputs.q,
+        inputs.k,
+        inputs.weights,
+        inputs.cu_seqlen_ks,
+        inputs.cu_seqlen_ke,
+        k_scale=inputs.k_scale,
+        scale=SCALE,
+        relu=problem.relu,
+        max_seqlen_k=problem.num_columns if problem.packed else None,
+        clean_logits=problem.clean,
+        out_dtype=getattr(torch, problem.out_dtype),
+        out=out,
+        backend=backend,
+    )
+
+
+def error_of(problem: MqaLogitsProblem, inputs: MqaInputs, got: torch.Tensor) -> str | None:
+    packed = problem.num_columns if problem.packed else None
+    exact = exact_mqa_logits(inputs, scale=SCALE, relu=problem.relu, max_seqlen_k=packed)
+    return logits_error(got, exact, fp8=problem.dtype == FP8, clean=problem.clean)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize(("backend", "variant"), SERVED)
+def test_exact(backend, variant, ranges):
+    for num_queries, num_keys in ((67, 65), (130, 1000), (257, 2049)):
+        problem = problem_of(variant, num_queries, num_keys)
+        inputs = make_mqa_inputs(problem, "cuda", seed=num_keys, ranges=ranges)
+        out, margin = poisoned(problem)
+        assert run(problem, inputs, backend, out) is out
+        assert error_of(problem, inputs, out) is None, (num_queries, num_keys)
+        assert bool(margin.isnan().all()), "wrote beyond a row"
+
+
+@pytest.mark.parametrize(("backend", "variant"), [(b, v) for b in REFUSED for v in REFUSED[b] if b in BACKENDS])
+def test_refusals_are_told(backend, variant):
+    problem = problem_of(variant, 8, 64)
+    out, _ = poisoned(problem)
+    with pytest.raises(ValueError, match=REFUSED[backend][variant]):
+        run(problem, make_mqa_inputs(problem, "cuda"), backend, out)
+    assert bool(out.isnan().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 515), (3, 64), (5, 0), (0, 5), (9, 63), (8, 127)])
+def test_few_rows_and_keys(backend, num_queries, num_keys):
+    problem = problem_of("h64-fp8", num_queries, num_keys)
+    inputs = make_mqa_inputs(problem, "cuda", ranges="full")
+    out, margin = poisoned(problem)
+    run(problem, inputs, backend, out)
+    assert error_of(problem, inputs, out) is None
+    assert bool(margin.isnan().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranges_empty(backend):
+    problem = problem_of("h64-fp8", 70, 300)
+    inputs = make_mqa_inputs(problem, "cuda")
+    inputs = dataclasses.replace(inputs, cu_seqlen_ke=inputs.cu_seqlen_ks)
+    out, _ = poisoned(problem)
+    run(problem, inputs, backend, out)
+    assert bool((out == -torch.inf).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ranges", ["causal", "sequences"])
+def test_a_long_prefill(backend, ranges):
+    problem = problem_of("h64-fp8", 2048, 8192)
+    inputs = make_mqa_inputs(problem, "cuda", ranges=ranges)
+    out, _ = poisoned(problem)
+    run(problem, inputs, backend, out)
+    assert error_of(problem, inputs, out) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_than_2_31_scores(backend):
+    """Offsets into out need 64 bits; a sample of rows, the last among them, is compared."""
+    problem = problem_of("h64-fp8", 16_500, 131_072)
+    assert problem.num_queries * problem.num_columns > 2**31
+    inputs = make_mqa_inputs(problem, "cuda")
+    out = torch.full((problem.num_queries, problem.num_columns), torch.nan, device="cuda")
+    run(problem, inputs, backend, out)
+    sample = torch.tensor([0, 1, 8191, 16_383, 16_384, 16_385, 16_498, 16_499], device="cuda")
+    part = MqaInputs(
+        inputs.q.view(torch.uint8)[sample].view(inputs.q.dtype),
+        inputs.k,
+        inputs.k_scale,
+        inputs.weights[sample],
+        inputs.cu_seqlen_ks[sample],
+        inputs.cu_seqlen_ke[sample],
+    )
+    assert error_of(problem, part, out[sample]) is None
+    masked = sum(int((out[low : low + 500] == -torch.inf).sum()) for low in range(0, problem.num_queries, 500))
+    visible = int((inputs.cu_seqlen_ke - inputs.cu_seqlen_ks).sum())
+    assert masked == out.numel() - visible
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", ["h64-fp8", "h4-cast-packed"])
+def test_the_same_bits_every_time(backend, variant):
+    problem = problem_of(variant, 257, 2049)
+    inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
+    first = run(problem, inputs, backend)
+    for _ in range(19):
+        assert torch.equal(run(problem, inputs, backend), first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_follows_changed_ranges_and_contents(backend):
+    problem = problem_of("h64-fp8", 130, 1000)
+    inputs = make_mqa_inputs(problem, "cuda", ranges="causal", poison=False)
+    out, _ = poisoned(problem)
+    run(problem, inputs, backend, out)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(problem, inputs, backend, out)
+    for seed, ranges in enumerate(("hard", "random", "full", "sequences")):
+        other = make_mqa_inputs(problem, "cuda", seed=seed + 1, ranges=ranges)
+        for f in dataclasses.fields(inputs):
+            getattr(inputs, f.name).copy_(getattr(other, f.name))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert error_of(problem, other, out) is None, ranges
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_and_converted_arguments(backend):
+    """Query rows out of a wider tensor, int64 ranges, float16 and float64 weights: what the operator brings into form."""
+    problem = problem_of("h64-fp8", 67, 300)
+    inputs = make_mqa_inputs(problem, "cuda")
+    wide = torch.zeros(67, 80, 128, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)[:, 3:67]
+    wide.view(torch.uint8).copy_(inputs.q.view(torch.uint8))
+    strided = dataclasses.replace(
+        inputs, q=wide, cu_seqlen_ks=inputs.cu_seqlen_ks.long(), cu_seqlen_ke=inputs.cu_seqlen_ke.long()
+    )
+    for dtype in (torch.float16, torch.float64):
+        converted = dataclasses.replace(strided, weights=inputs.weights.to(dtype))
+        assert error_of(problem, converted, run(problem, converted, backend)) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_a_side_stream(backend):
+    """Launches go to torch's current stream: the input is written on that stream just before."""
+    problem = problem_of("h64-fp8", 257, 2049)
+    inputs = make_mqa_inputs(problem, "cuda")
+    late = dataclasses.replace(inputs, q=torch.zeros_like(inputs.q.view(torch.uint8)).view(inputs.q.dtype))
+    run(problem, inputs, backend)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.q.copy_(inputs.q)
+        got = run(problem, late, backend)
+    stream.synchronize()
+    assert error_of(problem, inputs, got) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_indexer_topk_over_the_kernel(backend):
+    """In steps through a small workspace: the sets that one large score matrix gives."""
+    problem = problem_of("h16-fp8-unclean", 300, 2049)
+    inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
+    arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
+    got = gdn.indexer_topk(*arguments, 512, k_scale=inputs.k_scale, workspace_bytes=128 * 2049 * 4, backend=backend)
+    logits = gdn.mqa_logits(*arguments, k_scale=inputs.k_scale, clean_logits=False, backend=backend)
+    want = gdn.topk_indices(logits, 512, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
+    assert torch.equal(got, want)

@@ -1,0 +1,169 @@
+"""The recurrent operator on the GPU, every backend, against the float64 oracle."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn.problems import RecurrentProblem
+from gdn.testing.compare import same_bits
+from gdn.testing.inputs import CASES, recurrent_inputs
+from tests.gpu import cases
+from tests.gpu.delta_rule import backends, copied, judge, run
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 0, 4, 3, 2, 1]
+FUNCTION = "fused_recurrent_gated_delta_rule"
+BACKENDS = backends("recurrent")
+
+
+def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
+    """Ragged, strided, padded; with a pool: null slots, gaps and NaN around every state."""
+    options: dict[str, Any] = {"lengths": LENGTHS, "strided": True, "padded_tokens": 7}
+    if problem.pooled:
+        options |= {"slot_gap": 24, "null_sequences": [3], "null_slot": 0}
+    if problem.write_every_token:
+        options |= {"num_columns": 3}  # fewer than the longest sequence has tokens
+    arguments = recurrent_inputs(problem, device, **{**options, **changes})
+    v = arguments["v"]
+    shape = (1, v.shape[1], problem.num_state_heads, problem.head_v_dim)
+    arguments["out"] = torch.full(shape, torch.nan, dtype=v.dtype, device=device)
+    return arguments
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "problem", [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY], ids=cases.name
+)
+def test_variants(problem: RecurrentProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(problem, device)
+    before = copied(arguments)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_hard_inputs(case: Any, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(cases.MAIN_RECURRENT, device, case=case)
+    before = copied(arguments)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", [[0], [1], [0, 0, 2], [70], [1] * 128], ids=["0", "1", "0-0-2", "70", "128 x 1"])
+def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(cases.MAIN_RECURRENT, device, lengths=lengths, null_sequences=[])
+    before = copied(arguments)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speculative_rules(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """num_accepted_tokens out of range is padding, a null write is skipped alone, extra rows of indices are ignored."""
+    arguments = arguments_of(cases.MAIN_SPECULATIVE, device, null_sequences=[])
+    arguments["num_accepted_tokens"][2] = 0
+    arguments["num_accepted_tokens"][4] = 4
+    arguments["final_state_indices"][3, 1] = 0
+    for name in ("ssm_state_indices", "final_state_indices", "num_accepted_tokens"):
+        extra = torch.full_like(arguments[name][:1], 10**6)
+        arguments[name] = torch.cat([arguments[name], extra])
+    before = copied(arguments)
+    expected = judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    assert expected.live == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_indices_with_strides(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+    for name in ("ssm_state_indices", "final_state_indices"):
+        x = arguments[name]
+        wide = torch.full((2 * x.shape[0], 2 * x.shape[1] + 1), 10**6, dtype=x.dtype, device=device)
+        view = wide[::2, 1::2]
+        view.copy_(x)
+        arguments[name] = view
+    accepted = arguments["num_accepted_tokens"]
+    arguments["num_accepted_tokens"] = torch.stack([accepted, accepted + 100], dim=1)[:, 0]
+    before = copied(arguments)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_place_without_indices(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = recurrent_inputs(cases.MAIN_RECURRENT, device, lengths=[2, 0, 3])
+    states = plain["initial_state"][plain.pop("ssm_state_indices").long()]
+    arguments = {**plain, "initial_state": states}
+    before = copied(arguments)
+    o, state = run(FUNCTION, {**arguments, "inplace_final_state": True}, backend)
+    assert state is states
+    judge(FUNCTION, arguments, (o, state), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_repeats_give_the_same_bits(backend: str, device: torch.device) -> None:
+    arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+    first: tuple[torch.Tensor, torch.Tensor] | None = None
+    for _ in range(20):
+        call = copied(arguments)
+        call["out"] = torch.full_like(arguments["out"], torch.nan)
+        o, pool = run(FUNCTION, call, backend)
+        assert pool is not None
+        first = (o, pool) if first is None else first
+        assert same_bits(o, first[0]) and same_bits(pool, first[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graph_replay_with_other_lengths(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, slots and accepted counts change between replays, as in a serving loop."""
+    arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+    arguments["initial_state"].nan_to_num_(0.1)
+    start = copied(arguments)
+    run(FUNCTION, copied(arguments), backend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = gdn.fused_recurrent_gated_delta_rule(**arguments, backend=backend)
+    for shift, lengths in enumerate(([1, 0, 4, 3, 2, 1], [3, 3, 3, 3, 3, 3], [0, 0, 1, 0, 0, 0], [0] * 6)):
+        arguments["cu_seqlens"].copy_(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]))
+        arguments["num_accepted_tokens"].copy_((torch.arange(6) + shift) % 3 + 1)
+        arguments["ssm_state_indices"].copy_(arguments["ssm_state_indices"].roll(1, 0))
+        for name in ("q", "k", "v", "g", "beta"):
+            arguments[name].copy_(torch.nan_to_num(arguments[name], nan=-0.01))
+        arguments["initial_state"].copy_(start["initial_state"])
+        arguments["out"].fill_(torch.nan)
+        before = copied(arguments)
+        for name in ("cu_seqlens", "num_accepted_tokens", "ssm_state_indices"):
+            before[name] = arguments[name].clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        judge(FUNCTION, arguments, results, before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_beyond_31_bits(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool whose last slot starts beyond 2**31 elements."""
+    arguments = arguments_of(cases.MAIN_RECURRENT, device, lengths=[2, 1], null_sequences=[], slot_gap=0)
+    small = arguments["initial_state"]
+    last = small.shape[0] - 1
+    stride = (2**31 // last + 4) // 4 * 4
+    buffer = torch.empty(stride * last + small[0].numel(), dtype=small.dtype, device=device)
+    pool = buffer.as_strided(small.shape, (stride, *small.stride()[1:]))
+    pool.copy_(small)
+    assert last * stride >= 2**31
+    arguments["ssm_state_indices"][0] = last
+    pool[last] = pool[int(arguments["ssm_state_indices"][1])]
+    before = dict(arguments, initial_state=pool.clone())
+    o, _ = gdn.fused_recurrent_gated_delta_rule(**{**arguments, "initial_state": pool}, backend=backend)
+    close = pool.clone()
+    del pool, buffer
+    judge(FUNCTION, {**arguments, "initial_state": close}, (o, None), before, monkeypatch)
+
+
+def test_inputs_are_left_alone(device: torch.device) -> None:
+    for backend in BACKENDS:
+        arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+        kept = {k: x.clone() for k, x in arguments.items() if isinstance(x, torch.Tensor) and k not in ("out", "initial_state")}
+        run(FUNCTION, arguments, backend)
+        for name, x in kept.items():
+            assert same_bits(arguments[name], x), name

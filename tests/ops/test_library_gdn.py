@@ -1,0 +1,119 @@
+"""torch.library: the GDN operators inside torch.compile, with their effects on pools."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn.ops import _library
+from gdn.testing.compare import same_bits
+from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from tests.ops.test_steps_args import conv_fn, conv_update, decode, gating, norm, split
+
+Arguments = dict[str, Any]
+
+CHUNK: list[dict[str, Any]] = [
+    {},
+    {"has_final_state": False, "has_initial_state": False, "gate_dtype": None},
+    {"index_dtype": "int32", "has_mask": True, "has_checkpoints": True, "use_gate": True},
+]
+RECURRENT: list[dict[str, Any]] = [
+    {"state_v_first": True},
+    {"index_dtype": "int64", "write_every_token": True, "has_accepted": True},
+]
+
+
+def twins(arguments: Arguments) -> tuple[Arguments, Arguments]:
+    """The same arguments twice, with tensors of their own."""
+    return arguments, {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+
+
+def same_results(function: Any, arguments: Arguments, backend: str) -> None:
+    """Compiled as eager: results, effects on arguments, and which result is which argument."""
+    eager, traced = twins(arguments)
+    expected = function(**eager)
+    torch._dynamo.reset()
+    got = torch.compile(function, fullgraph=True, backend=backend)(**traced)
+    if isinstance(expected, torch.Tensor):
+        expected, got = (expected,), (got,)
+    for want, have in zip(expected, got, strict=True):
+        if want is None:
+            assert have is None
+            continue
+        assert same_bits(have, want)
+        assert [name for name, x in eager.items() if x is want] == [name for name, x in traced.items() if x is have]
+    for name, x in eager.items():
+        if isinstance(x, torch.Tensor):
+            assert same_bits(traced[name], x), name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize("fields", CHUNK)
+def test_chunk(fields: dict[str, Any], has_out: bool, backend: str) -> None:
+    arguments = chunk_inputs(chunk_problem(**fields), lengths=[65, 0, 3])
+    if has_out:
+        arguments["out"] = torch.zeros(1, 68, 4, 16)
+    same_results(gdn.chunk_gated_delta_rule, arguments, backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("extra", [{}, {"inplace_final_state": True}, {"output_final_state": False}])
+@pytest.mark.parametrize("fields", RECURRENT)
+def test_recurrent(fields: dict[str, Any], extra: Arguments, backend: str) -> None:
+    arguments = {**recurrent_inputs(recurrent_problem(**fields), lengths=[2, 0, 3]), **extra}
+    same_results(gdn.fused_recurrent_gated_delta_rule, arguments, backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("causal_conv1d_fn", conv_fn), ("causal_conv1d_update", conv_update), ("fused_gdn_gating", gating),
+        ("fused_qkvzba_split_reshape_cat", split), ("rms_norm_gated", norm), ("fused_gdn_decode", decode),
+    ],
+)  # fmt: skip
+def test_steps(name: str, make: Any) -> None:
+    same_results(getattr(gdn, name), make(), "aot_eager")
+    without_out = {key: value for key, value in make().items() if key != "out"}
+    same_results(getattr(gdn, name), without_out, "aot_eager")
+
+
+def positional(op: Any, arguments: Arguments) -> tuple[Any, ...]:
+    """Arguments of the registered operator in the order of its schema; what is left out is None or its usual default."""
+    usual = {"null_slot": -1, "output_final_state": True}
+    result = []
+    for argument in op._opoverload._schema.arguments:
+        missing = False if str(argument.type) == "bool" else None
+        result.append(arguments.get(argument.name, usual.get(argument.name, missing)))
+    return tuple(result)
+
+
+@pytest.mark.parametrize("fields", CHUNK)
+def test_opcheck_chunk(fields: dict[str, Any]) -> None:
+    problem = chunk_problem(**fields)
+    arguments = chunk_inputs(problem, lengths=[65, 0, 3])
+    if problem.pooled:
+        arguments["initial_state"].nan_to_num_()  # opcheck compares with ==
+        arguments["pool"] = arguments.pop("initial_state")
+    torch.library.opcheck(_library.chunk, positional(_library.chunk, arguments))
+
+
+@pytest.mark.parametrize("fields", RECURRENT)
+def test_opcheck_recurrent(fields: dict[str, Any]) -> None:
+    problem = recurrent_problem(**fields)
+    arguments = recurrent_inputs(problem, lengths=[2, 0, 3])
+    if problem.pooled:
+        arguments["initial_state"].nan_to_num_()
+        arguments["pool"] = arguments.pop("initial_state")
+    torch.library.opcheck(_library.recurrent, positional(_library.recurrent, arguments))
+
+
+def test_shapes_may_vary_without_a_new_graph() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(gdn.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (3, 17, 70):
+        arguments = chunk_inputs(chunk_problem(), lengths=[length, 2])
+        assert same_bits(compiled(**arguments)[0], gdn.chunk_gated_delta_rule(**arguments)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,176 @@
+"""What the logits operators hand to a kernel, held against gdn/problems.py by a stand-in kernel on the CPU.
+
+The stand-in checks the launch contract (form, order, alignment of every argument) and computes the scores from exactly
+those arguments, so that a swapped or missing argument gives wrong scores.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+import gdn
+from gdn import reference, runtime
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+
+FP8 = torch.float8_e4m3fn
+FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]
+
+
+def contiguous(tensor, shape, dtype):
+    assert tuple(tensor.shape) == shape and tensor.dtype == dtype
+    assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def weights_form(weights, rows, problem):
+    assert (weights is None) == (problem.weights_dtype is None)
+    if weights is not None:
+        assert tuple(weights.shape) == (rows, problem.num_heads) and weights.stride(1) == 1
+        assert str(weights.dtype) == f"torch.{problem.weights_dtype}"
+
+
+class StandIn:
+    """Takes the place of runtime.prepare: remembers problems, counts launches."""
+
+    def __init__(self):
+        self.problems, self.launches = [], 0
+
+    def prepare(self, problem, device, backend=None):
+        self.problems.append(problem)
+        launch = self.ragged if isinstance(problem, MqaLogitsProblem) else self.paged
+        choice = runtime.Choice(problem.op, "tilelang")
+        return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
+
+    def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale):
+        self.launches += 1
+        assert p.num_queries and p.num_keys and p.num_columns
+        contiguous(q, (p.num_queries, p.num_heads, p.head_dim), getattr(torch, p.dtype))
+        contiguous(k, (p.num_keys, p.num_kv_heads, p.head_dim), getattr(torch, p.dtype))
+        assert (k_scale is not None) == p.has_k_scale
+        if k_scale is not None:
+            contiguous(k_scale, (p.num_keys, p.num_kv_heads), torch.float32)
+        weights_form(weights, p.num_queries, p)
+        for bound in (starts, ends):
+            assert tuple(bound.shape) == (p.num_queries,) and bound.dtype == torch.int32 and bound.is_contiguous()
+        assert tuple(out.shape) == (p.num_queries, p.num_columns) and out.stride(1) == 1
+        assert str(out.dtype) == f"torch.{p.out_dtype}" and isinstance(scale, float)
+        reference.mqa_logits(
+            q, k, weights, starts, ends, k_scale=k_scale, scale=scale, relu=p.relu,
+            max_seqlen_k=p.num_columns if p.packed else None, out=out,
+        )  # fmt: skip
+
+    def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale):
+        self.launches += 1
+        contiguous(q, (p.batch, p.next_n, p.num_heads, p.head_dim), getattr(torch, p.dtype))
+        row = p.head_dim + 4 if p.has_k_scale else p.head_dim
+        assert cache.dtype == (torch.uint8 if p.has_k_scale else getattr(torch, p.dtype))
+        assert cache.dim() == 2 and cache.shape[1] == p.page_size * p.num_kv_heads * row
+        assert cache.stride(1) == 1 and cache.stride(0) * cache.element_size() % 16 == 0 and cache.data_ptr() % 16 == 0
+        weights_form(weights, p.batch * p.next_n, p)
+        assert context_lens.dtype == torch.int32 and context_lens.is_contiguous()
+        assert tuple(context_lens.shape) == ((p.batch, p.next_n) if p.per_draft_lengths else (p.batch,))
+        assert block_tables.dtype == torch.int32 and block_tables.shape[0] == p.batch and block_tables.stride(1) == 1
+        assert tuple(out.shape) == (p.batch * p.next_n, p.max_context_len) and out.stride(1) == 1
+        assert str(out.dtype) == f"torch.{p.out_dtype}" and isinstance(scale, float)
+        pages = cache.as_strided(
+            (cache.shape[0], p.page_size, p.num_kv_heads, row), (cache.stride(0), p.num_kv_heads * row, row, 1)
+        )
+        reference.paged_mqa_logits(
+            q, pages, weights, context_lens, block_tables, p.max_context_len, scale=scale, relu=p.relu, out=out
+        )
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    found = StandIn()
+    monkeypatch.setattr(runtime, "prepare", found.prepare)
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, "float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("dtype", "scaled"), FORMS)
+def test_ragged(stand_in, dtype, scaled, packed, weights):
+    problem = MqaLogitsProblem(4, 2, 64, dtype, scaled, weights, False, True, "float32", packed, 21, 75, 50 if packed else 75)
+    inputs = make_mqa_inputs(problem, ranges="hard")
+    columns = 50 if packed else None
+    got = gdn.mqa_logits(
+        inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke,
+        k_scale=inputs.k_scale, scale=0.3, relu=False, max_seqlen_k=columns,
+    )  # fmt: skip
+    kernel_weights = {None: None, "bfloat16": "bfloat16"}.get(weights, "float32")
+    assert stand_in.problems == [dataclasses.replace(problem, weights_dtype=kernel_weights)]
+    assert stand_in.launches == 1
+    exact = exact_mqa_logits(inputs, scale=0.3, relu=False, max_seqlen_k=columns)
+    assert logits_error(got, exact, fp8=False) is None
+
+
+def test_ragged_arguments_are_brought_into_form(stand_in):
+    """Strided queries, keys without a head axis, misaligned scales, int64 ranges out of int32's reach, a bf16 out."""
+    problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, "float32", True, True, "bfloat16", False, 21, 75, 75)
+    inputs = make_mqa_inputs(problem, ranges="random", poison=False)
+    wide = torch.zeros(21, 9, 64, dtype=torch.uint8)
+    wide[:, 5:] = inputs.q.view(torch.uint8)
+    scales = torch.zeros(76)
+    scales[1:] = inputs.k_scale[:, 0]
+    ends = inputs.cu_seqlen_ke.long()
+    ends[3], ends[4] = 2**40, -(2**40)
+    out = torch.full((21, 80), torch.nan).bfloat16()[:, :75]
+    got = gdn.mqa_logits(
+        wide.view(FP8)[:, 5:], inputs.k[:, 0], inputs.weights, inputs.cu_seqlen_ks.long(), ends,
+        k_scale=scales[1:], out_dtype=torch.bfloat16, out=out,
+    )  # fmt: skip
+    assert got is out and stand_in.launches == 1
+    wanted = dataclasses.replace(inputs, cu_seqlen_ke=ends)
+    assert logits_error(got, exact_mqa_logits(wanted), fp8=False) is None
+
+
+@pytest.mark.parametrize(("m", "n", "packed"), [(0, 5, None), (5, 0, None), (5, 0, 7), (3, 4, 0)])
+def test_nothing_to_write_is_not_launched(stand_in, m, n, packed):
+    columns = n if packed is None else packed
+    problem = MqaLogitsProblem(4, 1, 64, "bfloat16", False, "float32", True, True, "float32", packed is not None, m, n, columns)
+    inputs = make_mqa_inputs(problem)
+    out = torch.full((m, columns), torch.nan)
+    got = gdn.mqa_logits(
+        inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke, max_seqlen_k=packed, out=out
+    )
+    assert stand_in.launches == 0 and got is out and bool((out == -torch.inf).all())
+
+
+@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("dtype", "scaled"), FORMS)
+def test_paged(stand_in, dtype, scaled, next_n, per_draft):
+    problem = PagedMqaLogitsProblem(4, 2, 64, dtype, scaled, "bfloat16", True, True, "float32", 16, next_n, per_draft, 3, 70)
+    lengths = [[70, 3], [0, 1], [16, 17]] if per_draft else [70, 0, 17]
+    inputs = make_paged_inputs(problem, lengths=lengths, page_pad_bytes=16)
+    got = gdn.paged_mqa_logits(
+        inputs.q, inputs.cache, inputs.weights, inputs.context_lens.long(), inputs.block_tables, 70, scale=0.3
+    )
+    assert stand_in.problems == [problem] and stand_in.launches == 1
+    assert logits_error(got, exact_paged_mqa_logits(inputs, scale=0.3), fp8=False) is None
+
+
+def test_a_single_page_and_no_page(stand_in):
+    problem = PagedMqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, True, "float32", 16, 1, False, 1, 9)
+    inputs = make_paged_inputs(problem, spare_pages=0)
+    one = inputs.cache[:, :, 0].as_strided((1, 16, 68), (1, 68, 1))  # the stride of a dimension of one says nothing
+    got = gdn.paged_mqa_logits(inputs.q, one, None, inputs.context_lens, inputs.block_tables, 9)
+    assert logits_error(got, exact_paged_mqa_logits(inputs), fp8=False) is None
+    assert stand_in.launches == 1
+    for cache, tables in ((inputs.cache[:0], inputs.block_tables), (inputs.cache, inputs.block_tables[:, :0])):
+        got = gdn.paged_mqa_logits(inputs.q, cache, None, inputs.context_lens, tables, 9)
+        assert got.shape == (1, 9) and bool((got == -torch.inf).all())
+    assert gdn.paged_mqa_logits(inputs.q, one, None, inputs.context_lens, inputs.block_tables, 0).shape == (1, 0)
+    assert stand_in.launches == 1
+
+
+def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
+    problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, "float32", True, False, "float32", False, 300, 75, 75)
+    inputs = make_mqa_inputs(problem, ranges="hard")
+    arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
+    got = gdn.indexer_topk(*arguments, 16, k_scale=inputs.k_scale, workspace_bytes=150 * 75 * 4)
+    # Steps of 128 rows, not of the 150 that fit: slices of the ranges stay aligned.
+    assert stand_in.problems == [dataclasses.replace(problem, num_queries=rows) for rows in (128, 128, 44)]
+    assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
