@@ -233,7 +233,9 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                                     T.clear(total)
                                 for j, b in T.Parallel(BN, BQ):
                                     if SCALED:
-                                        total[j, b] = total[j, b] + part[j, b] * (scale_shared[count % S, scale_column(j, g)] * scale)
+                                        total[j, b] = total[j, b] + part[j, b] * (
+                                            scale_shared[count % S, scale_column(j, g)] * scale
+                                        )
                                     else:
                                         total[j, b] = total[j, b] + part[j, b] * scale
                             else:

@@ -15,7 +15,8 @@ settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def clean_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
-        if name.startswith(env.PREFIXES) and name != "GDN_CACHE_DIR":
+        ours = name.startswith(env.PREFIXES) or name == "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+        if ours and name != "GDN_CACHE_DIR":
             monkeypatch.delenv(name)
     env.reload()
     yield

@@ -34,7 +34,7 @@ def check_tensor(
     if shape is not None:
         fits = value.dim() == len(shape)
         if fits:
-            for have, want in zip(value.shape, shape):
+            for have, want in zip(value.shape, shape, strict=True):
                 if isinstance(want, int) and have != want:
                     fits = False
                     break

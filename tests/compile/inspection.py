@@ -5,7 +5,9 @@ given and made: TileLang's device module, and the host code of the CuTe DSL.
 """
 
 import importlib
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,10 @@ def inspect(module_name: str, problem: Problem, config: Any) -> Report:
     """config None: the analytic default for an H100."""
     from gdn.device import H100
 
+    if "cutlass" not in sys.modules:
+        # Inherited from the process that started this one, it would hide a module that imports the DSL before the
+        # package has set the target.
+        os.environ.pop("CUTE_DSL_ARCH", None)
     module = importlib.import_module(module_name)
     if config is None:
         config = module.default_config(problem, H100)

@@ -99,6 +99,7 @@ def judge(
     """
     expected = oracle_of(before)
     mine = copied(before)
+    mine.pop("out", None)  # holds the results that are judged
     torch_o, torch_state = torch_results(function, mine, monkeypatch)
     o, state = results
     is_chunk = function == "chunk_gated_delta_rule"

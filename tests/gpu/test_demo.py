@@ -1,0 +1,100 @@
+"""The main job on a Hopper GPU: `gdn demo` as a user runs it, in processes of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gdn.runtime import registry
+
+pytestmark = pytest.mark.gpu
+
+# Runs the command in a process and prints how many kernels it compiled.
+_SCRIPT = """
+import sys
+from gdn.cli.app import main
+from gdn.runtime import compiled
+sys.argv = ["gdn", "demo", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    print("compiled", compiled.compilations())
+    sys.exit(end.code)
+"""
+
+
+def demo(*options: str, cache: Path | None = None, **switches: str) -> tuple[dict[str, str], int]:
+    """Operator -> backend that ran it (in prefill or decode), and the number of compilations. Fails where a result is wrong."""
+    environment = dict(os.environ) | switches | {"COLUMNS": "160"}
+    if cache is not None:
+        environment["GDN_CACHE_DIR"] = str(cache)
+    run = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *options], capture_output=True, text=True, timeout=500, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ", 0 wrong" in run.stdout.replace("\n", " "), run.stdout
+    ran = re.findall(r"^\s+(\w+)\s+(tilelang|cute|reference)\s", run.stdout, re.MULTILINE)
+    compiled = re.search(r"^compiled (\d+)$", run.stdout, re.MULTILINE)
+    assert compiled is not None, run.stdout
+    return dict(ran), int(compiled.group(1))
+
+
+@pytest.mark.parametrize("tensor_parallel", ["1", "4"])
+@pytest.mark.parametrize("backend", ["tilelang", "cute"])
+def test_the_80b_shapes(device: torch.device, backend: str, tensor_parallel: str) -> None:
+    """Each backend is preferred for everything; what it does not have, the other runs."""
+    ran, _ = demo("--tp", tensor_parallel, "--steps", "1", GDN_BACKEND=backend, VLLM_QSA_USE_FP8_INDEXER="1")
+    for name in ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits"):
+        operator = registry.operator(name)
+        wanted = backend if backend in operator.modules else next(iter(operator.modules))
+        assert ran[operator.functions[0]] == wanted
+
+
+CHUNK, RECURRENT = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+SWITCHES = [
+    # Switches that do not touch each other's operators, and what then runs.
+    (
+        {"VLLM_GDN_USE_BLADNN": "1", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "1", "VLLM_QSA_USE_FP8_INDEXER": "0"},
+        {RECURRENT: "cute", "mqa_logits": "tilelang"},
+    ),
+    (
+        {"VLLM_GDN_USE_BLADNN": "0", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "0", "VLLM_QSA_DECODE_USE_TL_INDEXER": "1"},
+        {CHUNK: "tilelang", RECURRENT: "tilelang", "mqa_logits": "cute", "paged_mqa_logits": "tilelang"},
+    ),
+    # The operator's own switch is an order, above the serving stack's; GDN_BACKEND is below it.
+    (
+        {"GDN_BACKEND": "reference", "GDN_BACKEND_MQA_LOGITS": "cute", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "1"},
+        {CHUNK: "reference", RECURRENT: "reference", "mqa_logits": "cute", "paged_mqa_logits": "reference"},
+    ),
+    (
+        {"GDN_BACKEND_CHUNK": "reference", "GDN_BACKEND": "tilelang", "VLLM_GDN_USE_BLADNN": "1"},
+        {CHUNK: "reference", RECURRENT: "cute", "mqa_logits": "tilelang"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("switches", "expected"), SWITCHES)
+def test_switches_change_what_runs(device: torch.device, switches: dict[str, str], expected: dict[str, str]) -> None:
+    ran, _ = demo("--model", "tiny", "--steps", "1", **switches)
+    assert {operator: ran[operator] for operator in expected} == expected
+
+
+def test_a_preference_that_no_kernel_meets_is_told(device: torch.device) -> None:
+    environment = dict(os.environ) | {"VLLM_QSA_DECODE_USE_TL_INDEXER": "0", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "gdn", "demo", "--model", "tiny", "--steps", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=True)
+    if "cute" in registry.operator("paged_mqa_logits").modules:
+        assert re.search(r"paged_mqa_logits\s+cute", run.stdout)
+    else:
+        assert "VLLM_QSA_DECODE_USE_TL_INDEXER=0 prefers cute" in run.stdout
+
+
+def test_a_second_process_compiles_nothing(device: torch.device, tmp_path: Path) -> None:
+    _, first = demo("--steps", "1", cache=tmp_path)
+    _, second = demo("--steps", "1", cache=tmp_path)
+    assert first > 0
+    assert second == 0
