@@ -4,16 +4,13 @@ Needs a host linker, no GPU and no nvcc. The runtime stores these bytes and call
 libcute_dsl_runtime and no import of the DSL.
 """
 
-import os
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read by the DSL when it is imported
-
-import cutlass.cute as cute  # noqa: E402
-from cutlass.cute.runtime import make_fake_stream  # noqa: E402
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream
 
 
 def library(name: str, host: Any, *arguments: Any, options: str = "") -> bytes:
