@@ -18,6 +18,7 @@ from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import compiled, registry, tuned
+from gdn.testing import machine_code
 
 HANG_S = 300  # one candidate's check or timing, the exact answer of its shape included
 FINALISTS = 4
@@ -67,8 +68,17 @@ def kernels(op: str, backend: str | None) -> list[Kernel]:
 
 
 def compile_one(kernel: Kernel, problem: Problem, config: Any) -> str:
-    """Fills the disk cache; runs in a worker process."""
-    return str(compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config))
+    """Fills the disk cache; runs in a worker process. RuntimeError for a kernel that spills: no table may name one."""
+    place = compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config)
+    for path in compiled.libraries_of(place).values():
+        try:
+            found = machine_code.kernels(path.read_bytes())
+        except machine_code.MachineCodeError:  # no disassembler here: the tests inspect every entry that ships
+            continue
+        for one in found:
+            if one.spills or one.stack_bytes:
+                raise RuntimeError(f"{one.name} spills: {one.spills} local loads and stores, {one.stack_bytes} bytes of stack")
+    return str(place)
 
 
 @dataclass
