@@ -283,6 +283,7 @@ class _Recurrent:
         self.read_state = problem.has_initial_state
         self.write_pool = problem.has_final_state and problem.pooled
         self.write_new = _has_new_final(problem)
+        self.stores_after_loop = self.write_new or self.write_pool and not self.every_token
         self.has_accepted, self.has_final_indices = problem.has_accepted, problem.has_final_indices
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
         self.use_gate, self.use_sigmoid = problem.use_gate and self.has_gate, problem.use_beta_sigmoid
@@ -507,6 +508,10 @@ class _Recurrent:
                 if write_slot > null_slot:
                     self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
 
+        if cutlass.const_expr(not self.stores_after_loop):
+            # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
+            # twice the code, and spills.
+            cute.arch.inline_ptx("// {$r0} is used", read_only_args=[rState[0]])
         if cutlass.const_expr(self.write_pool and not self.every_token):
             write_slot = read_slot
             if cutlass.const_expr(self.has_final_indices):
