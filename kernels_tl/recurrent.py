@@ -85,7 +85,9 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     entries = _k_per_thread(problem, config.lanes)
     per_entry = 2 * entries  # k; the next token's q and k, two in a register
     per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
-    return config.rows * entries + per_entry + per_column + _OTHER_REGISTERS
+    masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
+    write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
+    return config.rows * entries + per_entry + per_column + 4 * masked + 2 * write_slots + _OTHER_REGISTERS
 
 
 def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
