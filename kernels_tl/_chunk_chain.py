@@ -25,6 +25,7 @@ from tilelang.layout import make_swizzled_layout
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
     CHUNK,
+    HALF,
     NUM_VECTORS,
     ROW_KEY_TO_LAST,
     ROW_LAST,
@@ -36,10 +37,27 @@ from kernels_tl._chunk_types import (
     token_tensor,
 )
 
+PANEL = 64  # V columns of a math warpgroup: the rows of its wgmmas
+ACCUMULATOR = 32  # registers a thread of a [64, 64] float32 accumulator
 ROWS = T.GemmWarpPolicy.FullRow  # each math warpgroup owns 64 rows of every product
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
+
+
+def transposed_accumulator(columns: int) -> Any:
+    """The layout of [columns / 64 panels * 64 tokens, 64] whose panels lie, transposed, as a float32 accumulator [columns, 64].
+
+    Copies between it and row-major shared memory become matrix loads and stores with transposition.
+    """
+
+    def thread(row: Any, column: Any) -> Any:
+        return row // CHUNK * 128 + column // 16 * 32 + column % 8 * 4 + row % 8 // 2
+
+    def register(row: Any, column: Any) -> Any:
+        return row % CHUNK // 8 * 4 + column % 16 // 8 * 2 + row % 2
+
+    return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
 
 
 def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
@@ -53,6 +71,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
     has_final_indices = problem.has_final_indices
     math_threads = columns * 2
+    wide = head_k > HALF
+    halves = head_k // HALF
+    panels = columns // PANEL
+    rows = panels * CHUNK
     slices = head_v // columns
     final_dtype = problem.state_dtype if pooled else "float32"
 
@@ -67,6 +89,33 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
     final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+
+    @T.macro
+    def load_v(source, target, barriers, stage, token, head, column_begin):
+        for panel in T.unroll(panels):
+            T.tma_copy(
+                source[
+                    token : token + CHUNK, head // heads_per_v, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL
+                ],
+                target[panel * CHUNK : (panel + 1) * CHUNK, :],
+                barrier=barriers[stage],
+                leader_scope_threads=32,
+            )
+
+    @T.macro
+    def send(staging, target, token, head, column_begin, tx):
+        """Staged output rows to memory. The staging buffers take turns: before the barrier of a chunk, the thread that
+        issues the copies waits until the other buffer has been read, so one barrier a chunk is enough."""
+        T.fence_proxy_async()
+        T.tma_store_wait(0)
+        T.sync_threads(4, math_threads)
+        if tx < 32:
+            for panel in T.unroll(panels):
+                T.tma_copy(
+                    staging[panel * CHUNK : (panel + 1) * CHUNK, :],
+                    target[token : token + CHUNK, head, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL],
+                    leader_scope_threads=32,
+                )
 
     @T.prim_func
     def chunk_chain(
@@ -85,30 +134,52 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
         null_slot: T.int32,
     ):
         with T.Kernel(slices, bounds - 1, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, sequence, head):
-            k_shared = T.alloc_shared((stages, CHUNK, head_k), dtype)
-            q_shared = T.alloc_shared((stages, CHUNK, head_k), dtype)
-            v_shared = T.alloc_shared((stages, CHUNK, columns), dtype)
+            k_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            q_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            k_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            q_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            # One buffer a stage: matrix loads ignore the offset of a region.
+            v_shared = T.alloc_shared((rows, PANEL), dtype)
+            v_second_shared = T.alloc_shared((rows, PANEL), dtype)
+            v_third_shared = T.alloc_shared((rows if stages == 3 else 8, PANEL), dtype)
             m_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             rest_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             p_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
-            out_shared = T.alloc_shared((CHUNK, columns), dtype)
+            out_shared = T.alloc_shared((rows, PANEL), dtype)
+            out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = T.alloc_barrier([math_threads] * stages)
-            state_fragment = T.alloc_fragment((columns, head_k), "float32")
-            state_operand = T.alloc_fragment((columns, head_k), dtype)
+            empty = T.alloc_barrier([math_threads // 32] * stages)
+            state_fragment = T.alloc_fragment((columns, HALF), "float32")
+            state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
+            state_operand = T.alloc_fragment((columns, HALF), dtype)
+            state_high_operand = T.alloc_fragment((columns, HALF), dtype)
             u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            v_fragment = T.alloc_fragment((rows, PANEL), dtype)
             w_operand = T.alloc_fragment((columns, CHUNK), dtype)
             new_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             new_operand = T.alloc_fragment((columns, CHUNK), dtype)
             decayed_operand = T.alloc_fragment((columns, CHUNK), dtype)
             out_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            out_rows = T.alloc_fragment((rows, PANEL), dtype)
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
             live = T.alloc_var("bool", init=True)
             starts = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
-            T.annotate_layout({v_shared: make_swizzled_layout(v_shared), out_shared: make_swizzled_layout(out_shared)})
+            T.annotate_layout(
+                {
+                    v_shared: make_swizzled_layout(v_shared),
+                    v_second_shared: make_swizzled_layout(v_second_shared),
+                    v_third_shared: make_swizzled_layout(v_third_shared),
+                    out_shared: make_swizzled_layout(out_shared),
+                    out_odd_shared: make_swizzled_layout(out_odd_shared),
+                    v_fragment: transposed_accumulator(columns),
+                    out_rows: transposed_accumulator(columns),
+                }
+            )
 
             sequence_begin = T.cast(cu_seqlens[sequence], "int32")
             length = T.cast(cu_seqlens[sequence + 1], "int32") - sequence_begin
@@ -129,17 +200,37 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                         token = sequence_begin + step * CHUNK
                         slot = first_slot + step
                         T.tma_copy(
-                            k[token : token + CHUNK, head // heads_per_k, :],
+                            k[token : token + CHUNK, head // heads_per_k, 0:HALF],
                             k_shared[stage, :, :],
                             barrier=full[stage],
                             leader_scope_threads=32,
                         )
+                        if wide:
+                            T.tma_copy(
+                                k[token : token + CHUNK, head // heads_per_k, HALF:head_k],
+                                k_high_shared[stage, :, :],
+                                barrier=full[stage],
+                                leader_scope_threads=32,
+                            )
                         T.tma_copy(
-                            v[token : token + CHUNK, head // heads_per_v, column_begin : column_begin + columns],
-                            v_shared[stage, :, :],
+                            q[token : token + CHUNK, head // heads_per_q, 0:HALF],
+                            q_shared[stage, :, :],
                             barrier=full[stage],
                             leader_scope_threads=32,
                         )
+                        if wide:
+                            T.tma_copy(
+                                q[token : token + CHUNK, head // heads_per_q, HALF:head_k],
+                                q_high_shared[stage, :, :],
+                                barrier=full[stage],
+                                leader_scope_threads=32,
+                            )
+                        if stage == 0:
+                            load_v(v, v_shared, full, 0, token, head, column_begin)
+                        elif stage == 1:
+                            load_v(v, v_second_shared, full, 1, token, head, column_begin)
+                        elif stages == 3:
+                            load_v(v, v_third_shared, full, 2, token, head, column_begin)
                         T.tma_copy(
                             vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
@@ -151,87 +242,153 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                                 tiles[slot, head, 1, :, :], rest_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                             )
                         T.tma_copy(
-                            q[token : token + CHUNK, head // heads_per_q, :],
-                            q_shared[stage, :, :],
-                            barrier=full[stage],
-                            leader_scope_threads=32,
-                        )
-                        T.tma_copy(
                             tiles[slot, head, parts, :, :], p_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
                         # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
                         T.barrier_arrive(full[stage])
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
+                T.clear(state_fragment)
+                if wide:
+                    T.clear(state_high_fragment)
                 if has_initial:
                     starts = live
                     if has_mask:
                         if live:
                             starts = mask[sequence]
                     if starts:
-                        for i, j in T.Parallel(columns, head_k):
+                        for i, j in T.Parallel(columns, HALF):
                             if v_first:
                                 state_fragment[i, j] = T.cast(initial_state[read_slot, head, column_begin + i, j], "float32")
                             else:
                                 state_fragment[i, j] = T.cast(initial_state[read_slot, head, j, column_begin + i], "float32")
-                    else:
-                        T.clear(state_fragment)
-                else:
-                    T.clear(state_fragment)
+                        if wide:
+                            for i, j in T.Parallel(columns, HALF):
+                                if v_first:
+                                    state_high_fragment[i, j] = T.cast(
+                                        initial_state[read_slot, head, column_begin + i, HALF + j], "float32"
+                                    )
+                                else:
+                                    state_high_fragment[i, j] = T.cast(
+                                        initial_state[read_slot, head, HALF + j, column_begin + i], "float32"
+                                    )
 
+                T.copy(state_fragment, state_operand)
+                if wide:
+                    T.copy(state_high_fragment, state_high_operand)
                 for step in T.serial(num_chunks):
                     stage = step % stages
-                    begin = sequence_begin + step * CHUNK
                     valid = T.min(length - step * CHUNK, CHUNK)
                     T.barrier_wait(full[stage], (step // stages) & 1)
-                    if valid < CHUNK:
-                        # The tile holds the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
-                        for i, j in T.Parallel(CHUNK, head_k):
-                            if i >= valid:
-                                k_shared[stage, i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads(3, math_threads)
-
-                    T.copy(state_fragment, state_operand)
-                    T.gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                    # The tensor cores take products in order. Half of Q S runs while W is made, the other half while Vn is
+                    # rounded, P Vn while the state is; whatever else there is to do is done behind U or behind W M^T.
+                    T.wgmma_gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                    if wide:
+                        T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
                     T.wgmma_gemm(
                         state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
                     )
+                    if stage == 0:
+                        T.copy(v_shared, v_fragment)
+                    elif stage == 1:
+                        T.copy(v_second_shared, v_fragment)
+                    elif stages == 3:
+                        T.copy(v_third_shared, v_fragment)
                     for i, j in T.Parallel(columns, CHUNK):
-                        w_operand[i, j] = T.if_then_else(
-                            j < valid,
-                            T.cast(v_shared[stage, j, i], "float32") - vector_shared[stage, ROW_STATE_KEY, j] * u_fragment[i, j],
-                            0.0,
-                        )
+                        factor_fragment[i, j] = vector_shared[stage, ROW_STATE_KEY, j]
+                    T.wait_wgmma(1)
+                    T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                    if valid == CHUNK:
+                        for i, j in T.Parallel(columns, CHUNK):
+                            w_operand[i, j] = (
+                                T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
+                                - factor_fragment[i, j] * u_fragment[i, j]
+                            )
+                    else:
+                        for i, j in T.Parallel(columns, CHUNK):
+                            w_operand[i, j] = T.if_then_else(
+                                j < valid,
+                                T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
+                                - factor_fragment[i, j] * u_fragment[i, j],
+                                0.0,
+                            )
+                        # The tile holds the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
+                        for i, j in T.Parallel(CHUNK, HALF):
+                            if i >= valid:
+                                k_shared[stage, i, j] = 0
+                                if wide:
+                                    k_high_shared[stage, i, j] = 0
+                        T.fence_proxy_async()
+                        T.sync_threads(3, math_threads)
                     T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
                     if parts == 2:
                         T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, head_k):
+                    if wide:
+                        T.wgmma_gemm(
+                            state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS
+                        )
+                    for i, j in T.Parallel(columns, HALF):
                         state_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
-                    T.wait_wgmma(0)
+                    if wide:
+                        for i, j in T.Parallel(columns, HALF):
+                            state_high_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
                     for i, j in T.Parallel(columns, CHUNK):
-                        decayed_operand[i, j] = new_fragment[i, j] * vector_shared[stage, ROW_KEY_TO_LAST, j]
+                        factor_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
                     for i, j in T.Parallel(columns, CHUNK):
-                        new_operand[i, j] = new_fragment[i, j]
+                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
+                    T.wait_wgmma(halves - 1)
+                    T.warpgroup_fence_operand(new_fragment, num_regs=ACCUMULATOR)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        decayed_operand[i, j] = new_fragment[i, j] * factor_fragment[i, j]
                     T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment, policy=ROWS)
+                    if wide:
+                        T.wgmma_gemm(decayed_operand, k_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
+                    T.copy(new_fragment, new_operand)
+                    T.wait_wgmma(halves)  # Q S
+                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
-                        out_fragment[i, j] *= vector_shared[stage, ROW_STATE_QUERY, j]
+                        out_fragment[i, j] *= out_factor_fragment[i, j]
                     T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
+                    if step % 2 == 1:
+                        T.copy(out_rows, out_shared)
+                    elif step > 0:
+                        T.copy(out_rows, out_odd_shared)
+                    T.wait_wgmma(1)  # the state; the output goes on
+                    T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
+                    if wide:
+                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
+                    T.copy(state_fragment, state_operand)
+                    if wide:
+                        T.copy(state_high_fragment, state_high_operand)
+                    T.warpgroup_fence_operand(state_operand, num_regs=ACCUMULATOR // 2)
+                    if wide:
+                        T.warpgroup_fence_operand(state_high_operand, num_regs=ACCUMULATOR // 2)
+                    # The branch keeps the assembler from moving the rounding above behind the wait below.
+                    if step > 0:
+                        token = sequence_begin + (step - 1) * CHUNK
+                        if step % 2 == 1:
+                            send(out_shared, out, token, head, column_begin, tx)
+                        else:
+                            send(out_odd_shared, out, token, head, column_begin, tx)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(empty[stage])
+                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
+                    if tx % 32 == 0:
+                        T.barrier_arrive(empty[stage])
 
-                    if valid == CHUNK:
-                        T.tma_store_wait(0)  # by all: only the elected thread has a store under way
+                if num_chunks > 0:
+                    begin = sequence_begin + (num_chunks - 1) * CHUNK
+                    rest = length - (num_chunks - 1) * CHUNK
+                    if rest == CHUNK:
+                        T.tma_store_wait(0)
                         T.sync_threads(4, math_threads)
-                        for i, j in T.Parallel(columns, CHUNK):
-                            out_shared[j, i] = out_fragment[i, j]
-                        T.fence_proxy_async()
-                        T.sync_threads(5, math_threads)
-                        T.tma_copy(out_shared, out[begin : begin + CHUNK, head, column_begin : column_begin + columns])
+                        T.copy(out_rows, out_shared)
+                        send(out_shared, out, begin, head, column_begin, tx)
                     else:
                         for i, j in T.Parallel(columns, CHUNK):
-                            if j < valid:
-                                out[T.cast(begin + j, "int64"), head, column_begin + i] = out_fragment[i, j]
+                            if j < rest:
+                                out[T.cast(begin + j, "int64"), head, column_begin + i] = out_rows[i // PANEL * CHUNK + j, i % PANEL]
 
                 if has_final:
                     write_slot = read_slot
@@ -240,11 +397,21 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                             write_slot = T.cast(final_indices[sequence], "int64")
                             live = write_slot > T.cast(null_slot, "int64")
                     if live:
-                        for i, j in T.Parallel(columns, head_k):
+                        for i, j in T.Parallel(columns, HALF):
                             if v_first:
                                 final_state[write_slot, head, column_begin + i, j] = T.cast(state_fragment[i, j], final_dtype)
                             else:
                                 final_state[write_slot, head, j, column_begin + i] = T.cast(state_fragment[i, j], final_dtype)
+                        if wide:
+                            for i, j in T.Parallel(columns, HALF):
+                                if v_first:
+                                    final_state[write_slot, head, column_begin + i, HALF + j] = T.cast(
+                                        state_high_fragment[i, j], final_dtype
+                                    )
+                                else:
+                                    final_state[write_slot, head, HALF + j, column_begin + i] = T.cast(
+                                        state_high_fragment[i, j], final_dtype
+                                    )
                 T.tma_store_wait(0)
 
     return chunk_chain

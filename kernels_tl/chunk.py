@@ -80,7 +80,8 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     parts = 2 if problem.dtype == "bfloat16" else 1
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
     columns = 64 if narrow_blocks <= device.num_sms else problem.head_v_dim
-    return Config(columns=columns, stages=2, m_parts=parts)
+    config = Config(columns=columns, stages=3, m_parts=parts)
+    return config if fits(problem, config, device) else Config(columns=columns, stages=2, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -92,8 +93,10 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     return {
-        "chunk_prepare": _build.library(prepare(problem, config.m_parts)),
-        "chunk_chain": _build.library(chain(problem, config.m_parts, config.columns, config.stages)),
+        "chunk_prepare": _build.library(prepare(problem, config.m_parts), pass_configs=_OWN_BARRIERS),
+        "chunk_chain": _build.library(
+            chain(problem, config.m_parts, config.columns, config.stages), pass_configs=_OWN_BARRIERS
+        ),
     }
 
 
@@ -177,6 +180,8 @@ def launch(
     )
 
 
+# The kernels name every barrier themselves: the compiler's own would stand in each chunk of the chain.
+_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
 _VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
 
 
@@ -189,7 +194,7 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     """Shared memory of a chain block."""
     item = DTYPE_BYTES[problem.dtype]
     stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem, config) + _VECTOR_BYTES
-    return config.stages * stage + CHUNK * config.columns * item + _BARRIER_BYTES
+    return config.stages * stage + 2 * CHUNK * config.columns * item + _BARRIER_BYTES
 
 
 def _states_without_tokens(
