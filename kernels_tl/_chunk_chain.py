@@ -164,6 +164,7 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
             factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_rows = T.alloc_fragment((rows, PANEL), dtype)
+            last = T.alloc_local((1,), "float32")
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
             live = T.alloc_var("bool", init=True)
@@ -280,14 +281,7 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                     stage = step % stages
                     valid = T.min(length - step * CHUNK, CHUNK)
                     T.barrier_wait(full[stage], (step // stages) & 1)
-                    # The tensor cores take products in order. Half of Q S runs while W is made, the other half while Vn is
-                    # rounded, P Vn while the state is; whatever else there is to do is done behind U or behind W M^T.
-                    T.wgmma_gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
-                    T.wgmma_gemm(
-                        state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
-                    )
+                    # Shared memory is read before each batch of products: a load queues behind products that were issued first.
                     if stage == 0:
                         T.copy(v_shared, v_fragment)
                     elif stage == 1:
@@ -296,6 +290,15 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                         T.copy(v_third_shared, v_fragment)
                     for i, j in T.Parallel(columns, CHUNK):
                         factor_fragment[i, j] = vector_shared[stage, ROW_STATE_KEY, j]
+                    last[0] = vector_shared[stage, ROW_LAST, 0]
+                    # The tensor cores take products in order. Half of Q S runs while W is made, the other half while Vn is
+                    # rounded, P Vn while the state is; whatever else there is to do is done behind U or behind W M^T.
+                    T.wgmma_gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                    if wide:
+                        T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
+                    T.wgmma_gemm(
+                        state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
+                    )
                     T.wait_wgmma(1)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
                     if valid == CHUNK:
@@ -320,6 +323,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                                     k_high_shared[stage, i, j] = 0
                         T.fence_proxy_async()
                         T.sync_threads(3, math_threads)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        factor_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
                     T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
                     if parts == 2:
                         T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
@@ -328,14 +335,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                             state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS
                         )
                     for i, j in T.Parallel(columns, HALF):
-                        state_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
+                        state_fragment[i, j] *= last[0]
                     if wide:
                         for i, j in T.Parallel(columns, HALF):
-                            state_high_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
-                    for i, j in T.Parallel(columns, CHUNK):
-                        factor_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
-                    for i, j in T.Parallel(columns, CHUNK):
-                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
+                            state_high_fragment[i, j] *= last[0]
                     T.wait_wgmma(halves - 1)
                     T.warpgroup_fence_operand(new_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
@@ -349,10 +352,6 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                     for i, j in T.Parallel(columns, CHUNK):
                         out_fragment[i, j] *= out_factor_fragment[i, j]
                     T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
-                    if step % 2 == 1:
-                        T.copy(out_rows, out_shared)
-                    elif step > 0:
-                        T.copy(out_rows, out_odd_shared)
                     T.wait_wgmma(1)  # the state; the output goes on
                     T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
                     if wide:
@@ -374,6 +373,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                     T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
+                    if step % 2 == 0:
+                        T.copy(out_rows, out_shared)
+                    else:
+                        T.copy(out_rows, out_odd_shared)
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
 
@@ -381,10 +384,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
                     rest = length - (num_chunks - 1) * CHUNK
                     if rest == CHUNK:
-                        T.tma_store_wait(0)
-                        T.sync_threads(4, math_threads)
-                        T.copy(out_rows, out_shared)
-                        send(out_shared, out, begin, head, column_begin, tx)
+                        if num_chunks % 2 == 1:
+                            send(out_shared, out, begin, head, column_begin, tx)
+                        else:
+                            send(out_odd_shared, out, begin, head, column_begin, tx)
                     else:
                         for i, j in T.Parallel(columns, CHUNK):
                             if j < rest:

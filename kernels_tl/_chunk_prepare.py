@@ -85,6 +85,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
             # K and Q as halves of 64 columns. What goes out reuses them: M and its rest K's tiles, P the first one of Q.
+            T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
             q_shared = T.alloc_shared((CHUNK, HALF), dtype)
@@ -100,13 +101,10 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            blocks_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             inverse_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             product_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             product_operand = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
             below_fragment = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
-            square_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
-            norm_fragment = T.alloc_fragment((CHUNK,), "float32")
             column = T.alloc_local((BLOCK,), "float32")
             low = T.alloc_var("int32", init=0)
             high = T.alloc_var("int32", init=0)
@@ -207,13 +205,10 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
                 T.clear(inverse_shared)
                 if normalize:
-                    for i, j in T.Parallel(CHUNK, HALF):
-                        square_fragment[i, j] = T.cast(q_shared[i, j], "float32") * T.cast(q_shared[i, j], "float32")
-                        if wide:
-                            square_fragment[i, j] += T.cast(q_high_shared[i, j], "float32") * T.cast(q_high_shared[i, j], "float32")
-                    T.reduce_sum(square_fragment, norm_fragment, dim=1)
-                    for i in T.Parallel(CHUNK):
-                        q_factor_shared[i] = T.rsqrt(norm_fragment[i] + NORM_EPS) * scale
+                    # For the norms alone; the tensor cores have little else to do here.
+                    T.wgmma_gemm(q_shared, q_shared, product_fragment, transpose_B=True, clear_accum=True)
+                    if wide:
+                        T.wgmma_gemm(q_high_shared, q_high_shared, product_fragment, transpose_B=True)
                 else:
                     for i in T.Parallel(CHUNK):
                         k_factor_shared[i] = 1.0
@@ -222,14 +217,16 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.warpgroup_fence_operand(kk_fragment, num_regs=32)
                 T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 if normalize:
+                    T.warpgroup_fence_operand(product_fragment, num_regs=32)
                     for i, j in T.Parallel(CHUNK, CHUNK):
                         if i == j:
                             k_factor_shared[i] = T.rsqrt(kk_fragment[i, j] + NORM_EPS)
+                            q_factor_shared[i] = T.rsqrt(product_fragment[i, j] + NORM_EPS) * scale
                 T.sync_threads()
 
                 # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them, negated.
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    kk_fragment[i, j] *= (k_factor_shared[i] * k_factor_shared[j]) * beta_shared[i]
+                    kk_fragment[i, j] *= (k_factor_shared[i] * beta_shared[i]) * k_factor_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     if i // BLOCK == j // BLOCK:
                         diagonal_shared[j, i % BLOCK] = kk_fragment[i, j]
@@ -245,7 +242,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                             if i > step:
                                 column[i] = column[i] - diagonal_shared[tx // BLOCK * BLOCK + step, i] * column[step]
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    decay_fragment[i, j] = T.Select(i >= j, T.exp2(T.min(sum_shared[i] - sum_shared[j], 0.0)), 0.0)
+                    decay_fragment[i, j] = T.Select(i >= j, T.exp2(sum_shared[i] - sum_shared[j]), 0.0)
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     qk_fragment[i, j] *= (q_factor_shared[i] * k_factor_shared[j]) * decay_fragment[i, j]
                 T.copy(qk_fragment, q_shared)
@@ -261,10 +258,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
 
                 # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
                 T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    blocks_fragment[i, j] = 0.0
-                    if i // BLOCK == j // BLOCK:
-                        blocks_fragment[i, j] = diagonal_shared[i, j % BLOCK]
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(product_fragment, num_regs=32)
                 T.copy(product_fragment, product_operand)
@@ -275,7 +268,9 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                         T.fence_proxy_async()
                         T.sync_threads()
                     for i, j in T.Parallel(CHUNK, CHUNK):
-                        inverse_fragment[i, j] = blocks_fragment[i, j]
+                        inverse_fragment[i, j] = 0.0
+                        if i // BLOCK == j // BLOCK:
+                            inverse_fragment[i, j] = diagonal_shared[i, j % BLOCK]
                     T.wgmma_gemm(product_operand, inverse_shared, inverse_fragment)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
