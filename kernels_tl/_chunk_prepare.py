@@ -200,9 +200,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.wgmma_gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
                 if wide:
                     T.wgmma_gemm(k_high_shared, k_high_shared, kk_fragment, transpose_B=True)
-                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
-                if wide:
-                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
                 T.clear(inverse_shared)
                 if normalize:
                     # For the norms alone; the tensor cores have little else to do here.
@@ -215,7 +212,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                         q_factor_shared[i] = scale
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(kk_fragment, num_regs=32)
-                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 if normalize:
                     T.warpgroup_fence_operand(product_fragment, num_regs=32)
                     for i, j in T.Parallel(CHUNK, CHUNK):
@@ -234,18 +230,24 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     below_fragment[i, j] = T.if_then_else(i // BLOCK > j // BLOCK, -kk_fragment[i, j], 0.0)
                 T.copy(below_fragment, below_shared)
                 T.sync_threads()
-                if tx < CHUNK:
-                    for i in T.unroll(BLOCK):
-                        column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
-                    for step in T.unroll(BLOCK - 1):
-                        for i in T.unroll(BLOCK):
-                            if i > step:
-                                column[i] = column[i] - diagonal_shared[tx // BLOCK * BLOCK + step, i] * column[step]
+                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     decay_fragment[i, j] = T.Select(i >= j, T.exp2(sum_shared[i] - sum_shared[j]), 0.0)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                T.sync_threads()  # every warp is done with Q
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     qk_fragment[i, j] *= (q_factor_shared[i] * k_factor_shared[j]) * decay_fragment[i, j]
                 T.copy(qk_fragment, q_shared)
+                if tx < CHUNK:
+                    for i in T.unroll(BLOCK):
+                        column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
+                    for pivot in T.unroll(BLOCK - 1):
+                        for i in T.unroll(BLOCK):
+                            if i > pivot:
+                                column[i] = column[i] - diagonal_shared[tx // BLOCK * BLOCK + pivot, i] * column[pivot]
                 T.sync_threads()
                 if tx < CHUNK:
                     for i in T.unroll(BLOCK):
