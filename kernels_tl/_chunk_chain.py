@@ -103,19 +103,25 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
             )
 
     @T.macro
-    def send(staging, target, token, head, column_begin, tx):
-        """Staged output rows to memory. The staging buffers take turns: before the barrier of a chunk, the thread that
-        issues the copies waits until the other buffer has been read, so one barrier a chunk is enough."""
-        T.fence_proxy_async()
-        T.tma_store_wait(0)
-        T.sync_threads(4, math_threads)
-        if tx < 32:
-            for panel in T.unroll(panels):
-                T.tma_copy(
-                    staging[panel * CHUNK : (panel + 1) * CHUNK, :],
-                    target[token : token + CHUNK, head, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL],
-                    leader_scope_threads=32,
-                )
+    def read_ahead(stage, v_first_stage, v_second_stage, v_third_stage, vectors, v_fragment, factor_fragment, last):
+        if stage == 0:
+            T.copy(v_first_stage, v_fragment)
+        elif stage == 1:
+            T.copy(v_second_stage, v_fragment)
+        elif stages == 3:
+            T.copy(v_third_stage, v_fragment)
+        for i, j in T.Parallel(columns, CHUNK):
+            factor_fragment[i, j] = vectors[stage, ROW_STATE_KEY, j]
+        last[0] = vectors[stage, ROW_LAST, 0]
+
+    @T.macro
+    def store(staging, target, token, head, column_begin):
+        for panel in T.unroll(panels):
+            T.tma_copy(
+                staging[panel * CHUNK : (panel + 1) * CHUNK, :],
+                target[token : token + CHUNK, head, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL],
+                leader_scope_threads=32,
+            )
 
     @T.prim_func
     def chunk_chain(
@@ -150,6 +156,8 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
             out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
             full = T.alloc_barrier([32] * stages)
             empty = T.alloc_barrier([math_threads // 32] * stages)
+            out_full = T.alloc_barrier([math_threads] * 2)
+            out_empty = T.alloc_barrier([32] * 2)
             state_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_operand = T.alloc_fragment((columns, HALF), dtype)
@@ -162,6 +170,7 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
             decayed_operand = T.alloc_fragment((columns, CHUNK), dtype)
             out_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            to_last_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_rows = T.alloc_fragment((rows, PANEL), dtype)
             last = T.alloc_local((1,), "float32")
@@ -247,6 +256,16 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                         )
                         # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
                         T.barrier_arrive(full[stage])
+                elif tx < math_threads + 64:
+                    for step in T.serial(T.if_then_else(live, length // CHUNK, 0)):
+                        token = sequence_begin + step * CHUNK
+                        T.barrier_wait(out_full[step % 2], (step // 2) & 1)
+                        if step % 2 == 0:
+                            store(out_shared, out, token, head, column_begin)
+                        else:
+                            store(out_odd_shared, out, token, head, column_begin)
+                        T.tma_store_wait(0)
+                        T.barrier_arrive(out_empty[step % 2])
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
                 T.clear(state_fragment)
@@ -277,23 +296,17 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                 T.copy(state_fragment, state_operand)
                 if wide:
                     T.copy(state_high_fragment, state_high_operand)
+                if num_chunks > 0:
+                    T.barrier_wait(full[0], 0)
+                read_ahead(0, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last)
                 for step in T.serial(num_chunks):
                     stage = step % stages
                     valid = T.min(length - step * CHUNK, CHUNK)
-                    T.barrier_wait(full[stage], (step // stages) & 1)
-                    # Shared memory is read before each batch of products: a load queues behind products that were issued first.
-                    if stage == 0:
-                        T.copy(v_shared, v_fragment)
-                    elif stage == 1:
-                        T.copy(v_second_shared, v_fragment)
-                    elif stages == 3:
-                        T.copy(v_third_shared, v_fragment)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        factor_fragment[i, j] = vector_shared[stage, ROW_STATE_KEY, j]
-                    last[0] = vector_shared[stage, ROW_LAST, 0]
-                    # The tensor cores take products in order. Half of Q S runs while W is made, the other half while Vn is
-                    # rounded, P Vn while the state is; whatever else there is to do is done behind U or behind W M^T.
-                    T.wgmma_gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                    # The tensor cores take products in order: half of Q S runs while W is made, the other half while Vn is
+                    # rounded. Whatever else there is to do is done behind U or behind W M^T.
+                    T.wgmma_gemm(
+                        state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS
+                    )
                     if wide:
                         T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
                     T.wgmma_gemm(
@@ -323,8 +336,9 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                                     k_high_shared[stage, i, j] = 0
                         T.fence_proxy_async()
                         T.sync_threads(3, math_threads)
+                    # Before the products, since a load queues behind those that were issued first.
                     for i, j in T.Parallel(columns, CHUNK):
-                        factor_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
+                        to_last_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
                     for i, j in T.Parallel(columns, CHUNK):
                         out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
                     T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
@@ -342,56 +356,52 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                     T.wait_wgmma(halves - 1)
                     T.warpgroup_fence_operand(new_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
-                        decayed_operand[i, j] = new_fragment[i, j] * factor_fragment[i, j]
+                        decayed_operand[i, j] = new_fragment[i, j] * to_last_fragment[i, j]
                     T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(decayed_operand, k_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
                     T.copy(new_fragment, new_operand)
-                    T.wait_wgmma(halves)  # Q S
+                    T.wait_wgmma(1)  # Q S
                     T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_fragment[i, j] *= out_factor_fragment[i, j]
                     T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
-                    T.wait_wgmma(1)  # the state; the output goes on
+                    if wide:
+                        T.wgmma_gemm(decayed_operand, k_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
+                    # What the next chunk reads from shared memory before its first product.
+                    if step + 1 < num_chunks:
+                        T.barrier_wait(full[(step + 1) % stages], ((step + 1) // stages) & 1)
+                    read_ahead(
+                        (step + 1) % stages, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment,
+                        factor_fragment, last,
+                    )  # fmt: skip
+                    T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
+                    T.wait_wgmma(halves)  # the lower half of the state
                     T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
-                    if wide:
-                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
                     T.copy(state_fragment, state_operand)
-                    if wide:
-                        T.copy(state_high_fragment, state_high_operand)
-                    T.warpgroup_fence_operand(state_operand, num_regs=ACCUMULATOR // 2)
-                    if wide:
-                        T.warpgroup_fence_operand(state_high_operand, num_regs=ACCUMULATOR // 2)
-                    # The branch keeps the assembler from moving the rounding above behind the wait below.
-                    if step > 0:
-                        token = sequence_begin + (step - 1) * CHUNK
-                        if step % 2 == 1:
-                            send(out_shared, out, token, head, column_begin, tx)
-                        else:
-                            send(out_odd_shared, out, token, head, column_begin, tx)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
+                    if wide:
+                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
+                        T.copy(state_high_fragment, state_high_operand)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
-                    if step % 2 == 0:
-                        T.copy(out_rows, out_shared)
-                    else:
-                        T.copy(out_rows, out_odd_shared)
+                    if valid == CHUNK:
+                        if step % 2 == 0:
+                            T.copy(out_rows, out_shared)
+                        else:
+                            T.copy(out_rows, out_odd_shared)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(out_full[step % 2])
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
 
                 if num_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
                     rest = length - (num_chunks - 1) * CHUNK
-                    if rest == CHUNK:
-                        if num_chunks % 2 == 1:
-                            send(out_shared, out, begin, head, column_begin, tx)
-                        else:
-                            send(out_odd_shared, out, begin, head, column_begin, tx)
-                    else:
+                    if rest < CHUNK:
                         for i, j in T.Parallel(columns, CHUNK):
                             if j < rest:
-                                out[T.cast(begin + j, "int64"), head, column_begin + i] = out_rows[i // PANEL * CHUNK + j, i % PANEL]
+                                row = T.cast(begin + j, "int64")
+                                out[row, head, column_begin + i] = out_rows[i // PANEL * CHUNK + j, i % PANEL]
 
                 if has_final:
                     write_slot = read_slot
@@ -415,6 +425,5 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                                     final_state[write_slot, head, HALF + j, column_begin + i] = T.cast(
                                         state_high_fragment[i, j], final_dtype
                                     )
-                T.tma_store_wait(0)
 
     return chunk_chain

@@ -30,7 +30,6 @@ from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkProblem
 from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
-from kernels_tl._chunk_fused import fused
 from kernels_tl._chunk_prepare import prepare
 from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, num_slots
 
@@ -42,8 +41,7 @@ _BARRIER_BYTES = 1024  # static shared memory of the barriers, rounded up
 @dataclass(frozen=True)
 class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
-    stages: int  # chunks in shared memory at once: more hide the latency of the copies
-    fused: bool  # one launch, a block makes its own tiles: better with many blocks or few tokens, needs 64 columns
+    stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
 
 
@@ -72,8 +70,6 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2):
         return False
-    if config.fused:
-        return config.columns == 64 and config.stages == 3 and _fused_shared_bytes(problem, config) <= device.shared_bytes_per_block
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
     return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -84,21 +80,18 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     parts = 2 if problem.dtype == "bfloat16" else 1
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
     columns = 64 if narrow_blocks <= device.num_sms else problem.head_v_dim
-    config = Config(columns=columns, stages=3, fused=False, m_parts=parts)
+    config = Config(columns=columns, stages=3, m_parts=parts)
     return config if fits(problem, config, device) else replace(config, stages=2)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     parts = default_config(problem, device).m_parts
-    space = [Config(columns, stages, False, parts) for columns in (64, 128) for stages in (2, 3)]
-    space.append(Config(64, 3, True, parts))
+    space = [Config(columns, stages, parts) for columns in (64, 128) for stages in (2, 3)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    if config.fused:
-        return {"chunk_fused": _build.library(fused(problem, config.m_parts), pass_configs=_OWN_BARRIERS)}
     return {
         "chunk_prepare": _build.library(prepare(problem, config.m_parts), pass_configs=_OWN_BARRIERS),
         "chunk_chain": _build.library(
@@ -108,8 +101,6 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    if config.fused:
-        return 0
     slots = num_slots(problem.num_tokens, problem.num_sequences)
     return slots * problem.num_state_heads * (_tile_bytes(problem, config) + _VECTOR_BYTES)
 
@@ -149,29 +140,6 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
-    if config.fused:
-        if num_sequences == 0:
-            out.zero_()
-            return
-        compiled.functions["chunk_fused"](
-            q,
-            k,
-            v,
-            given(g, has_gate),
-            given(beta, has_beta),
-            given(A_log, raw),
-            given(dt_bias, raw),
-            given(initial_state, problem.has_initial_state),
-            indices,
-            given(has_initial_state, problem.has_mask),
-            given(final_state, problem.has_final_state),
-            given(final_state_indices, problem.has_final_indices),
-            cu_seqlens,
-            out,
-            scale,
-            null_slot,
-        )
-        return
     heads, parts = problem.num_state_heads, config.m_parts
     slots = num_slots(num_tokens, num_sequences)
     split = slots * heads * _tile_bytes(problem, config)
@@ -227,14 +195,6 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     item = DTYPE_BYTES[problem.dtype]
     stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem, config) + _VECTOR_BYTES
     return config.stages * stage + 2 * CHUNK * config.columns * item + _BARRIER_BYTES
-
-
-def _fused_shared_bytes(problem: ChunkProblem, config: Config) -> int:
-    item = DTYPE_BYTES[problem.dtype]
-    tile = CHUNK * CHUNK * item
-    keys = 3 * 2 * CHUNK * problem.head_k_dim * item
-    scratch = 2 * (2 * tile + CHUNK * 20 * 4 + 4 * CHUNK * 4)  # of the two groups that make tiles
-    return keys + 2 * (2 * tile + _tile_bytes(problem, config) + _VECTOR_BYTES) + scratch + _BARRIER_BYTES
 
 
 def _states_without_tokens(
