@@ -83,10 +83,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
         scale: T.float32,
         null_slot: T.int32,
     ):
-        # The heads of a slot run together: they read whole rows of tokens, and value heads of a group the same tiles.
-        with T.Kernel(slots * heads, threads=PREPARE_THREADS) as block:
-            slot = block // heads
-            head = block % heads
+        with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
             # K and Q as halves of 64 columns. What goes out reuses them: M and its rest K's tiles, P the first one of Q.
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
