@@ -9,12 +9,19 @@ One block per (V slice, sequence, state head). Its math warpgroups own 64 rows (
     O^T  = exp(c) O^T + Vn^T P^T
 
 (factors of norms and scale are in the vectors and in P, see _chunk_prepare). The layout of a float32 accumulator, rounded,
-is the layout of a register operand, so nothing of the chain passes through shared memory.
+is the layout of a register operand, so nothing of the chain passes through shared memory. K, Q and S^T are kept as halves of
+64 key columns: the halves of Q S and of the state update fill the tensor cores while something else is rounded.
+
+The last warpgroup copies: warp 0 brings K, Q, V, tiles and vectors, warp 1 takes the output of full chunks away. A tail's
+output is stored from registers. No barrier is left to the compiler (`tl.disable_thread_storage_sync`).
 
 | barrier | waits | arrives (count) |
 |---|---|---|
-| full[stage] | math | the producer warp (32) + the bytes of the stage's bulk copies |
-| empty[stage] | producer | every math thread (64 columns = 128 threads) |
+| full[stage] | math | warp 0 (32) + the bytes of the stage's bulk copies |
+| empty[stage] | warp 0 | one lane of every math warp (64 columns = 4 warps) |
+| out_full[step % 2] | warp 1 | every math thread (64 columns = 128 threads) |
+| out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
+| named barrier 3 | math, in a tail | math: before keys set to zero are read |
 """
 
 from typing import Any

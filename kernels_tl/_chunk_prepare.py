@@ -3,7 +3,8 @@
 One block per (chunk slot, state head). With c the inclusive cumulative sum of the log decays g of the chunk, and
 K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K and Q themselves stay as they are):
 
-    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   float32, forward substitution by columns
+    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
+                                                                    the rest by matmuls of 16-bit operands, block row by block row
     M = A_ij exp(c_i - c_j) beta_j                                  16-bit, as `parts` summands
     P = lower(scale exp(c_i - c_j) Q^_i . |k_j|^-1 K^_j ...)        16-bit
     vectors                                                         float32, see _chunk_types

@@ -76,11 +76,8 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """Narrow blocks until every SM has one; then wide ones, which load q, k and the tiles once for all columns."""
-    parts = 2 if problem.dtype == "bfloat16" else 1
-    narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    columns = 64 if narrow_blocks <= device.num_sms else problem.head_v_dim
-    config = Config(columns=columns, stages=3, m_parts=parts)
+    """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
+    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1)
     return config if fits(problem, config, device) else replace(config, stages=2)
 
 
