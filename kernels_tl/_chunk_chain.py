@@ -352,9 +352,7 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                     if parts == 2:
                         T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
                     if wide:
-                        T.wgmma_gemm(
-                            state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS
-                        )
+                        T.wgmma_gemm(state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
                     for i, j in T.Parallel(columns, HALF):
                         state_fragment[i, j] *= last[0]
                     if wide:

@@ -91,9 +91,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     return {
         "chunk_prepare": _build.library(prepare(problem, config.m_parts), pass_configs=_OWN_BARRIERS),
-        "chunk_chain": _build.library(
-            chain(problem, config.m_parts, config.columns, config.stages), pass_configs=_OWN_BARRIERS
-        ),
+        "chunk_chain": _build.library(chain(problem, config.m_parts, config.columns, config.stages), pass_configs=_OWN_BARRIERS),
     }
 
 
