@@ -1,0 +1,834 @@
+"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block.
+
+With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms (1 where none are asked for)
+and all of M, P and the vectors computed here and never written to memory:
+
+    A    = (I + strict_lower(beta_i f_i f_j k_i . k_j))^-1
+    M    = A_ij exp(c_i - c_j) beta_j                     16-bit, as `parts` summands
+    P    = lower(scale fq_i f_j exp(c_i - c_j) q_i . k_j) 16-bit
+    U^T  = S^T K^T              O^T = S^T Q^T             S^T rounded to 16 bits, from registers
+    W^T  = V^T - exp(c) f U^T
+    Vn^T = W^T M^T
+    S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c) f) K
+    O^T  = exp(c) fq scale O^T + Vn^T P^T
+
+Roles, a warpgroup each: `num_state` state warpgroups own 64 V columns of S^T and run the chain in registers; `num_aux`
+auxiliary warpgroups take chunks in turn and make M, P and the vectors, which depend on no state; one copies. `ready` and
+`taken` have two buffers, chunk % 2.
+
+    barrier        arrivals                                        waits
+    full[stage]    1: the copying thread, with the bytes           state and auxiliary warps
+    empty[stage]   4 * num_state: a lane of each state warp        the copying warp
+    ready[buffer]  128: the auxiliary warpgroup of the chunk       state warps
+    taken[buffer]  4 * num_state                                   the auxiliary warpgroup of the chunk
+    1, 2           named, 128 threads: within auxiliary warpgroup 0, 1
+An auxiliary warpgroup has read K and Q of a stage before its `ready`, and a state warp waits for that before its `empty`.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from kernels_cute import _chunk_layouts as layouts
+from kernels_cute import _chunk_ptx as ptx
+
+CHUNK = 64
+WARPGROUP = 128
+BUFFERS = 2
+TILE_BYTES = CHUNK * layouts.ROW_BYTES  # a 64 x 64 tile of 16-bit elements
+VECTORS = 3  # rows of 64 float32 per buffer:
+STATE_KEY = 0  # exp(c) f: factor of K S
+KEY_TO_LAST = 1  # exp(c_last - c) f: factor of Vn before it enters the state
+STATE_QUERY = 2  # exp(c) fq scale: factor of Q S
+VECTOR_BYTES = (VECTORS + 1) * CHUNK * 4  # the first element of a fourth row is exp(c_last)
+AUX_ROWS = 4  # rows of 64 float32 of an auxiliary warpgroup, twice: cumulative sums, beta, factors of K, factors of Q
+CUM, BETA, KEY_FACTOR, QUERY_FACTOR = range(AUX_ROWS)
+AUX_BYTES = AUX_ROWS * CHUNK * 4
+BLOCK = 16  # diagonal blocks of the inverse
+COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
+ROW_PITCH = 96  # bytes of a row of an inverted diagonal block
+SCRATCH_BYTES = BLOCK * ROW_PITCH
+NORM_EPS = 1e-6
+SOFTPLUS_THRESHOLD = 20.0
+LOG2E = 1.4426950408889634
+# A decay below exp(-128) is 0 in float32. Cutting g there keeps c small, so that its later differences keep their digits.
+LOWEST_LOG_DECAY = -128.0
+
+
+class FusedChunk:
+    """Everything here is known at compile time; sizes, strides and scalars arrive at launch."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        q_group: int,
+        k_group: int,
+        v_group: int,
+        dim: int,
+        dtype: Any,
+        has_gate: bool,
+        raw_gate: bool,
+        has_beta: bool,
+        raw_beta: bool,
+        normalize: bool,
+        v_first: bool,
+        pooled: bool,
+        has_initial: bool,
+        has_mask: bool,
+        has_final: bool,
+        has_final_indices: bool,
+        num_state: int,
+        num_aux: int,
+        stages: int,
+        parts: int,
+        state_registers: int,
+        aux_registers: int,
+        copy_registers: int,
+    ):
+        self.heads, self.q_group, self.k_group, self.v_group = heads, q_group, k_group, v_group
+        self.dim, self.dtype = dim, dtype
+        self.has_gate, self.raw_gate = has_gate, raw_gate
+        self.has_beta, self.raw_beta = has_beta, raw_beta
+        self.normalize, self.v_first = normalize, v_first
+        self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
+        self.has_final, self.has_final_indices = has_final, has_final_indices
+        self.num_state, self.num_aux, self.stages, self.parts = num_state, num_aux, stages, parts
+        self.state_registers, self.aux_registers, self.copy_registers = state_registers, aux_registers, copy_registers
+        self.columns = 64 * num_state
+        self.slices = dim // self.columns
+        self.threads = (num_state + num_aux + 1) * WARPGROUP
+        self.key_bytes = CHUNK * dim * 2
+        self.value_bytes = CHUNK * self.columns * 2
+
+    # ---- host
+
+    @cute.jit
+    def launch(
+        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, bounds, out,
+        scale: Float32, null_slot: Int64, stream,
+    ):  # fmt: skip
+        row = layouts.by_rows(self.dtype, CHUNK, self.dim)
+        value = layouts.by_rows(self.dtype, CHUNK, self.columns)
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        q_atom, q_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(q), row, (CHUNK, self.dim))
+        k_atom, k_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(k), row, (CHUNK, self.dim))
+        v_atom, v_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(v), value, (CHUNK, self.columns))
+        sequences = cute.size(bounds, mode=[0]) - 1
+        self.kernel(
+            q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, indices, mask, final,
+            final_indices, bounds, out, scale, null_slot,
+        ).launch(
+            grid=(self.slices * self.heads * sequences, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def tokens(self, x):
+        """[tokens, heads, D] as (tokens, D, heads); strides are multiples of 16 bytes by contract."""
+        tokens, heads, dim = x.shape
+        token_stride = cute.assume(x.stride[0], divby=8)
+        # The stride of a single head is never used and may be anything.
+        head_stride = cute.assume(x.stride[1], divby=8) if cutlass.const_expr(heads > 1) else dim
+        return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
+
+    def storage_type(self):
+        stages, pieces = self.stages, self.dim // 64
+        tile = CHUNK * 64
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            ready: cute.struct.MemRange[Int64, BUFFERS]
+            taken: cute.struct.MemRange[Int64, BUFFERS]
+            vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 2 * AUX_BYTES // 4], 128]
+            scratch: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 4 * SCRATCH_BYTES // 4], 128]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
+            m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
+            lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile * self.num_aux], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state], 1024]
+
+        return Storage
+
+    # ---- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        q_tensor: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_tensor: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tensor: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        a_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        mask: cute.Tensor,
+        final: cute.Tensor,
+        final_indices: cute.Tensor,
+        bounds: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        null_slot: Int64,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
+        if warp == 0:
+            cpasync.prefetch_descriptor(q_atom)
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(v_atom)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 4 * self.num_state)
+                for buffer in cutlass.range_constexpr(BUFFERS):
+                    cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, WARPGROUP)
+                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        block, _, _ = cute.arch.block_idx()
+        piece = block % self.slices
+        head = block // self.slices % self.heads
+        sequence = block // (self.slices * self.heads)
+        begin = Int32(bounds[sequence])
+        length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
+        read_slot = Int64(sequence)
+        live_length = length
+        if cutlass.const_expr(self.pooled):
+            read_slot = Int64(indices[sequence])
+            if read_slot <= null_slot:
+                live_length = Int32(0)
+
+        if warp < 4 * self.num_state:
+            cute.arch.setmaxregister_increase(self.state_registers)
+            self.state_warpgroup(
+                storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+                head, piece, read_slot, warp // 4, warp % 4,
+            )  # fmt: skip
+        elif warp < 4 * (self.num_state + self.num_aux):
+            if cutlass.const_expr(self.aux_registers * self.threads > 65536):
+                cute.arch.setmaxregister_increase(self.aux_registers)
+            else:
+                cute.arch.setmaxregister_decrease(self.aux_registers)
+            self.aux_warpgroup(
+                storage, g, beta, a_log, dt_bias, scale, begin, live_length, head, warp // 4 - self.num_state, warp % 4
+            )
+        else:
+            cute.arch.setmaxregister_decrease(self.copy_registers)
+            if warp == 4 * (self.num_state + self.num_aux):
+                self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
+
+    # ---- copies
+
+    @cute.jit
+    def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece):
+        to_q, from_q = self.tiles(
+            storage.q, q_atom, q_tensor, self.dim, begin, head // self.q_group, 0
+        )
+        to_k, from_k = self.tiles(
+            storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0
+        )
+        to_v, from_v = self.tiles(
+            storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece
+        )
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * self.key_bytes + self.value_bytes)
+            cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
+
+    @cute.jit
+    def tiles(self, field, atom, tensor, columns: cutlass.Constexpr, begin, head, piece):
+        """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
+        layout = layouts.by_rows(self.dtype, CHUNK, columns, self.stages)
+        shared = field.get_tensor(layout.outer, swizzle=layout.inner)
+        rows = cute.domain_offset((begin, 0), tensor[None, None, head])
+        chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2)
+        )
+
+    # ---- state
+
+    def product(self, columns: int, register_operand: bool, by_columns: bool = False) -> Any:
+        """The tiled m64 x columns x k16 instruction of one warpgroup."""
+        source = warpgroup.OperandSource.RMEM if register_operand else warpgroup.OperandSource.SMEM
+        major = OperandMajorMode.MN if by_columns else OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, major)
+        return cute.make_tiled_mma(op)
+
+    @cute.jit
+    def multiply(self, mma, sums, left, right, clear: cutlass.Constexpr):
+        """sums (+)= left right; operands (MMA, rows, k steps)."""
+        for step in cutlass.range_constexpr(cute.size(right, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
+            cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
+
+    @cute.jit
+    def state_warpgroup(
+        self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+        head, piece, read_slot, half, warp,
+    ):  # fmt: skip
+        lane = cute.arch.lane_idx()
+        dim, parts = self.dim, self.parts
+        by_key = self.product(CHUNK, True)
+        by_token = self.product(dim, True, True)
+        key_layout = layouts.by_rows(self.dtype, CHUNK, dim, self.stages)
+        token_layout = layouts.by_columns(self.dtype, CHUNK, dim, self.stages)
+        m_layout = layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS)
+        p_layout = layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS)
+        keys = self.right(by_key, storage.k, key_layout)
+        queries = self.right(by_key, storage.q, key_layout)
+        tokens = self.right(by_token, storage.k, token_layout)
+        m_operand = self.right(by_key, storage.m, m_layout)
+        p_operand = self.right(by_key, storage.p, p_layout)
+
+        state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
+        state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
+        sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
+        decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
+        values = cute.make_rmem_tensor(cute.make_layout(16), Int32)
+        state_words = cute.recast_tensor(state_operand, Int32)
+        operand_words = cute.recast_tensor(operand, Int32)
+        decayed_words = cute.recast_tensor(decayed, Int32)
+
+        row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
+        pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
+        column0 = piece * self.columns + half * 64 + warp * 16  # the warp's first V column
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
+        vectors = storage.vectors.data_ptr().toint() + pair * 8
+        # Lane l names row l % 8 of matrix l // 8; matrices alternate between the warp's two halves of 8 columns.
+        matrix_row = lane % 8 + lane // 16 * 8
+        value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
+        value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
+        staging = storage.out.data_ptr().toint() + half * TILE_BYTES + warp * (TILE_BYTES // 4)
+        staging_lane = staging + matrix_row * 32 + ((lane // 8 % 2) ^ (matrix_row // 4 % 2)) * 16
+
+        self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+
+        num_chunks = (live_length + (CHUNK - 1)) // CHUNK
+        for step in cutlass.range(num_chunks, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            buffer, turn = step % BUFFERS, step // BUFFERS & 1
+            valid = cutlass.min(live_length - step * CHUNK, CHUNK)
+            vector = vectors + buffer * VECTOR_BYTES
+            for i in cutlass.range_constexpr(dim // 4):
+                state_words[i] = ptx.pack(self.dtype, state[2 * i], state[2 * i + 1])
+            cute.arch.mbarrier_wait(full + stage, parity)
+            warpgroup.fence()
+            self.multiply(by_key, sums, state_operand, keys[None, None, None, stage], True)
+            warpgroup.commit_group()
+            self.multiply(by_key, outputs, state_operand, queries[None, None, None, stage], True)
+            warpgroup.commit_group()
+            for i in cutlass.range_constexpr(4):
+                words = ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True)
+                for j in cutlass.range_constexpr(4):
+                    values[4 * i + j] = words[j]
+            cute.arch.mbarrier_wait(ready + buffer, turn)
+            warpgroup.wait_group(1)
+
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                factor0, factor1 = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
+                for side in cutlass.range_constexpr(2):
+                    value0, value1 = ptx.unpack(self.dtype, values[2 * n + side])
+                    sums[4 * n + 2 * side] = value0 - factor0 * sums[4 * n + 2 * side]
+                    sums[4 * n + 2 * side + 1] = value1 - factor1 * sums[4 * n + 2 * side + 1]
+            if valid < CHUNK:
+                # Rows of the next sequence: anything, NaN perhaps.
+                for n in cutlass.range_constexpr(CHUNK // 8):
+                    for i in cutlass.range_constexpr(4):
+                        if 8 * n + 2 * pair + i % 2 >= valid:
+                            sums[4 * n + i] = Float32(0.0)
+            for i in cutlass.range_constexpr(CHUNK // 4):
+                operand_words[i] = ptx.pack(self.dtype, sums[2 * i], sums[2 * i + 1])
+            warpgroup.fence()
+            for part in cutlass.range_constexpr(parts):
+                self.multiply(by_key, new, operand, m_operand[None, None, None, part, buffer], part == 0)
+            warpgroup.commit_group()
+            last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
+            for i in cutlass.range_constexpr(dim // 2):
+                state[i] = state[i] * last
+            warpgroup.wait_group(0)
+
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                factor0, factor1 = ptx.load_pair(vector + KEY_TO_LAST * CHUNK * 4 + n * 32)
+                for side in cutlass.range_constexpr(2):
+                    decayed_words[2 * n + side] = ptx.pack(
+                        self.dtype, new[4 * n + 2 * side] * factor0, new[4 * n + 2 * side + 1] * factor1
+                    )
+            warpgroup.fence()
+            self.multiply(by_token, state, decayed, tokens[None, None, None, stage], False)
+            warpgroup.commit_group()
+            for i in cutlass.range_constexpr(CHUNK // 4):
+                operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                factor0, factor1 = ptx.load_pair(vector + STATE_QUERY * CHUNK * 4 + n * 32)
+                for side in cutlass.range_constexpr(2):
+                    outputs[4 * n + 2 * side] = outputs[4 * n + 2 * side] * factor0
+                    outputs[4 * n + 2 * side + 1] = outputs[4 * n + 2 * side + 1] * factor1
+            warpgroup.fence()
+            self.multiply(by_key, outputs, operand, p_operand[None, None, None, buffer], False)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+                cute.arch.mbarrier_arrive(taken + buffer)
+            self.store_output(out, outputs, staging, staging_lane, begin + step * CHUNK, valid, head, column0, lane)
+
+        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
+        self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+
+    @cute.jit
+    def right(self, mma, field, layout):
+        """A shared-memory B operand, (MMA, columns, k steps, *outer)."""
+        thread = mma.get_slice(0)
+        return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+    @cute.jit
+    def store_output(self, out, outputs, staging, staging_lane, token0, valid, head, column0, lane):
+        """The warp's 16 columns of O^T, turned in its own corner of shared memory."""
+        cute.arch.sync_warp()  # every lane has read the last chunk's
+        for i in cutlass.range_constexpr(4):
+            words = [
+                ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1])
+                for j in range(4)
+            ]
+            ptx.store_matrices(staging_lane + i * 16 * 32, words, True)
+        cute.arch.sync_warp()
+        line = Int64(token0) * out.stride[0] + Int64(head) * out.stride[1] + (column0 + lane % 2 * 8)
+        for i in cutlass.range_constexpr(4):
+            token = i * 16 + lane // 2
+            unit = (lane % 2) ^ (lane // 8 % 2)
+            words = ptx.load_words(staging + token * 32 + unit * 16)
+            if token < valid:
+                ptx.store_global_words(out.iterator + (line + token * out.stride[0]), words)
+
+    @cute.jit
+    def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):
+        state.fill(0.0)
+        if cutlass.const_expr(self.has_initial):
+            starts = cutlass.Boolean(True)
+            if cutlass.const_expr(self.pooled):
+                starts = live_length > 0
+            if cutlass.const_expr(self.has_mask):
+                if starts:
+                    starts = cutlass.Boolean(mask[sequence])
+            if starts:
+                source = self.state_pointer(initial, read_slot, head, row0, pair)
+                for n in cutlass.range_constexpr(self.dim // 8):
+                    for side in cutlass.range_constexpr(2):
+                        entries = self.state_pair(source, n, side)
+                        state[4 * n + 2 * side] = entries[0].to(Float32)
+                        state[4 * n + 2 * side + 1] = entries[1].to(Float32)
+
+    @cute.jit
+    def store_state(self, final, final_indices, state, sequence, head, read_slot, live_length, null_slot, row0, pair):
+        if cutlass.const_expr(self.has_final):
+            written = cutlass.Boolean(True)
+            write_slot = read_slot
+            if cutlass.const_expr(self.pooled):
+                written = live_length > 0
+            if cutlass.const_expr(self.has_final_indices):
+                if written:
+                    write_slot = Int64(final_indices[sequence])
+                    written = write_slot > null_slot
+            if written:
+                target = self.state_pointer(final, write_slot, head, row0, pair)
+                for n in cutlass.range_constexpr(self.dim // 8):
+                    for side in cutlass.range_constexpr(2):
+                        entries = self.state_pair(target, n, side)
+                        entries[0] = state[4 * n + 2 * side].to(final.element_type)
+                        entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+
+    @cute.jit
+    def state_pointer(self, states, slot, head, row0, pair):
+        """A lane's first entry of a head's state: V row row0, K column 2 * pair."""
+        offset = slot * states.stride[0] + Int64(head) * (self.dim * self.dim)
+        if cutlass.const_expr(self.v_first):
+            offset += Int64(row0) * self.dim + 2 * pair
+        else:
+            offset += Int64(pair) * (2 * self.dim) + row0
+        return states.iterator + offset
+
+    def state_pair(self, first, n: int, side: int) -> Any:
+        """Two neighbouring K entries, 8 n K columns and 8 * side V rows after the lane's first."""
+        if self.v_first:
+            return cute.make_tensor(first + (8 * side * self.dim + 8 * n), cute.make_layout(2))
+        return cute.make_tensor(first + (8 * n * self.dim + 8 * side), cute.make_layout(2, stride=self.dim))
+
+    @cute.jit
+    def zero_rows(self, out, bounds, sequence, begin, length, live_length, head, column0, warp, lane):
+        """Rows of a padding sequence, and this block's share of the rows beyond the last sequence."""
+        row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
+        zero = [Int32(0)] * 4
+        for i in cutlass.range(live_length + row, length, 16, unroll=1):
+            offset = Int64(begin + i) * out.stride[0] + Int64(head) * out.stride[1] + column
+            ptx.store_global_words(out.iterator + offset, zero)
+        sequences = cute.size(bounds, mode=[0]) - 1
+        for i in cutlass.range(
+            Int32(bounds[sequences]) + sequence * 16 + row, cute.size(out, mode=[0]), sequences * 16, unroll=1
+        ):
+            offset = Int64(i) * out.stride[0] + Int64(head) * out.stride[1] + column
+            ptx.store_global_words(out.iterator + offset, zero)
+
+    # ---- what depends on no state
+
+    @cute.jit
+    def aux_warpgroup(self, storage, g, beta, a_log, dt_bias, scale, begin, length, head, which, warp):
+        lane = cute.arch.lane_idx()
+        thread = warp * 32 + lane
+        row, pair = lane // 4, lane % 4
+        mma = self.product(CHUNK, False)
+        key_layout = layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages)
+        keys = self.right(mma, storage.k, key_layout)
+        keys_left = self.left(mma, storage.k, key_layout)
+        queries_left = self.left(mma, storage.q, key_layout)
+        kk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
+        qk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
+        full = storage.full.data_ptr()
+        ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
+        k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
+        lower = storage.lower.data_ptr().toint() + which * TILE_BYTES
+        scratch = storage.scratch.data_ptr().toint() + (which * 4 + warp) * SCRATCH_BYTES
+        # Where this lane points when its warp's 16 rows of a tile are stored as matrices.
+        tile_row = warp * 16 + lane % 16
+        m_base, p_base = storage.m.data_ptr().toint(), storage.p.data_ptr().toint()
+
+        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        minus_rate, bias = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(self.raw_gate):
+            minus_rate = -cute.math.exp(a_log[head])
+            bias = dt_bias[head]
+        if warp == 0:
+            self.load_gates(g, beta, gates, betas, begin, which * CHUNK, length, head, lane)
+
+        num_chunks = (length + (CHUNK - 1)) // CHUNK
+        for step in cutlass.range(which, num_chunks, self.num_aux, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            buffer, turn = step % BUFFERS, step // BUFFERS & 1
+            rows = storage.rows.data_ptr().toint() + (which * 2 + step // self.num_aux % 2) * AUX_BYTES
+            valid = cutlass.min(length - step * CHUNK, CHUNK)
+            if warp == 0:
+                self.publish_gates(rows, gates, betas, minus_rate, bias, valid, lane)
+                self.load_gates(g, beta, gates, betas, begin, (step + self.num_aux) * CHUNK, length, head, lane)
+            cute.arch.mbarrier_wait(full + stage, parity)
+            if valid < CHUNK:
+                # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
+                for i in cutlass.range(valid * 8 + thread, CHUNK * 8, WARPGROUP, unroll=1):
+                    for part in cutlass.range_constexpr(self.dim // 64):
+                        ptx.store_zeros(k_base + stage * self.key_bytes + part * TILE_BYTES + i * 16)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.sync(which)
+            warpgroup.fence()
+            self.multiply(mma, kk, keys_left[None, None, None, stage], keys[None, None, None, stage], True)
+            warpgroup.commit_group()
+            self.multiply(mma, qk, queries_left[None, None, None, stage], keys[None, None, None, stage], True)
+            warpgroup.commit_group()
+            self.query_factors(q_base + stage * self.key_bytes, rows, scale, thread)
+            warpgroup.wait_group(1)
+            self.key_factors(kk, rows, warp, row, pair)
+            self.sync(which)
+
+            # L, negated: float16 for the products, its diagonal blocks also in float32.
+            row_cum0, row_cum1 = self.row_values(rows, CUM, warp, row)
+            row_beta0, row_beta1 = self.row_values(rows, BETA, warp, row)
+            row_key0, row_key1 = self.row_values(rows, KEY_FACTOR, warp, row)
+            row_query0, row_query1 = self.row_values(rows, QUERY_FACTOR, warp, row)
+            row0 = warp * 16 + row
+            scale0, scale1 = -row_beta0 * row_key0, -row_beta1 * row_key1
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                column = 8 * n + 2 * pair
+                factor0, factor1 = ptx.load_pair(rows + KEY_FACTOR * CHUNK * 4 + n * 32 + pair * 8)
+                for side in cutlass.range_constexpr(2):
+                    row_scale = scale0 if cutlass.const_expr(side == 0) else scale1
+                    i = row0 + 8 * side
+                    kk[4 * n + 2 * side] = self.where(
+                        i > column, kk[4 * n + 2 * side] * (row_scale * factor0), Float32(0.0)
+                    )
+                    kk[4 * n + 2 * side + 1] = self.where(
+                        i > column + 1, kk[4 * n + 2 * side + 1] * (row_scale * factor1), Float32(0.0)
+                    )
+            self.store_tile(lower, tile_row, lane, cutlass.Float16, kk)
+            self.invert_block(kk, lower, scratch, tile_row, warp, lane, row, pair)
+
+            # P, while other warps finish their blocks.
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                column = 8 * n + 2 * pair
+                factor0, factor1 = ptx.load_pair(rows + KEY_FACTOR * CHUNK * 4 + n * 32 + pair * 8)
+                cum0, cum1 = ptx.load_pair(rows + CUM * CHUNK * 4 + n * 32 + pair * 8)
+                for side in cutlass.range_constexpr(2):
+                    i = row0 + 8 * side
+                    row_cum = row_cum0 if cutlass.const_expr(side == 0) else row_cum1
+                    row_query = row_query0 if cutlass.const_expr(side == 0) else row_query1
+                    p0 = qk[4 * n + 2 * side] * (row_query * factor0) * self.decay(row_cum - cum0)
+                    p1 = qk[4 * n + 2 * side + 1] * (row_query * factor1) * self.decay(row_cum - cum1)
+                    qk[4 * n + 2 * side] = self.where(i >= column, p0, Float32(0.0))
+                    qk[4 * n + 2 * side + 1] = self.where(i >= column + 1, p1, Float32(0.0))
+            self.store_tile(p_base + buffer * TILE_BYTES, tile_row, lane, self.dtype, qk)
+            self.sync(which)
+
+            self.invert_rows(kk, lower, warp, lane)
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                column = 8 * n + 2 * pair
+                beta0, beta1 = ptx.load_pair(rows + BETA * CHUNK * 4 + n * 32 + pair * 8)
+                cum0, cum1 = ptx.load_pair(rows + CUM * CHUNK * 4 + n * 32 + pair * 8)
+                for side in cutlass.range_constexpr(2):
+                    i = row0 + 8 * side
+                    row_cum = row_cum0 if cutlass.const_expr(side == 0) else row_cum1
+                    m0 = kk[4 * n + 2 * side] * beta0 * self.decay(row_cum - cum0)
+                    m1 = kk[4 * n + 2 * side + 1] * beta1 * self.decay(row_cum - cum1)
+                    kk[4 * n + 2 * side] = self.where(i >= column, m0, Float32(0.0))
+                    kk[4 * n + 2 * side + 1] = self.where(i >= column + 1, m1, Float32(0.0))
+            for part in cutlass.range_constexpr(self.parts):
+                target = m_base + (buffer * self.parts + part) * TILE_BYTES
+                self.store_tile(target, tile_row, lane, self.dtype, kk, part + 1 < self.parts)
+            if thread < CHUNK:
+                self.publish_vectors(storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES, rows, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(ready + buffer)
+
+    @cute.jit
+    def left(self, mma, field, layout):
+        thread = mma.get_slice(0)
+        return mma.make_fragment_A(thread.partition_A(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+    @cute.jit
+    def sync(self, which):
+        cute.arch.barrier(barrier_id=1 + which, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def where(self, condition, value, other):
+        result = other
+        if condition:
+            result = value
+        return result
+
+    @cute.jit
+    def decay(self, exponent):
+        """2 ** exponent; above the diagonal, where the result is thrown away, the exponent may be positive."""
+        return cute.math.exp2(cute.arch.fmin(exponent, Float32(0.0)), fastmath=True)
+
+    @cute.jit
+    def row_values(self, rows, kind: cutlass.Constexpr, warp, row):
+        """Of this lane's two rows of the tile."""
+        place = rows + kind * CHUNK * 4 + (warp * 16 + row) * 4
+        return ptx.load_one(place), ptx.load_one(place + 32)
+
+    @cute.jit
+    def load_gates(self, g, beta, gates, betas, begin, offset, length, head, lane):
+        """Lane l reads tokens 2 l and 2 l + 1 of the chunk."""
+        for i in cutlass.range_constexpr(2):
+            token = offset + 2 * lane + i
+            gates[i] = Float32(0.0)
+            betas[i] = Float32(0.0)
+            if token < length:
+                if cutlass.const_expr(self.has_gate):
+                    gates[i] = self.element(g, begin + token, head)
+                if cutlass.const_expr(self.has_beta):
+                    betas[i] = self.element(beta, begin + token, head)
+
+    @cute.jit
+    def element(self, x, token, head):
+        offset = Int64(token) * x.stride[0] + Int64(head) * x.stride[1]
+        return cute.make_tensor(x.iterator + offset, cute.make_layout(1))[0].to(Float32)
+
+    @cute.jit
+    def publish_gates(self, rows, gates, betas, minus_rate, bias, valid, lane):
+        """Cumulative log2 decays and beta; tokens past the end have g = 0 and beta = 0."""
+        logs = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        strengths = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        for i in cutlass.range_constexpr(2):
+            log_decay = gates[i]
+            if cutlass.const_expr(self.raw_gate):
+                raw = gates[i] + bias
+                softplus = raw
+                if raw <= SOFTPLUS_THRESHOLD:
+                    softplus = cute.math.log1p(cute.math.exp(raw))
+                log_decay = minus_rate * softplus
+            strength = Float32(1.0)
+            if cutlass.const_expr(self.has_beta):
+                strength = betas[i]
+                if cutlass.const_expr(self.raw_beta):
+                    strength = 1.0 / (1.0 + cute.math.exp(-betas[i]))
+            if 2 * lane + i >= valid:
+                log_decay, strength = Float32(0.0), Float32(0.0)
+            # A NaN gate stays NaN.
+            if log_decay < LOWEST_LOG_DECAY:
+                log_decay = Float32(LOWEST_LOG_DECAY)
+            logs[i] = log_decay * LOG2E
+            strengths[i] = strength
+        total = logs[0] + logs[1]
+        for power in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(total, 1 << power, mask_and_clamp=0)
+            if lane >= 1 << power:
+                total = total + before
+        before = cute.arch.shuffle_sync_up(total, 1, mask_and_clamp=0)
+        if lane == 0:
+            before = Float32(0.0)
+        first = before + logs[0]
+        ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, first, first + logs[1])
+        ptx.store_pair(rows + BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])
+
+    @cute.jit
+    def query_factors(self, tile, rows, scale, thread):
+        """scale / |q|: two threads a row, half of its columns each."""
+        if cutlass.const_expr(self.normalize):
+            row, half = thread // 2, thread % 2
+            square = Float32(0.0)
+            odd = Float32(0.0)
+            for i in cutlass.range_constexpr(self.dim // 16):
+                if cutlass.const_expr(self.dim == 128):
+                    # The two halves start in different banks.
+                    place = layouts.address(tile + half * TILE_BYTES, row, i ^ (half * 4))
+                else:
+                    place = layouts.address(tile, row, i + half * 4)
+                words = ptx.load_words(place)
+                for j in cutlass.range_constexpr(4):
+                    low, high = ptx.unpack(self.dtype, words[j])
+                    square = square + low * low
+                    odd = odd + high * high
+            square = square + odd
+            square = square + cute.arch.shuffle_sync_bfly(square, 1)
+            if half == 0:
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row * 4, cute.math.rsqrt(square + NORM_EPS) * scale)
+        else:
+            if thread < CHUNK:
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + thread * 4, scale)
+
+    @cute.jit
+    def key_factors(self, kk, rows, warp, row, pair):
+        """1 / |k| from the diagonal of K K^T, by the lanes that hold it."""
+        first, second = Float32(1.0), Float32(1.0)
+        if cutlass.const_expr(self.normalize):
+            for w in cutlass.range_constexpr(4):
+                if warp == w:
+                    first = self.where(row % 2 == 1, kk[8 * w + 1], kk[8 * w])
+                    second = self.where(row % 2 == 1, kk[8 * w + 7], kk[8 * w + 6])
+            first = cute.math.rsqrt(first + NORM_EPS)
+            second = cute.math.rsqrt(second + NORM_EPS)
+        if pair == row // 2:
+            place = rows + KEY_FACTOR * CHUNK * 4 + (warp * 16 + row) * 4
+            ptx.store_one(place, first)
+            ptx.store_one(place + 32, second)
+
+    @cute.jit
+    def store_tile(self, tile, tile_row, lane, dtype: cutlass.Constexpr, sums, keep_rest: cutlass.Constexpr = False):
+        """The warp's 16 rows of an accumulator, rounded; keep_rest leaves in sums what rounding took away."""
+        for i in cutlass.range_constexpr(4):
+            words = [
+                ptx.pack(dtype, sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]) for j in range(4)
+            ]
+            ptx.store_matrices(layouts.address(tile, tile_row, 2 * i + lane // 16), words, False)
+            if cutlass.const_expr(keep_rest):
+                for j in cutlass.range_constexpr(4):
+                    low, high = ptx.unpack(dtype, words[j])
+                    sums[8 * i + 2 * j] = sums[8 * i + 2 * j] - low
+                    sums[8 * i + 2 * j + 1] = sums[8 * i + 2 * j + 1] - high
+
+    @cute.jit
+    def invert_block(self, negative, lower, scratch, tile_row, warp, lane, row, pair):
+        """The warp's diagonal block of (I + L)^-1, by forward substitution in float32, a lane per column; it replaces the
+        block in `negative` (registers, where the warp's columns are) and in `lower`."""
+        for w in cutlass.range_constexpr(4):
+            if warp == w:
+                for m in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(4):
+                        column, own_row = 8 * m + 2 * pair + i % 2, row + i // 2 * 8
+                        ptx.store_one(scratch + column * COLUMN_PITCH + own_row * 4, negative[8 * w + 4 * m + i])
+        cute.arch.sync_warp()
+        x = cute.make_rmem_tensor(cute.make_layout(BLOCK), Float32)
+        for i in cutlass.range_constexpr(BLOCK):
+            x[i] = self.where(lane % BLOCK == i, Float32(1.0), Float32(0.0))
+        for step in cutlass.range_constexpr(BLOCK - 1):
+            for part in cutlass.range_constexpr((step + 1) // 4, BLOCK // 4):
+                factors = ptx.load_four(scratch + step * COLUMN_PITCH + part * 16)
+                for i in cutlass.range_constexpr(4):
+                    if cutlass.const_expr(4 * part + i > step):
+                        x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
+        cute.arch.sync_warp()
+        if lane < BLOCK:
+            for i in cutlass.range_constexpr(BLOCK):
+                ptx.store_one(scratch + i * ROW_PITCH + lane * 4, x[i])
+        cute.arch.sync_warp()
+        block = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        for m in cutlass.range_constexpr(2):
+            for side in cutlass.range_constexpr(2):
+                first, second = ptx.load_pair(scratch + (row + 8 * side) * ROW_PITCH + (8 * m + 2 * pair) * 4)
+                block[4 * m + 2 * side] = first
+                block[4 * m + 2 * side + 1] = second
+        words = [
+            ptx.pack(cutlass.Float16, block[2 * j], block[2 * j + 1]) for j in range(4)
+        ]
+        ptx.store_matrices(layouts.address(lower, tile_row, 2 * warp + lane // 16), words, False)
+        # Right of the diagonal block `negative` is zero already; left of it lies what invert_rows replaces.
+        for w in cutlass.range_constexpr(4):
+            if warp == w:
+                for i in cutlass.range_constexpr(8):
+                    negative[8 * w + i] = block[i]
+
+    @cute.jit
+    def invert_rows(self, inverse, lower, warp, lane):
+        """The warp's 16 rows of A: A_wu = -(sum over u < x <= w of A_wx L_xu) D_u, from the diagonal to the left. Rows
+        depend on no other warp's, and blocks right of the diagonal are zero, so that all warps run the same products."""
+        matrix_row = lane % 8 + lane // 8 % 2 * 8
+        left = [None, None, None, None]
+        for column in cutlass.range_constexpr(3, -1, -1):
+            if cutlass.const_expr(column < 3):
+                sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
+                for x in cutlass.range_constexpr(column + 1, 4):
+                    b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * column + lane // 16), True)
+                    sums[0] = ptx.multiply_half(sums[0], left[x], b[0], b[1])
+                    sums[1] = ptx.multiply_half(sums[1], left[x], b[2], b[3])
+                words = self.half_words([*sums[0], *sums[1]])
+                d = ptx.load_matrices(layouts.address(lower, column * BLOCK + matrix_row, 2 * column + lane // 16), True)
+                zero = (Float32(0.0),) * 4
+                product0 = ptx.multiply_half(zero, words, d[0], d[1])
+                product1 = ptx.multiply_half(zero, words, d[2], d[3])
+                if column < warp:
+                    for i in cutlass.range_constexpr(4):
+                        inverse[8 * column + i] = product0[i]
+                        inverse[8 * column + 4 + i] = product1[i]
+            left[column] = self.half_words([inverse[8 * column + i] for i in range(8)])
+
+    def half_words(self, values):
+        return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(4)]
+
+    @cute.jit
+    def publish_vectors(self, vectors, rows, thread):
+        cum = ptx.load_one(rows + CUM * CHUNK * 4 + thread * 4)
+        total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)
+        key = ptx.load_one(rows + KEY_FACTOR * CHUNK * 4 + thread * 4)
+        query = ptx.load_one(rows + QUERY_FACTOR * CHUNK * 4 + thread * 4)
+        grown = cute.math.exp2(cum, fastmath=True)
+        ptx.store_one(vectors + STATE_KEY * CHUNK * 4 + thread * 4, grown * key)
+        ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + thread * 4, self.decay(total - cum) * key)
+        ptx.store_one(vectors + STATE_QUERY * CHUNK * 4 + thread * 4, grown * query)
+        if thread == 0:
+            ptx.store_one(vectors + VECTORS * CHUNK * 4, cute.math.exp2(total, fastmath=True))
