@@ -283,6 +283,29 @@ class FusedChunk:
             mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
             cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
 
+    def lower_operands(self, field: Any, count: int) -> list[Any]:
+        """Of `count` lower triangular 64 x 64 tiles [i][j]: per 16 columns j, the instruction and its B operand for the rows
+        i >= j alone."""
+        steps = []
+        for step in range(CHUNK // 16):
+            rows = CHUNK - 16 * step
+            mma = self.product(rows, True)
+            inner = layouts.by_rows(self.dtype, CHUNK, CHUNK).inner
+            pointer = cute.recast_ptr(field.data_ptr() + 16 * step * 64, swizzle_=inner)
+            shape = cute.make_layout(((8, rows // 8), (64, 1), count), stride=((64, 512), (1, 0), CHUNK * 64))
+            right = mma.make_fragment_B(mma.get_slice(0).partition_B(cute.make_tensor(pointer, shape)))
+            steps.append((mma, right[None, None, step, None]))
+        return steps
+
+    @cute.jit
+    def multiply_lower(self, steps, sums, left, tile, clear: cutlass.Constexpr):
+        """sums (+)= left T^T with a lower triangular tile T; left is split along j as registers are."""
+        for step in cutlass.range_constexpr(CHUNK // 16):
+            mma, right = steps[step]
+            part = cute.make_tensor(sums.iterator + 8 * step, mma.partition_shape_C((64, CHUNK - 16 * step)))
+            mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
+            cute.gemm(mma, part, left[None, None, step], right[None, None, tile], part)
+
     @cute.jit
     def state_warpgroup(
         self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
@@ -294,13 +317,11 @@ class FusedChunk:
         by_token = self.product(dim, True, True)
         key_layout = layouts.by_rows(self.dtype, CHUNK, dim, self.stages)
         token_layout = layouts.by_columns(self.dtype, CHUNK, dim, self.stages)
-        m_layout = layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS)
-        p_layout = layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS)
         keys = self.right(by_key, storage.k, key_layout)
         queries = self.right(by_key, storage.q, key_layout)
         tokens = self.right(by_token, storage.k, token_layout)
-        m_operand = self.right(by_key, storage.m, m_layout)
-        p_operand = self.right(by_key, storage.p, p_layout)
+        m_steps = self.lower_operands(storage.m, parts * BUFFERS)
+        p_steps = self.lower_operands(storage.p, BUFFERS)
 
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
@@ -329,18 +350,21 @@ class FusedChunk:
 
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
+        # U of a chunk is issued ahead of the work that is left on the chunk before, so that the tensor cores never wait for
+        # an output. One more is issued than there are chunks: it reads whatever lies in shared memory and is dropped.
         num_chunks = (live_length + (CHUNK - 1)) // CHUNK
+        if num_chunks > 0:
+            cute.arch.mbarrier_wait(full, 0)
+        self.pack_state(state_words, state)
+        warpgroup.fence()
+        self.multiply(by_key, sums, state_operand, keys[None, None, None, 0], True)
+        warpgroup.commit_group()
         for step in cutlass.range(num_chunks, unroll=1):
-            stage, parity = step % self.stages, step // self.stages & 1
+            stage = step % self.stages
             buffer, turn = step % BUFFERS, step // BUFFERS & 1
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
             vector = vectors + buffer * VECTOR_BYTES
-            for i in cutlass.range_constexpr(dim // 4):
-                state_words[i] = ptx.pack(self.dtype, state[2 * i], state[2 * i + 1])
-            cute.arch.mbarrier_wait(full + stage, parity)
             warpgroup.fence()
-            self.multiply(by_key, sums, state_operand, keys[None, None, None, stage], True)
-            warpgroup.commit_group()
             self.multiply(by_key, outputs, state_operand, queries[None, None, None, stage], True)
             warpgroup.commit_group()
             for i in cutlass.range_constexpr(4):
@@ -366,7 +390,7 @@ class FusedChunk:
                 operand_words[i] = ptx.pack(self.dtype, sums[2 * i], sums[2 * i + 1])
             warpgroup.fence()
             for part in cutlass.range_constexpr(parts):
-                self.multiply(by_key, new, operand, m_operand[None, None, None, part, buffer], part == 0)
+                self.multiply_lower(m_steps, new, operand, buffer * parts + part, part == 0)
             warpgroup.commit_group()
             last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
             for i in cutlass.range_constexpr(dim // 2):
@@ -390,17 +414,31 @@ class FusedChunk:
                     outputs[4 * n + 2 * side] = outputs[4 * n + 2 * side] * factor0
                     outputs[4 * n + 2 * side + 1] = outputs[4 * n + 2 * side + 1] * factor1
             warpgroup.fence()
-            self.multiply(by_key, outputs, operand, p_operand[None, None, None, buffer], False)
+            self.multiply_lower(p_steps, outputs, operand, buffer, False)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
+            next_stage, next_parity = (step + 1) % self.stages, (step + 1) // self.stages & 1
+            if step + 1 < num_chunks:
+                cute.arch.mbarrier_wait(full + next_stage, next_parity)
+            warpgroup.wait_group(1)
+            self.pack_state(state_words, state)
+            warpgroup.fence()
+            self.multiply(by_key, sums, state_operand, keys[None, None, None, next_stage], True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
                 cute.arch.mbarrier_arrive(taken + buffer)
             self.store_output(out, outputs, staging, staging_lane, begin + step * CHUNK, valid, head, column0, lane)
+        warpgroup.wait_group(0)
 
         self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+
+    @cute.jit
+    def pack_state(self, words, state):
+        for i in cutlass.range_constexpr(self.dim // 4):
+            words[i] = ptx.pack(self.dtype, state[2 * i], state[2 * i + 1])
 
     @cute.jit
     def right(self, mma, field, layout):

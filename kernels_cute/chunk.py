@@ -44,7 +44,7 @@ _CUTE_DTYPES: dict[str, Any] = {
 }
 _BARRIER_BYTES = 2048  # of the barriers, and what aligning the tiles may cost
 # (state, auxiliary, copying) registers a thread; the block's pool is what a thread has at launch times its threads.
-_REGISTERS = {(1, 1): (240, 240, 24), (1, 2): (216, 136, 24), (2, 1): (200, 88, 24)}
+_REGISTERS = {(1, 1): (240, 240, 24), (1, 2): (216, 136, 24), (2, 1): (192, 104, 24)}
 
 
 @dataclass(frozen=True)
