@@ -98,6 +98,9 @@ class FusedChunk:
         self.has_final, self.has_final_indices = has_final, has_final_indices
         self.num_state, self.num_aux, self.stages, self.parts = num_state, num_aux, stages, parts
         self.state_registers, self.aux_registers, self.copy_registers = state_registers, aux_registers, copy_registers
+        import os
+        self.triangular = int(os.environ.get('TRI','0'))
+        self.probing = bool(int(os.environ.get('PROBE','0')))
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.threads = (num_state + num_aux + 1) * WARPGROUP
@@ -226,7 +229,7 @@ class FusedChunk:
             else:
                 cute.arch.setmaxregister_decrease(self.aux_registers)
             self.aux_warpgroup(
-                storage, g, beta, a_log, dt_bias, scale, begin, live_length, head, warp // 4 - self.num_state, warp % 4
+                final, storage, g, beta, a_log, dt_bias, scale, begin, live_length, head, warp // 4 - self.num_state, warp % 4
             )
         else:
             cute.arch.setmaxregister_decrease(self.copy_registers)
@@ -283,26 +286,26 @@ class FusedChunk:
             mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
             cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
 
-    def lower_operands(self, field: Any, count: int) -> list[Any]:
+    def lower_operands(self, field: Any, count: int, tri: int) -> list[Any]:
         """Of `count` lower triangular 64 x 64 tiles [i][j]: per 16 columns j, the instruction and its B operand for the rows
         i >= j alone."""
         steps = []
         for step in range(CHUNK // 16):
-            rows = CHUNK - 16 * step
+            rows = CHUNK - 16 * (step if tri else 0)
             mma = self.product(rows, True)
             inner = layouts.by_rows(self.dtype, CHUNK, CHUNK).inner
-            pointer = cute.recast_ptr(field.data_ptr() + 16 * step * 64, swizzle_=inner)
+            pointer = cute.recast_ptr(field.data_ptr() + 16 * (step if tri else 0) * 64, swizzle_=inner)
             shape = cute.make_layout(((8, rows // 8), (64, 1), count), stride=((64, 512), (1, 0), CHUNK * 64))
             right = mma.make_fragment_B(mma.get_slice(0).partition_B(cute.make_tensor(pointer, shape)))
             steps.append((mma, right[None, None, step, None]))
         return steps
 
     @cute.jit
-    def multiply_lower(self, steps, sums, left, tile, clear: cutlass.Constexpr):
+    def multiply_lower(self, steps, sums, left, tile, clear: cutlass.Constexpr, tri: cutlass.Constexpr):
         """sums (+)= left T^T with a lower triangular tile T; left is split along j as registers are."""
         for step in cutlass.range_constexpr(CHUNK // 16):
             mma, right = steps[step]
-            part = cute.make_tensor(sums.iterator + 8 * step, mma.partition_shape_C((64, CHUNK - 16 * step)))
+            part = cute.make_tensor(sums.iterator + 8 * (step if tri else 0), mma.partition_shape_C((64, CHUNK - 16 * (step if tri else 0))))
             mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
             cute.gemm(mma, part, left[None, None, step], right[None, None, tile], part)
 
@@ -320,8 +323,8 @@ class FusedChunk:
         keys = self.right(by_key, storage.k, key_layout)
         queries = self.right(by_key, storage.q, key_layout)
         tokens = self.right(by_token, storage.k, token_layout)
-        m_steps = self.lower_operands(storage.m, parts * BUFFERS)
-        p_steps = self.lower_operands(storage.p, BUFFERS)
+        m_steps = self.lower_operands(storage.m, parts * BUFFERS, self.triangular & 1)
+        p_steps = self.lower_operands(storage.p, BUFFERS, self.triangular >> 1)
 
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
@@ -330,7 +333,6 @@ class FusedChunk:
         outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
         decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
-        values = cute.make_rmem_tensor(cute.make_layout(16), Int32)
         state_words = cute.recast_tensor(state_operand, Int32)
         operand_words = cute.recast_tensor(operand, Int32)
         decayed_words = cute.recast_tensor(decayed, Int32)
@@ -350,53 +352,26 @@ class FusedChunk:
 
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
-        # U of a chunk is issued ahead of the work that is left on the chunk before, so that the tensor cores never wait for
-        # an output. One more is issued than there are chunks: it reads whatever lies in shared memory and is dropped.
+        # The loop is turned: an iteration ends a chunk and begins the next, so that U of the next is issued before the outputs
+        # of this one are looked at, and every product has been waited for where the loop closes (in flight there, ptxas
+        # serialises them all). The last iteration begins a chunk that does not exist: what it computes is dropped.
         num_chunks = (live_length + (CHUNK - 1)) // CHUNK
+        head_arguments = (
+            final, warp, lane, storage, by_key, state, state_operand, sums, new, outputs, operand_words, operand, keys, queries, m_steps,
+            value_lane, vectors, pair,
+        )  # fmt: skip
         if num_chunks > 0:
             cute.arch.mbarrier_wait(full, 0)
-        self.pack_state(state_words, state)
+        self.pack_words(state_words, state)
         warpgroup.fence()
         self.multiply(by_key, sums, state_operand, keys[None, None, None, 0], True)
         warpgroup.commit_group()
+        self.begin_chunk(*head_arguments, Int32(0), num_chunks, live_length)
         for step in cutlass.range(num_chunks, unroll=1):
-            stage = step % self.stages
-            buffer, turn = step % BUFFERS, step // BUFFERS & 1
+            stage, buffer = step % self.stages, step % BUFFERS
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
             vector = vectors + buffer * VECTOR_BYTES
-            warpgroup.fence()
-            self.multiply(by_key, outputs, state_operand, queries[None, None, None, stage], True)
-            warpgroup.commit_group()
-            for i in cutlass.range_constexpr(4):
-                words = ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True)
-                for j in cutlass.range_constexpr(4):
-                    values[4 * i + j] = words[j]
-            cute.arch.mbarrier_wait(ready + buffer, turn)
-            warpgroup.wait_group(1)
-
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                factor0, factor1 = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
-                for side in cutlass.range_constexpr(2):
-                    value0, value1 = ptx.unpack(self.dtype, values[2 * n + side])
-                    sums[4 * n + 2 * side] = value0 - factor0 * sums[4 * n + 2 * side]
-                    sums[4 * n + 2 * side + 1] = value1 - factor1 * sums[4 * n + 2 * side + 1]
-            if valid < CHUNK:
-                # Rows of the next sequence: anything, NaN perhaps.
-                for n in cutlass.range_constexpr(CHUNK // 8):
-                    for i in cutlass.range_constexpr(4):
-                        if 8 * n + 2 * pair + i % 2 >= valid:
-                            sums[4 * n + i] = Float32(0.0)
-            for i in cutlass.range_constexpr(CHUNK // 4):
-                operand_words[i] = ptx.pack(self.dtype, sums[2 * i], sums[2 * i + 1])
-            warpgroup.fence()
-            for part in cutlass.range_constexpr(parts):
-                self.multiply_lower(m_steps, new, operand, buffer * parts + part, part == 0)
-            warpgroup.commit_group()
-            last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
-            for i in cutlass.range_constexpr(dim // 2):
-                state[i] = state[i] * last
-            warpgroup.wait_group(0)
-
+            self.probe(final, step * 16 + 0, warp, lane)
             for n in cutlass.range_constexpr(CHUNK // 8):
                 factor0, factor1 = ptx.load_pair(vector + KEY_TO_LAST * CHUNK * 4 + n * 32)
                 for side in cutlass.range_constexpr(2):
@@ -404,41 +379,100 @@ class FusedChunk:
                         self.dtype, new[4 * n + 2 * side] * factor0, new[4 * n + 2 * side + 1] * factor1
                     )
             warpgroup.fence()
+            self.probe(final, step * 16 + 1, warp, lane)
             self.multiply(by_token, state, decayed, tokens[None, None, None, stage], False)
             warpgroup.commit_group()
-            for i in cutlass.range_constexpr(CHUNK // 4):
-                operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
+            self.pack_words(operand_words, new)
             for n in cutlass.range_constexpr(CHUNK // 8):
                 factor0, factor1 = ptx.load_pair(vector + STATE_QUERY * CHUNK * 4 + n * 32)
                 for side in cutlass.range_constexpr(2):
                     outputs[4 * n + 2 * side] = outputs[4 * n + 2 * side] * factor0
                     outputs[4 * n + 2 * side + 1] = outputs[4 * n + 2 * side + 1] * factor1
             warpgroup.fence()
-            self.multiply_lower(p_steps, outputs, operand, buffer, False)
+            self.multiply_lower(p_steps, outputs, operand, buffer, False, self.triangular >> 1)
             warpgroup.commit_group()
-            next_stage, next_parity = (step + 1) % self.stages, (step + 1) // self.stages & 1
+            self.probe(final, step * 16 + 2, warp, lane)
+            following = (step + 1) % self.stages
             if step + 1 < num_chunks:
-                cute.arch.mbarrier_wait(full + next_stage, next_parity)
+                cute.arch.mbarrier_wait(full + following, (step + 1) // self.stages & 1)
             warpgroup.wait_group(1)
-            self.pack_state(state_words, state)
+            self.probe(final, step * 16 + 3, warp, lane)
+            self.pack_words(state_words, state)
             warpgroup.fence()
-            self.multiply(by_key, sums, state_operand, keys[None, None, None, next_stage], True)
+            self.multiply(by_key, sums, state_operand, keys[None, None, None, following], True)
             warpgroup.commit_group()
+            self.probe(final, step * 16 + 4, warp, lane)
             warpgroup.wait_group(1)
+            self.probe(final, step * 16 + 5, warp, lane)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
                 cute.arch.mbarrier_arrive(taken + buffer)
             self.store_output(out, outputs, staging, staging_lane, begin + step * CHUNK, valid, head, column0, lane)
-        warpgroup.wait_group(0)
+            self.probe(final, step * 16 + 6, warp, lane)
+            self.begin_chunk(*head_arguments, step + 1, num_chunks, live_length)
 
-        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
+        if cutlass.const_expr(not self.probing):
+            self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
 
     @cute.jit
-    def pack_state(self, words, state):
-        for i in cutlass.range_constexpr(self.dim // 4):
-            words[i] = ptx.pack(self.dtype, state[2 * i], state[2 * i + 1])
+    def begin_chunk(
+        self, final, warp, lane, storage, by_key, state, state_operand, sums, new, outputs, operand_words, operand, keys, queries, m_steps,
+        value_lane, vectors, pair, step, num_chunks, live_length,
+    ):  # fmt: skip
+        """From U, which has been issued, to Vn in `new` and Q S in `outputs`; the state is decayed."""
+        stage = step % self.stages
+        buffer, turn = step % BUFFERS, step // BUFFERS & 1
+        vector = vectors + buffer * VECTOR_BYTES
+        valid = live_length - step * CHUNK
+        warpgroup.fence()
+        self.multiply(by_key, outputs, state_operand, queries[None, None, None, stage], True)
+        warpgroup.commit_group()
+        if step < num_chunks:
+            cute.arch.mbarrier_wait(storage.ready.data_ptr() + buffer, turn)
+        self.probe(final, step * 16 + 7 - 16, warp, lane)
+        warpgroup.wait_group(1)
+        self.probe(final, step * 16 + 8 - 16, warp, lane)
+        for i in cutlass.range_constexpr(CHUNK // 16):
+            words = ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True)
+            for m in cutlass.range_constexpr(2):
+                n = 2 * i + m
+                factor0, factor1 = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
+                for side in cutlass.range_constexpr(2):
+                    value0, value1 = ptx.unpack(self.dtype, words[2 * m + side])
+                    operand_words[2 * n + side] = ptx.pack(
+                        self.dtype,
+                        value0 - factor0 * sums[4 * n + 2 * side],
+                        value1 - factor1 * sums[4 * n + 2 * side + 1],
+                    )
+        if valid < CHUNK:
+            # Rows of the next sequence: anything, NaN perhaps.
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                for side in cutlass.range_constexpr(2):
+                    column = 8 * n + 2 * pair
+                    if column + 1 >= valid:
+                        word = operand_words[2 * n + side] & 0xFFFF
+                        if column >= valid:
+                            word = Int32(0)
+                        operand_words[2 * n + side] = word
+        warpgroup.fence()
+        for part in cutlass.range_constexpr(self.parts):
+            self.multiply_lower(m_steps, new, operand, buffer * self.parts + part, part == 0, self.triangular & 1)
+        warpgroup.commit_group()
+        self.probe(final, step * 16 + 9 - 16, warp, lane)
+        last = Float32(1.0)
+        if step < num_chunks:
+            last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
+        for i in cutlass.range_constexpr(self.dim // 2):
+            state[i] = state[i] * last
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def pack_words(self, words, values):
+        """float32 rounded in pairs."""
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = ptx.pack(self.dtype, values[2 * i], values[2 * i + 1])
 
     @cute.jit
     def right(self, mma, field, layout):
@@ -536,7 +570,7 @@ class FusedChunk:
     # ---- what depends on no state
 
     @cute.jit
-    def aux_warpgroup(self, storage, g, beta, a_log, dt_bias, scale, begin, length, head, which, warp):
+    def aux_warpgroup(self, final, storage, g, beta, a_log, dt_bias, scale, begin, length, head, which, warp):
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
@@ -571,10 +605,13 @@ class FusedChunk:
             buffer, turn = step % BUFFERS, step // BUFFERS & 1
             rows = storage.rows.data_ptr().toint() + (which * 2 + step // self.num_aux % 2) * AUX_BYTES
             valid = cutlass.min(length - step * CHUNK, CHUNK)
+            self.probe(final, 8192 + step * 16 + 0, warp, lane)
             if warp == 0:
                 self.publish_gates(rows, gates, betas, minus_rate, bias, valid, lane)
                 self.load_gates(g, beta, gates, betas, begin, (step + self.num_aux) * CHUNK, length, head, lane)
+            self.probe(final, 8192 + step * 16 + 1, warp, lane)
             cute.arch.mbarrier_wait(full + stage, parity)
+            self.probe(final, 8192 + step * 16 + 2, warp, lane)
             if valid < CHUNK:
                 # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
                 for i in cutlass.range(valid * 8 + thread, CHUNK * 8, WARPGROUP, unroll=1):
@@ -585,13 +622,17 @@ class FusedChunk:
             warpgroup.fence()
             self.multiply(mma, kk, keys_left[None, None, None, stage], keys[None, None, None, stage], True)
             warpgroup.commit_group()
+            warpgroup.fence()
             self.multiply(mma, qk, queries_left[None, None, None, stage], keys[None, None, None, stage], True)
             warpgroup.commit_group()
             self.query_factors(q_base + stage * self.key_bytes, rows, scale, thread)
+            self.probe(final, 8192 + step * 16 + 3, warp, lane)
             warpgroup.wait_group(1)
+            self.probe(final, 8192 + step * 16 + 4, warp, lane)
             self.key_factors(kk, rows, warp, row, pair)
             self.sync(which)
 
+            self.probe(final, 8192 + step * 16 + 5, warp, lane)
             # L, negated: float16 for the products, its diagonal blocks also in float32.
             row_cum0, row_cum1 = self.row_values(rows, CUM, warp, row)
             row_beta0, row_beta1 = self.row_values(rows, BETA, warp, row)
@@ -612,11 +653,14 @@ class FusedChunk:
                         i > column + 1, kk[4 * n + 2 * side + 1] * (row_scale * factor1), Float32(0.0)
                     )
             self.store_tile(lower, tile_row, lane, cutlass.Float16, kk)
+            self.probe(final, 8192 + step * 16 + 6, warp, lane)
             self.invert_block(kk, lower, scratch, tile_row, warp, lane, row, pair)
 
             # P, while other warps finish their blocks.
             warpgroup.wait_group(0)
+            self.probe(final, 8192 + step * 16 + 7, warp, lane)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
+            self.probe(final, 8192 + step * 16 + 8, warp, lane)
             for n in cutlass.range_constexpr(CHUNK // 8):
                 column = 8 * n + 2 * pair
                 factor0, factor1 = ptx.load_pair(rows + KEY_FACTOR * CHUNK * 4 + n * 32 + pair * 8)
@@ -630,9 +674,11 @@ class FusedChunk:
                     qk[4 * n + 2 * side] = self.where(i >= column, p0, Float32(0.0))
                     qk[4 * n + 2 * side + 1] = self.where(i >= column + 1, p1, Float32(0.0))
             self.store_tile(p_base + buffer * TILE_BYTES, tile_row, lane, self.dtype, qk)
+            self.probe(final, 8192 + step * 16 + 9, warp, lane)
             self.sync(which)
-
+            self.probe(final, 8192 + step * 16 + 10, warp, lane)
             self.invert_rows(kk, lower, warp, lane)
+            self.probe(final, 8192 + step * 16 + 11, warp, lane)
             for n in cutlass.range_constexpr(CHUNK // 8):
                 column = 8 * n + 2 * pair
                 beta0, beta1 = ptx.load_pair(rows + BETA * CHUNK * 4 + n * 32 + pair * 8)
@@ -651,11 +697,22 @@ class FusedChunk:
                 self.publish_vectors(storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES, rows, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
+            self.probe(final, 8192 + step * 16 + 12, warp, lane)
 
     @cute.jit
     def left(self, mma, field, layout):
         thread = mma.get_slice(0)
         return mma.make_fragment_A(thread.partition_A(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+    @cute.jit
+    def probe(self, final, slot, warp, lane):
+        if cutlass.const_expr(self.probing):
+            block, _, _ = cute.arch.block_idx()
+            if block == 0:
+                if warp == 0:
+                    if lane == 0:
+                        time = Int32(cute.arch.clock()) & 0xFFFFFF
+                        cute.make_tensor(final.iterator + slot, cute.make_layout(1))[0] = Float32(time)
 
     @cute.jit
     def sync(self, which):
