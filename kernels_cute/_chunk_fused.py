@@ -83,6 +83,7 @@ class FusedChunk:
         has_final_indices: bool,
         num_state: int,
         num_aux: int,
+        paired: bool,
         stages: int,
         parts: int,
         state_registers: int,
@@ -103,6 +104,9 @@ class FusedChunk:
         self.probing = bool(int(os.environ.get('PROBE','0')))
         self.columns = 64 * num_state
         self.slices = dim // self.columns
+        self.paired = paired
+        self.sharers = 2 if paired else 1  # blocks that take from a `taken`
+        self.aux_step = 2 if paired else num_aux
         self.threads = (num_state + num_aux + 1) * WARPGROUP
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
@@ -127,6 +131,7 @@ class FusedChunk:
         ).launch(
             grid=(self.slices * self.heads * sequences, 1, 1),
             block=(self.threads, 1, 1),
+            cluster=(self.sharers, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
@@ -150,6 +155,8 @@ class FusedChunk:
             empty: cute.struct.MemRange[Int64, stages]
             ready: cute.struct.MemRange[Int64, BUFFERS]
             taken: cute.struct.MemRange[Int64, BUFFERS]
+            gates_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
+            gates_free: cute.struct.MemRange[Int64, 2 * self.num_aux]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 2 * AUX_BYTES // 4], 128]
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 4 * SCRATCH_BYTES // 4], 128]
@@ -190,6 +197,8 @@ class FusedChunk:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
+        block, _, _ = cute.arch.block_idx()
+        rank = block % 2  # in the pair
         if warp == 0:
             cpasync.prefetch_descriptor(q_atom)
             cpasync.prefetch_descriptor(k_atom)
@@ -199,12 +208,32 @@ class FusedChunk:
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 4 * self.num_state)
                 for buffer in cutlass.range_constexpr(BUFFERS):
-                    cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, WARPGROUP)
-                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state)
+                    # Of a pair, block b fills buffer b of both.
+                    if cutlass.const_expr(self.paired):
+                        count = Int32(1)
+                        if rank == buffer:
+                            count = Int32(WARPGROUP)
+                        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
+                    else:
+                        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, WARPGROUP)
+                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
+                for i in cutlass.range_constexpr(2 * self.num_aux):
+                    cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
+                    cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 4)
+        # Above the diagonal M and P stay zero.
+        thread, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
+            ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
+        for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
+            ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.paired):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
-        block, _, _ = cute.arch.block_idx()
         piece = block % self.slices
         head = block // self.slices % self.heads
         sequence = block // (self.slices * self.heads)
@@ -228,13 +257,21 @@ class FusedChunk:
                 cute.arch.setmaxregister_increase(self.aux_registers)
             else:
                 cute.arch.setmaxregister_decrease(self.aux_registers)
-            self.aux_warpgroup(
-                final, storage, g, beta, a_log, dt_bias, scale, begin, live_length, head, warp // 4 - self.num_state, warp % 4
-            )
+            which = warp // 4 - self.num_state
+            first = rank if cutlass.const_expr(self.paired) else which
+            self.aux_warpgroup(final, storage, scale, live_length, first, which, rank, warp % 4)
         else:
             cute.arch.setmaxregister_decrease(self.copy_registers)
-            if warp == 4 * (self.num_state + self.num_aux):
+            copier = warp - 4 * (self.num_state + self.num_aux)
+            if copier == 0:
                 self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
+            elif copier <= self.num_aux:
+                first = rank if cutlass.const_expr(self.paired) else copier - 1
+                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, copier - 1)
+        if cutlass.const_expr(self.paired):
+            # The other block may still write to this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # ---- copies
 
@@ -350,6 +387,11 @@ class FusedChunk:
         staging = storage.out.data_ptr().toint() + half * TILE_BYTES + warp * (TILE_BYTES // 4)
         staging_lane = staging + matrix_row * 32 + ((lane // 8 % 2) ^ (matrix_row // 4 % 2)) * 16
 
+        # Bytes of this lane's 16 in the chunk's first rows of the output.
+        line = out.iterator.toint() + 2 * (
+            Int64(begin + lane // 2) * out.stride[0] + Int64(head) * out.stride[1] + (column0 + lane % 2 * 8)
+        )
+
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
         # The loop is turned: an iteration ends a chunk and begins the next, so that U of the next is issued before the outputs
@@ -380,6 +422,12 @@ class FusedChunk:
                     )
             warpgroup.fence()
             self.probe(final, step * 16 + 1, warp, lane)
+            if cutlass.const_expr(self.paired):
+                if valid < CHUNK:
+                    # The block whose turn it was has done this for its own tile alone.
+                    self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.barrier(barrier_id=3, number_of_threads=WARPGROUP)
             self.multiply(by_token, state, decayed, tokens[None, None, None, stage], False)
             warpgroup.commit_group()
             self.pack_words(operand_words, new)
@@ -407,8 +455,12 @@ class FusedChunk:
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
-                cute.arch.mbarrier_arrive(taken + buffer)
-            self.store_output(out, outputs, staging, staging_lane, begin + step * CHUNK, valid, head, column0, lane)
+                if cutlass.const_expr(self.paired):
+                    ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
+                else:
+                    cute.arch.mbarrier_arrive(taken + buffer)
+            self.store_output(out, outputs, staging, staging_lane, line, valid, lane)
+            line += 2 * CHUNK * out.stride[0]
             self.probe(final, step * 16 + 6, warp, lane)
             self.begin_chunk(*head_arguments, step + 1, num_chunks, live_length)
 
@@ -481,7 +533,7 @@ class FusedChunk:
         return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
 
     @cute.jit
-    def store_output(self, out, outputs, staging, staging_lane, token0, valid, head, column0, lane):
+    def store_output(self, out, outputs, staging, staging_lane, line, valid, lane):
         """The warp's 16 columns of O^T, turned in its own corner of shared memory."""
         cute.arch.sync_warp()  # every lane has read the last chunk's
         for i in cutlass.range_constexpr(4):
@@ -491,13 +543,11 @@ class FusedChunk:
             ]
             ptx.store_matrices(staging_lane + i * 16 * 32, words, True)
         cute.arch.sync_warp()
-        line = Int64(token0) * out.stride[0] + Int64(head) * out.stride[1] + (column0 + lane % 2 * 8)
         for i in cutlass.range_constexpr(4):
             token = i * 16 + lane // 2
             unit = (lane % 2) ^ (lane // 8 % 2)
             words = ptx.load_words(staging + token * 32 + unit * 16)
-            if token < valid:
-                ptx.store_global_words(out.iterator + (line + token * out.stride[0]), words)
+            ptx.store_global_below(line + i * 32 * out.stride[0], words, token, valid)
 
     @cute.jit
     def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):
@@ -559,18 +609,20 @@ class FusedChunk:
         zero = [Int32(0)] * 4
         for i in cutlass.range(live_length + row, length, 16, unroll=1):
             offset = Int64(begin + i) * out.stride[0] + Int64(head) * out.stride[1] + column
-            ptx.store_global_words(out.iterator + offset, zero)
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
         sequences = cute.size(bounds, mode=[0]) - 1
         for i in cutlass.range(
             Int32(bounds[sequences]) + sequence * 16 + row, cute.size(out, mode=[0]), sequences * 16, unroll=1
         ):
             offset = Int64(i) * out.stride[0] + Int64(head) * out.stride[1] + column
-            ptx.store_global_words(out.iterator + offset, zero)
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
 
     # ---- what depends on no state
 
     @cute.jit
-    def aux_warpgroup(self, final, storage, g, beta, a_log, dt_bias, scale, begin, length, head, which, warp):
+    def aux_warpgroup(self, final, storage, scale, length, first, which, rank, warp):
+        """Chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of every tile are this warp's; of a lower
+        triangular tile it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
@@ -581,42 +633,41 @@ class FusedChunk:
         queries_left = self.left(mma, storage.q, key_layout)
         kk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
         qk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
+        diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        inverse = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        gap = cute.make_rmem_tensor(cute.make_layout(8), Float32)  # exp(c_i - c_j) in the diagonal block
+        shrink = cute.make_rmem_tensor(cute.make_layout(12), Float32)  # exp(c_ref - c_j) of the columns left of it
+        left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
         full = storage.full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
+        gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
         k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
         lower = storage.lower.data_ptr().toint() + which * TILE_BYTES
         scratch = storage.scratch.data_ptr().toint() + (which * 4 + warp) * SCRATCH_BYTES
-        # Where this lane points when its warp's 16 rows of a tile are stored as matrices.
+        # Where this lane points when its warp's 16 rows of a tile are moved as matrices, and when a block is an operand B.
         tile_row = warp * 16 + lane % 16
+        matrix_row = lane % 16
+        unit = lane // 16
         m_base, p_base = storage.m.data_ptr().toint(), storage.p.data_ptr().toint()
-
-        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        minus_rate, bias = Float32(0.0), Float32(0.0)
-        if cutlass.const_expr(self.raw_gate):
-            minus_rate = -cute.math.exp(a_log[head])
-            bias = dt_bias[head]
-        if warp == 0:
-            self.load_gates(g, beta, gates, betas, begin, which * CHUNK, length, head, lane)
+        lane_column = Float32(lane % BLOCK)
+        keeps_diagonal = (row >= 2 * pair, row >= 2 * pair + 1)
+        row0 = warp * 16 + row
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
-        for step in cutlass.range(which, num_chunks, self.num_aux, unroll=1):
+        for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             buffer, turn = step % BUFFERS, step // BUFFERS & 1
-            rows = storage.rows.data_ptr().toint() + (which * 2 + step // self.num_aux % 2) * AUX_BYTES
-            valid = cutlass.min(length - step * CHUNK, CHUNK)
+            half = step // self.aux_step % 2
+            half_turn = step // self.aux_step // 2 & 1
+            rows = storage.rows.data_ptr().toint() + (which * 2 + half) * AUX_BYTES
+            columns = rows + pair * 8
+            valid = length - step * CHUNK
             self.probe(final, 8192 + step * 16 + 0, warp, lane)
-            if warp == 0:
-                self.publish_gates(rows, gates, betas, minus_rate, bias, valid, lane)
-                self.load_gates(g, beta, gates, betas, begin, (step + self.num_aux) * CHUNK, length, head, lane)
-            self.probe(final, 8192 + step * 16 + 1, warp, lane)
             cute.arch.mbarrier_wait(full + stage, parity)
-            self.probe(final, 8192 + step * 16 + 2, warp, lane)
+            self.probe(final, 8192 + step * 16 + 1, warp, lane)
             if valid < CHUNK:
                 # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
-                for i in cutlass.range(valid * 8 + thread, CHUNK * 8, WARPGROUP, unroll=1):
-                    for part in cutlass.range_constexpr(self.dim // 64):
-                        ptx.store_zeros(k_base + stage * self.key_bytes + part * TILE_BYTES + i * 16)
+                self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.sync(which)
             warpgroup.fence()
@@ -625,79 +676,203 @@ class FusedChunk:
             warpgroup.fence()
             self.multiply(mma, qk, queries_left[None, None, None, stage], keys[None, None, None, stage], True)
             warpgroup.commit_group()
-            self.query_factors(q_base + stage * self.key_bytes, rows, scale, thread)
-            self.probe(final, 8192 + step * 16 + 3, warp, lane)
+            self.query_factors(q_base + stage * self.key_bytes, rows, scale, tile_row, unit, row, pair, row0, thread)
+            self.probe(final, 8192 + step * 16 + 2, warp, lane)
             warpgroup.wait_group(1)
+            self.diagonal_block(kk, diagonal, warp)
+            self.key_factors(diagonal, rows, row, pair, row0)
+            cute.arch.mbarrier_wait(gates_full + half, half_turn)
+            self.probe(final, 8192 + step * 16 + 3, warp, lane)
+            self.sync(which)
             self.probe(final, 8192 + step * 16 + 4, warp, lane)
-            self.key_factors(kk, rows, warp, row, pair)
-            self.sync(which)
 
+            row_cum = self.row_values(rows, CUM, row0)
+            row_beta = self.row_values(rows, BETA, row0)
+            row_key = self.row_values(rows, KEY_FACTOR, row0)
+            row_query = self.row_values(rows, QUERY_FACTOR, row0)
+            # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
+            row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
+            self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
+                              lane_column, lane, row, pair)  # fmt: skip
             self.probe(final, 8192 + step * 16 + 5, warp, lane)
-            # L, negated: float16 for the products, its diagonal blocks also in float32.
-            row_cum0, row_cum1 = self.row_values(rows, CUM, warp, row)
-            row_beta0, row_beta1 = self.row_values(rows, BETA, warp, row)
-            row_key0, row_key1 = self.row_values(rows, KEY_FACTOR, warp, row)
-            row_query0, row_query1 = self.row_values(rows, QUERY_FACTOR, warp, row)
-            row0 = warp * 16 + row
-            scale0, scale1 = -row_beta0 * row_key0, -row_beta1 * row_key1
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                column = 8 * n + 2 * pair
-                factor0, factor1 = ptx.load_pair(rows + KEY_FACTOR * CHUNK * 4 + n * 32 + pair * 8)
-                for side in cutlass.range_constexpr(2):
-                    row_scale = scale0 if cutlass.const_expr(side == 0) else scale1
-                    i = row0 + 8 * side
-                    kk[4 * n + 2 * side] = self.where(
-                        i > column, kk[4 * n + 2 * side] * (row_scale * factor0), Float32(0.0)
-                    )
-                    kk[4 * n + 2 * side + 1] = self.where(
-                        i > column + 1, kk[4 * n + 2 * side + 1] * (row_scale * factor1), Float32(0.0)
-                    )
-            self.store_tile(lower, tile_row, lane, cutlass.Float16, kk)
-            self.probe(final, 8192 + step * 16 + 6, warp, lane)
-            self.invert_block(kk, lower, scratch, tile_row, warp, lane, row, pair)
+            for u in cutlass.range_constexpr(3):
+                if u < warp:
+                    values = [None] * 8
+                    for m in cutlass.range_constexpr(2):
+                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + (2 * u + m) * 32)
+                        for i in cutlass.range_constexpr(4):
+                            values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
+                    self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
 
-            # P, while other warps finish their blocks.
+            # P. Left of the diagonal block exp(c_i - c_j) is a product of two decays, both at most 1: from the row down to
+            # the last token before the block, and from there to the column.
+            reference = ptx.load_one(rows + CUM * CHUNK * 4 + cutlass.max(warp * 16 - 1, 0) * 4)
+            row_decay = (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
+            row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
             warpgroup.wait_group(0)
-            self.probe(final, 8192 + step * 16 + 7, warp, lane)
+            self.diagonal_block(qk, diagonal, warp)
+            self.probe(final, 8192 + step * 16 + 6, warp, lane)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
+            self.probe(final, 8192 + step * 16 + 7, warp, lane)
+            p_tile = p_base + buffer * TILE_BYTES
+            for u in cutlass.range_constexpr(3):
+                if u < warp:
+                    values = [None] * 8
+                    for m in cutlass.range_constexpr(2):
+                        n = 2 * u + m
+                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
+                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
+                        for odd in cutlass.range_constexpr(2):
+                            shrink[2 * n + odd] = ptx.exp2(reference - cums[odd])
+                            column_part = keys_of[odd] * shrink[2 * n + odd]
+                            for side in cutlass.range_constexpr(2):
+                                values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
+                    self.store_block(p_tile, tile_row, 2 * u + unit, self.dtype, values)
+            values = [None] * 8
+            for m in cutlass.range_constexpr(2):
+                keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
+                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
+                for i in cutlass.range_constexpr(4):
+                    side, odd = i // 2, i % 2
+                    place = 4 * m + i
+                    if cutlass.const_expr(m == 1 and side == 0):
+                        gap[place] = Float32(0.0)
+                        values[place] = Float32(0.0)
+                    else:
+                        gap[place] = ptx.exp2(row_cum[side] - cums[odd])
+                        values[place] = diagonal[place] * (row_query[side] * keys_of[odd]) * gap[place]
+                        if cutlass.const_expr(m == side):
+                            gap[place] = self.where(keeps_diagonal[odd], gap[place], Float32(0.0))
+                            values[place] = self.where(keeps_diagonal[odd], values[place], Float32(0.0))
+            self.store_block(p_tile, tile_row, 2 * warp + unit, self.dtype, values)
             self.probe(final, 8192 + step * 16 + 8, warp, lane)
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                column = 8 * n + 2 * pair
-                factor0, factor1 = ptx.load_pair(rows + KEY_FACTOR * CHUNK * 4 + n * 32 + pair * 8)
-                cum0, cum1 = ptx.load_pair(rows + CUM * CHUNK * 4 + n * 32 + pair * 8)
-                for side in cutlass.range_constexpr(2):
-                    i = row0 + 8 * side
-                    row_cum = row_cum0 if cutlass.const_expr(side == 0) else row_cum1
-                    row_query = row_query0 if cutlass.const_expr(side == 0) else row_query1
-                    p0 = qk[4 * n + 2 * side] * (row_query * factor0) * self.decay(row_cum - cum0)
-                    p1 = qk[4 * n + 2 * side + 1] * (row_query * factor1) * self.decay(row_cum - cum1)
-                    qk[4 * n + 2 * side] = self.where(i >= column, p0, Float32(0.0))
-                    qk[4 * n + 2 * side + 1] = self.where(i >= column + 1, p1, Float32(0.0))
-            self.store_tile(p_base + buffer * TILE_BYTES, tile_row, lane, self.dtype, qk)
-            self.probe(final, 8192 + step * 16 + 9, warp, lane)
+
+            # M: the diagonal block first, then, with every warp's L and inverted blocks in place, leftwards:
+            # A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu.
+            m_tile = m_base + buffer * (self.parts * TILE_BYTES)
+            left.fill(0)
+            words = self.half_words([inverse[i] for i in range(8)])
+            for w in cutlass.range_constexpr(1, 4):
+                if warp == w:
+                    for i in cutlass.range_constexpr(4):
+                        left[4 * w + i] = words[i]
+            values = [None] * 8
+            for m in cutlass.range_constexpr(2):
+                betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
+                for i in cutlass.range_constexpr(4):
+                    values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap[4 * m + i])
+            self.store_parts(m_tile, tile_row, 2 * warp + unit, values)
             self.sync(which)
+            self.probe(final, 8192 + step * 16 + 9, warp, lane)
+            for back in cutlass.range_constexpr(3):
+                u = 2 - back
+                if u < warp:
+                    sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
+                    for x in cutlass.range_constexpr(u + 1, 4):
+                        b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
+                        operand = [left[4 * x + i] for i in range(4)]
+                        sums[0] = ptx.multiply_small(cutlass.Float16, sums[0], operand, b[0], b[1])
+                        sums[1] = ptx.multiply_small(cutlass.Float16, sums[1], operand, b[2], b[3])
+                    operand = self.half_words([*sums[0], *sums[1]])
+                    d = ptx.load_matrices(layouts.address(lower, u * BLOCK + matrix_row, 2 * u + unit), True)
+                    zero = (Float32(0.0),) * 4
+                    product0 = ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1])
+                    product1 = ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3])
+                    products = [*product0, *product1]
+                    words = self.half_words(products)
+                    for i in cutlass.range_constexpr(4):
+                        left[4 * u + i] = words[i]
+                    values = [None] * 8
+                    for m in cutlass.range_constexpr(2):
+                        n = 2 * u + m
+                        betas = ptx.load_pair(columns + BETA * CHUNK * 4 + n * 32)
+                        for odd in cutlass.range_constexpr(2):
+                            column_part = betas[odd] * shrink[2 * n + odd]
+                            for side in cutlass.range_constexpr(2):
+                                place = 4 * m + 2 * side + odd
+                                values[place] = products[place] * (column_part * row_decay[side])
+                    self.store_parts(m_tile, tile_row, 2 * u + unit, values)
             self.probe(final, 8192 + step * 16 + 10, warp, lane)
-            self.invert_rows(kk, lower, warp, lane)
-            self.probe(final, 8192 + step * 16 + 11, warp, lane)
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                column = 8 * n + 2 * pair
-                beta0, beta1 = ptx.load_pair(rows + BETA * CHUNK * 4 + n * 32 + pair * 8)
-                cum0, cum1 = ptx.load_pair(rows + CUM * CHUNK * 4 + n * 32 + pair * 8)
-                for side in cutlass.range_constexpr(2):
-                    i = row0 + 8 * side
-                    row_cum = row_cum0 if cutlass.const_expr(side == 0) else row_cum1
-                    m0 = kk[4 * n + 2 * side] * beta0 * self.decay(row_cum - cum0)
-                    m1 = kk[4 * n + 2 * side + 1] * beta1 * self.decay(row_cum - cum1)
-                    kk[4 * n + 2 * side] = self.where(i >= column, m0, Float32(0.0))
-                    kk[4 * n + 2 * side + 1] = self.where(i >= column + 1, m1, Float32(0.0))
-            for part in cutlass.range_constexpr(self.parts):
-                target = m_base + (buffer * self.parts + part) * TILE_BYTES
-                self.store_tile(target, tile_row, lane, self.dtype, kk, part + 1 < self.parts)
             if thread < CHUNK:
                 self.publish_vectors(storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES, rows, thread)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(gates_free + half)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
-            self.probe(final, 8192 + step * 16 + 12, warp, lane)
+            self.probe(final, 8192 + step * 16 + 11, warp, lane)
+            if cutlass.const_expr(self.paired):
+                self.sync(which)
+                if thread == 0:
+                    self.hand_over(storage, buffer, rank ^ 1)
+
+    @cute.jit
+    def hand_over(self, storage, buffer, other):
+        """M, P and the vectors of a chunk to the other block of the pair."""
+        barrier = ptx.in_block(storage.ready.data_ptr().toint() + buffer * 8, other)
+        ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
+        for field, size in (
+            (storage.m, self.parts * TILE_BYTES), (storage.p, TILE_BYTES), (storage.vectors, VECTOR_BYTES)
+        ):  # fmt: skip
+            source = field.data_ptr().toint() + buffer * size
+            ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
+
+    @cute.jit
+    def zero_keys(self, tile, valid, thread):
+        """Rows of K from valid on."""
+        for i in cutlass.range(cutlass.max(valid, 0) * 8 + thread, CHUNK * 8, WARPGROUP, unroll=1):
+            for part in cutlass.range_constexpr(self.dim // 64):
+                ptx.store_zeros(tile + part * TILE_BYTES + i * 16)
+
+    @cute.jit
+    def diagonal_block(self, sums, diagonal, warp):
+        """The warp's 16 x 16 block on the diagonal out of its 16 rows."""
+        for w in cutlass.range_constexpr(4):
+            if warp == w:
+                for i in cutlass.range_constexpr(8):
+                    diagonal[i] = sums[8 * w + i]
+
+    def store_block(self, tile: Any, tile_row: Any, unit: Any, dtype: Any, values: Any) -> None:
+        """A 16 x 16 block of the warp's rows, rounded."""
+        words = [ptx.pack(dtype, values[2 * i], values[2 * i + 1]) for i in range(4)]
+        ptx.store_matrices(layouts.address(tile, tile_row, unit), words, False)
+
+    def store_parts(self, tile: Any, tile_row: Any, unit: Any, values: Any) -> None:
+        """store_block of M; a second tile takes what the rounding of the first took away."""
+        words = [ptx.pack(self.dtype, values[2 * i], values[2 * i + 1]) for i in range(4)]
+        ptx.store_matrices(layouts.address(tile, tile_row, unit), words, False)
+        if self.parts == 2:
+            rests = []
+            for i in range(4):
+                low, high = ptx.unpack(self.dtype, words[i])
+                rests += [values[2 * i] - low, values[2 * i + 1] - high]
+            self.store_block(tile + TILE_BYTES, tile_row, unit, self.dtype, rests)
+
+    def half_words(self, values: Any) -> list[Any]:
+        return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(4)]
+
+    # ---- gates
+
+    @cute.jit
+    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, which):
+        """Cumulative log2 decays and beta of an auxiliary warpgroup's chunks."""
+        lane = cute.arch.lane_idx()
+        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        minus_rate, bias = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(self.raw_gate):
+            minus_rate = -cute.math.exp(a_log[head])
+            bias = dt_bias[head]
+        gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
+        self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
+            half = step // self.aux_step % 2
+            half_turn = step // self.aux_step // 2 & 1
+            rows = storage.rows.data_ptr().toint() + (which * 2 + half) * AUX_BYTES
+            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+            self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
+            cute.arch.mbarrier_arrive(gates_full + half)
+            self.load_gates(g, beta, gates, betas, begin, (step + self.aux_step) * CHUNK, length, head, lane)
 
     @cute.jit
     def left(self, mma, field, layout):
@@ -730,10 +905,9 @@ class FusedChunk:
         """2 ** exponent; above the diagonal, where the result is thrown away, the exponent may be positive."""
         return cute.math.exp2(cute.arch.fmin(exponent, Float32(0.0)), fastmath=True)
 
-    @cute.jit
-    def row_values(self, rows, kind: cutlass.Constexpr, warp, row):
+    def row_values(self, rows: Any, kind: int, row0: Any) -> tuple[Any, Any]:
         """Of this lane's two rows of the tile."""
-        place = rows + kind * CHUNK * 4 + (warp * 16 + row) * 4
+        place = rows + kind * CHUNK * 4 + row0 * 4
         return ptx.load_one(place), ptx.load_one(place + 32)
 
     @cute.jit
@@ -792,75 +966,56 @@ class FusedChunk:
         ptx.store_pair(rows + BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])
 
     @cute.jit
-    def query_factors(self, tile, rows, scale, thread):
-        """scale / |q|: two threads a row, half of its columns each."""
+    def query_factors(self, tile, rows, scale, tile_row, unit, row, pair, row0, thread):
+        """scale / |q| of the warp's rows: sums of squares are the diagonal of Q Q^T. A fragment of 16 rows of Q is, in parts,
+        the right operand of its first and of its last 8 columns."""
         if cutlass.const_expr(self.normalize):
-            row, half = thread // 2, thread % 2
-            square = Float32(0.0)
-            odd = Float32(0.0)
-            for i in cutlass.range_constexpr(self.dim // 16):
-                if cutlass.const_expr(self.dim == 128):
-                    # The two halves start in different banks.
-                    place = layouts.address(tile + half * TILE_BYTES, row, i ^ (half * 4))
-                else:
-                    place = layouts.address(tile, row, i + half * 4)
-                words = ptx.load_words(place)
-                for j in cutlass.range_constexpr(4):
-                    low, high = ptx.unpack(self.dtype, words[j])
-                    square = square + low * low
-                    odd = odd + high * high
-            square = square + odd
-            square = square + cute.arch.shuffle_sync_bfly(square, 1)
-            if half == 0:
-                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row * 4, cute.math.rsqrt(square + NORM_EPS) * scale)
+            sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
+            for step in cutlass.range_constexpr(self.dim // 16):
+                piece = tile + step // 4 * TILE_BYTES
+                words = ptx.load_matrices(layouts.address(piece, tile_row, step % 4 * 2 + unit), False)
+                sums[0] = ptx.multiply_small(self.dtype, sums[0], words, words[0], words[2])
+                sums[1] = ptx.multiply_small(self.dtype, sums[1], words, words[1], words[3])
+            first = self.where(row % 2 == 1, sums[0][1], sums[0][0])
+            second = self.where(row % 2 == 1, sums[1][3], sums[1][2])
+            if pair == row // 2:
+                place = rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4
+                ptx.store_one(place, cute.math.rsqrt(first + NORM_EPS) * scale)
+                ptx.store_one(place + 32, cute.math.rsqrt(second + NORM_EPS) * scale)
         else:
             if thread < CHUNK:
                 ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + thread * 4, scale)
 
     @cute.jit
-    def key_factors(self, kk, rows, warp, row, pair):
+    def key_factors(self, diagonal, rows, row, pair, row0):
         """1 / |k| from the diagonal of K K^T, by the lanes that hold it."""
         first, second = Float32(1.0), Float32(1.0)
         if cutlass.const_expr(self.normalize):
-            for w in cutlass.range_constexpr(4):
-                if warp == w:
-                    first = self.where(row % 2 == 1, kk[8 * w + 1], kk[8 * w])
-                    second = self.where(row % 2 == 1, kk[8 * w + 7], kk[8 * w + 6])
-            first = cute.math.rsqrt(first + NORM_EPS)
-            second = cute.math.rsqrt(second + NORM_EPS)
+            first = cute.math.rsqrt(self.where(row % 2 == 1, diagonal[1], diagonal[0]) + NORM_EPS)
+            second = cute.math.rsqrt(self.where(row % 2 == 1, diagonal[7], diagonal[6]) + NORM_EPS)
         if pair == row // 2:
-            place = rows + KEY_FACTOR * CHUNK * 4 + (warp * 16 + row) * 4
+            place = rows + KEY_FACTOR * CHUNK * 4 + row0 * 4
             ptx.store_one(place, first)
             ptx.store_one(place + 32, second)
 
     @cute.jit
-    def store_tile(self, tile, tile_row, lane, dtype: cutlass.Constexpr, sums, keep_rest: cutlass.Constexpr = False):
-        """The warp's 16 rows of an accumulator, rounded; keep_rest leaves in sums what rounding took away."""
-        for i in cutlass.range_constexpr(4):
-            words = [
-                ptx.pack(dtype, sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]) for j in range(4)
-            ]
-            ptx.store_matrices(layouts.address(tile, tile_row, 2 * i + lane // 16), words, False)
-            if cutlass.const_expr(keep_rest):
-                for j in cutlass.range_constexpr(4):
-                    low, high = ptx.unpack(dtype, words[j])
-                    sums[8 * i + 2 * j] = sums[8 * i + 2 * j] - low
-                    sums[8 * i + 2 * j + 1] = sums[8 * i + 2 * j + 1] - high
-
-    @cute.jit
-    def invert_block(self, negative, lower, scratch, tile_row, warp, lane, row, pair):
-        """The warp's diagonal block of (I + L)^-1, by forward substitution in float32, a lane per column; it replaces the
-        block in `negative` (registers, where the warp's columns are) and in `lower`."""
-        for w in cutlass.range_constexpr(4):
-            if warp == w:
-                for m in cutlass.range_constexpr(2):
-                    for i in cutlass.range_constexpr(4):
-                        column, own_row = 8 * m + 2 * pair + i % 2, row + i // 2 * 8
-                        ptx.store_one(scratch + column * COLUMN_PITCH + own_row * 4, negative[8 * w + 4 * m + i])
+    def invert_block(
+        self, diagonal, inverse, row_scale, columns, lower, scratch, tile_row, unit, warp, lane_column, lane, row, pair
+    ):
+        """The warp's diagonal block of (I + L)^-1, by forward substitution in float32, a lane per column; to `inverse` and, in
+        float16, to `lower`. diagonal: of K K^T; columns: of the block's rows of factors."""
+        for m in cutlass.range_constexpr(2):
+            keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + m * 32)
+            for i in cutlass.range_constexpr(4):
+                side, odd = i // 2, i % 2
+                # What lies above the diagonal is stored only where it shares a store's condition, and never read.
+                if cutlass.const_expr(m <= side):
+                    place = scratch + (8 * m + 2 * pair + odd) * COLUMN_PITCH + (row + 8 * side) * 4
+                    ptx.store_one(place, diagonal[4 * m + i] * (row_scale[side] * keys_of[odd]))
         cute.arch.sync_warp()
         x = cute.make_rmem_tensor(cute.make_layout(BLOCK), Float32)
         for i in cutlass.range_constexpr(BLOCK):
-            x[i] = self.where(lane % BLOCK == i, Float32(1.0), Float32(0.0))
+            x[i] = ptx.is_equal(lane_column, Float32(i))
         for step in cutlass.range_constexpr(BLOCK - 1):
             for part in cutlass.range_constexpr((step + 1) // 4, BLOCK // 4):
                 factors = ptx.load_four(scratch + step * COLUMN_PITCH + part * 16)
@@ -872,48 +1027,13 @@ class FusedChunk:
             for i in cutlass.range_constexpr(BLOCK):
                 ptx.store_one(scratch + i * ROW_PITCH + lane * 4, x[i])
         cute.arch.sync_warp()
-        block = cute.make_rmem_tensor(cute.make_layout(8), Float32)
         for m in cutlass.range_constexpr(2):
             for side in cutlass.range_constexpr(2):
-                first, second = ptx.load_pair(scratch + (row + 8 * side) * ROW_PITCH + (8 * m + 2 * pair) * 4)
-                block[4 * m + 2 * side] = first
-                block[4 * m + 2 * side + 1] = second
-        words = [
-            ptx.pack(cutlass.Float16, block[2 * j], block[2 * j + 1]) for j in range(4)
-        ]
-        ptx.store_matrices(layouts.address(lower, tile_row, 2 * warp + lane // 16), words, False)
-        # Right of the diagonal block `negative` is zero already; left of it lies what invert_rows replaces.
-        for w in cutlass.range_constexpr(4):
-            if warp == w:
-                for i in cutlass.range_constexpr(8):
-                    negative[8 * w + i] = block[i]
-
-    @cute.jit
-    def invert_rows(self, inverse, lower, warp, lane):
-        """The warp's 16 rows of A: A_wu = -(sum over u < x <= w of A_wx L_xu) D_u, from the diagonal to the left. Rows
-        depend on no other warp's, and blocks right of the diagonal are zero, so that all warps run the same products."""
-        matrix_row = lane % 8 + lane // 8 % 2 * 8
-        left = [None, None, None, None]
-        for column in cutlass.range_constexpr(3, -1, -1):
-            if cutlass.const_expr(column < 3):
-                sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
-                for x in cutlass.range_constexpr(column + 1, 4):
-                    b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * column + lane // 16), True)
-                    sums[0] = ptx.multiply_half(sums[0], left[x], b[0], b[1])
-                    sums[1] = ptx.multiply_half(sums[1], left[x], b[2], b[3])
-                words = self.half_words([*sums[0], *sums[1]])
-                d = ptx.load_matrices(layouts.address(lower, column * BLOCK + matrix_row, 2 * column + lane // 16), True)
-                zero = (Float32(0.0),) * 4
-                product0 = ptx.multiply_half(zero, words, d[0], d[1])
-                product1 = ptx.multiply_half(zero, words, d[2], d[3])
-                if column < warp:
-                    for i in cutlass.range_constexpr(4):
-                        inverse[8 * column + i] = product0[i]
-                        inverse[8 * column + 4 + i] = product1[i]
-            left[column] = self.half_words([inverse[8 * column + i] for i in range(8)])
-
-    def half_words(self, values):
-        return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(4)]
+                pairs = ptx.load_pair(scratch + (row + 8 * side) * ROW_PITCH + (8 * m + 2 * pair) * 4)
+                inverse[4 * m + 2 * side] = pairs[0]
+                inverse[4 * m + 2 * side + 1] = pairs[1]
+        self.store_block(lower, tile_row, 2 * warp + unit, cutlass.Float16, inverse)
+        cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
     @cute.jit
     def publish_vectors(self, vectors, rows, thread):

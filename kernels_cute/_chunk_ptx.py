@@ -71,20 +71,66 @@ def store_zeros(address: Any) -> None:
     )
 
 
-def store_global_words(pointer: Any, values: Any) -> None:
+def store_global_words(address: Any, values: Any) -> None:
     """16 bytes to global memory."""
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_global_below(address: Any, values: Any, index: Any, bound: Any) -> None:
+    """store_global_words where index < bound, without a branch."""
     cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values]
+        "{.reg .pred inside;\nsetp.lt.s32 inside, {$r5}, {$r6};\n"
+        "@inside st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};\n}",
+        read_only_args=[address, *values, index, bound],
     )
 
 
-def multiply_half(sums: Any, left: Any, right0: Any, right1: Any) -> Any:
-    """sums [16, 8] float32 + left [16, 16] right [16, 8], float16 fragments of mma.sync."""
+def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:
+    """sums [16, 8] float32 + left [16, 16] right [16, 8], fragments of mma.sync of 16-bit elements."""
+    name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
     return cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
         read_only_args=[*left, right0, right1, *sums],
+    )
+
+
+def is_equal(first: Any, second: Any) -> Any:
+    """1.0 where two float32 are equal, else 0.0."""
+    return cute.arch.inline_ptx(
+        "set.eq.f32.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[first, second]
+    )
+
+
+def exp2(value: Any) -> Any:
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
+def in_block(address: Any, rank: Any) -> Any:
+    """The same address in another block of the cluster."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def arrive_in_cluster(barrier: Any) -> None:
+    cute.arch.inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def expect_in_cluster(barrier: Any, num_bytes: Any) -> None:
+    """Arrives, and announces bytes."""
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
+        read_only_args=[barrier, num_bytes],
+    )
+
+
+def copy_in_cluster(target: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
+    """Shared memory of this block to that of another, which counts the bytes on its barrier."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, num_bytes, barrier],
     )
 
 

@@ -44,13 +44,14 @@ _CUTE_DTYPES: dict[str, Any] = {
 }
 _BARRIER_BYTES = 2048  # of the barriers, and what aligning the tiles may cost
 # (state, auxiliary, copying) registers a thread; the block's pool is what a thread has at launch times its threads.
-_REGISTERS = {(1, 1): (240, 240, 24), (1, 2): (216, 136, 24), (2, 1): (192, 104, 24)}
+_REGISTERS = {(1, 1): (240, 216, 48), (1, 2): (216, 128, 40), (2, 1): (192, 96, 32)}
 
 
 @dataclass(frozen=True)
 class Config:
     columns: int  # V columns of a block, 64 per state warpgroup: more blocks with fewer, fewer loads of q, k with more
     aux: int  # auxiliary warpgroups: 2 keep up with a chain that has the SM to itself
+    paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
     stages: int  # chunks of q, k, v in shared memory
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
 
@@ -87,6 +88,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         config.columns in (64, 128)
         and problem.head_v_dim % config.columns == 0
         and (config.columns // 64, config.aux) in _REGISTERS
+        and (not config.paired or (config.columns == 64 and config.aux == 1 and problem.head_v_dim == 128))
         and config.stages >= 2
         and config.m_parts in (1, 2)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -97,9 +99,9 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Narrow blocks until every SM has one; then wide ones, which make M and P once for all columns."""
     parts = 2 if problem.dtype == "bfloat16" else 1
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    if narrow_blocks <= device.num_sms or problem.head_v_dim == 64:
-        return Config(columns=64, aux=2, stages=3, m_parts=parts)
-    return Config(columns=128, aux=1, stages=2, m_parts=parts)
+    if problem.head_v_dim == 64:
+        return Config(columns=64, aux=2, paired=False, stages=3, m_parts=parts)
+    return Config(columns=64, aux=1, paired=True, stages=3, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -109,8 +111,8 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     parts = default_config(problem, device).m_parts
-    for (state, aux), stages in product(_REGISTERS, (2, 3, 4)):
-        yield Config(64 * state, aux, stages, parts)
+    for (state, aux), paired, stages in product(_REGISTERS, (False, True), (2, 3, 4)):
+        yield Config(64 * state, aux, paired, stages, parts)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -145,6 +147,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         has_final_indices=problem.has_final_indices,
         num_state=num_state,
         num_aux=config.aux,
+        paired=config.paired,
         stages=config.stages,
         parts=config.m_parts,
         state_registers=state_registers,
