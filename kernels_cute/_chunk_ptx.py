@@ -115,7 +115,7 @@ def in_block(address: Any, rank: Any) -> Any:
 
 
 def arrive_in_cluster(barrier: Any) -> None:
-    cute.arch.inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+    cute.arch.inline_ptx("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
 
 
 def expect_in_cluster(barrier: Any, num_bytes: Any) -> None:
