@@ -100,13 +100,12 @@ class FusedChunk:
         self.num_state, self.num_aux, self.stages, self.parts = num_state, num_aux, stages, parts
         self.state_registers, self.aux_registers, self.copy_registers = state_registers, aux_registers, copy_registers
         import os
-        self.triangular = int(os.environ.get('TRI','0'))
         self.probing = bool(int(os.environ.get('PROBE','0')))
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.paired = paired
         self.sharers = 2 if paired else 1  # blocks that take from a `taken`
-        self.aux_step = 2 if paired else num_aux
+        self.aux_step = 2 * num_aux if paired else num_aux
         self.threads = (num_state + num_aux + 1) * WARPGROUP
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
@@ -258,7 +257,7 @@ class FusedChunk:
             else:
                 cute.arch.setmaxregister_decrease(self.aux_registers)
             which = warp // 4 - self.num_state
-            first = rank if cutlass.const_expr(self.paired) else which
+            first = rank + 2 * which if cutlass.const_expr(self.paired) else which
             self.aux_warpgroup(final, storage, scale, live_length, first, which, rank, warp % 4)
         else:
             cute.arch.setmaxregister_decrease(self.copy_registers)
@@ -266,7 +265,7 @@ class FusedChunk:
             if copier == 0:
                 self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
             elif copier <= self.num_aux:
-                first = rank if cutlass.const_expr(self.paired) else copier - 1
+                first = rank + 2 * (copier - 1) if cutlass.const_expr(self.paired) else copier - 1
                 self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, copier - 1)
         if cutlass.const_expr(self.paired):
             # The other block may still write to this one's shared memory.
@@ -320,31 +319,12 @@ class FusedChunk:
     def multiply(self, mma, sums, left, right, clear: cutlass.Constexpr):
         """sums (+)= left right; operands (MMA, rows, k steps)."""
         for step in cutlass.range_constexpr(cute.size(right, mode=[2])):
-            mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
-            cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
+            self.multiply_step(mma, sums, left, right, step, clear and step == 0)
 
-    def lower_operands(self, field: Any, count: int, tri: int) -> list[Any]:
-        """Of `count` lower triangular 64 x 64 tiles [i][j]: per 16 columns j, the instruction and its B operand for the rows
-        i >= j alone."""
-        steps = []
-        for step in range(CHUNK // 16):
-            rows = CHUNK - 16 * (step if tri else 0)
-            mma = self.product(rows, True)
-            inner = layouts.by_rows(self.dtype, CHUNK, CHUNK).inner
-            pointer = cute.recast_ptr(field.data_ptr() + 16 * (step if tri else 0) * 64, swizzle_=inner)
-            shape = cute.make_layout(((8, rows // 8), (64, 1), count), stride=((64, 512), (1, 0), CHUNK * 64))
-            right = mma.make_fragment_B(mma.get_slice(0).partition_B(cute.make_tensor(pointer, shape)))
-            steps.append((mma, right[None, None, step, None]))
-        return steps
-
-    @cute.jit
-    def multiply_lower(self, steps, sums, left, tile, clear: cutlass.Constexpr, tri: cutlass.Constexpr):
-        """sums (+)= left T^T with a lower triangular tile T; left is split along j as registers are."""
-        for step in cutlass.range_constexpr(CHUNK // 16):
-            mma, right = steps[step]
-            part = cute.make_tensor(sums.iterator + 8 * (step if tri else 0), mma.partition_shape_C((64, CHUNK - 16 * (step if tri else 0))))
-            mma.set(warpgroup.Field.ACCUMULATE, not (clear and step == 0))
-            cute.gemm(mma, part, left[None, None, step], right[None, None, tile], part)
+    def multiply_step(self, mma: Any, sums: Any, left: Any, right: Any, step: int, clear: bool) -> None:
+        """One k step of 16."""
+        mma.set(warpgroup.Field.ACCUMULATE, not clear)
+        cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
 
     @cute.jit
     def state_warpgroup(
@@ -360,8 +340,8 @@ class FusedChunk:
         keys = self.right(by_key, storage.k, key_layout)
         queries = self.right(by_key, storage.q, key_layout)
         tokens = self.right(by_token, storage.k, token_layout)
-        m_steps = self.lower_operands(storage.m, parts * BUFFERS, self.triangular & 1)
-        p_steps = self.lower_operands(storage.p, BUFFERS, self.triangular >> 1)
+        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS))
+        p_operand = self.right(by_key, storage.p, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
 
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
@@ -394,64 +374,101 @@ class FusedChunk:
 
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
-        # The loop is turned: an iteration ends a chunk and begins the next, so that U of the next is issued before the outputs
-        # of this one are looked at, and every product has been waited for where the loop closes (in flight there, ptxas
-        # serialises them all). The last iteration begins a chunk that does not exist: what it computes is dropped.
+        # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
+        # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
+        # U of the next chunk goes ahead of this one's output. One U too many is issued: it reads whatever lies in shared
+        # memory and is dropped. Where the loop closes nothing is in flight, else ptxas would serialise every product.
         num_chunks = (live_length + (CHUNK - 1)) // CHUNK
-        head_arguments = (
-            final, warp, lane, storage, by_key, state, state_operand, sums, new, outputs, operand_words, operand, keys, queries, m_steps,
-            value_lane, vectors, pair,
-        )  # fmt: skip
         if num_chunks > 0:
             cute.arch.mbarrier_wait(full, 0)
-        self.pack_words(state_words, state)
-        warpgroup.fence()
-        self.multiply(by_key, sums, state_operand, keys[None, None, None, 0], True)
-        warpgroup.commit_group()
-        self.begin_chunk(*head_arguments, Int32(0), num_chunks, live_length)
+        self.issue_keys(by_key, sums, state, state_operand, state_words, keys, Int32(0))
+        warpgroup.wait_group(0)
         for step in cutlass.range(num_chunks, unroll=1):
-            stage, buffer = step % self.stages, step % BUFFERS
+            stage, following = step % self.stages, (step + 1) % self.stages
+            buffer, turn = step % BUFFERS, step // BUFFERS & 1
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
             vector = vectors + buffer * VECTOR_BYTES
+            half_steps = dim // 32
             self.probe(final, step * 16 + 0, warp, lane)
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                factor0, factor1 = ptx.load_pair(vector + KEY_TO_LAST * CHUNK * 4 + n * 32)
-                for side in cutlass.range_constexpr(2):
-                    decayed_words[2 * n + side] = ptx.pack(
-                        self.dtype, new[4 * n + 2 * side] * factor0, new[4 * n + 2 * side + 1] * factor1
-                    )
             warpgroup.fence()
+            for i in cutlass.range_constexpr(half_steps):
+                self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
+            warpgroup.commit_group()
+            cute.arch.mbarrier_wait(ready + buffer, turn)
             self.probe(final, step * 16 + 1, warp, lane)
+
+            # W and M
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                words = ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True)
+                for m in cutlass.range_constexpr(2):
+                    n = 2 * i + m
+                    factor0, factor1 = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
+                    for side in cutlass.range_constexpr(2):
+                        value0, value1 = ptx.unpack(self.dtype, words[2 * m + side])
+                        operand_words[2 * n + side] = ptx.pack(
+                            self.dtype,
+                            value0 - factor0 * sums[4 * n + 2 * side],
+                            value1 - factor1 * sums[4 * n + 2 * side + 1],
+                        )
+                if valid < 16 * (i + 1):
+                    self.mask_words(operand_words, i, valid, pair)
+                warpgroup.fence()
+                for part in cutlass.range_constexpr(parts):
+                    tile = m_operand[None, None, None, part, buffer]
+                    self.multiply_step(by_key, new, operand, tile, i, i == 0 and part == 0)
+            warpgroup.commit_group()
+            self.probe(final, step * 16 + 2, warp, lane)
+            for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
+                self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
+            warpgroup.commit_group()
+            last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
+            for i in cutlass.range_constexpr(dim // 2):
+                state[i] = state[i] * last
             if cutlass.const_expr(self.paired):
                 if valid < CHUNK:
                     # The block whose turn it was has done this for its own tile alone.
                     self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.barrier(barrier_id=3, number_of_threads=WARPGROUP)
-            self.multiply(by_token, state, decayed, tokens[None, None, None, stage], False)
+                    cute.arch.barrier(barrier_id=4, number_of_threads=WARPGROUP)
+            self.probe(final, step * 16 + 3, warp, lane)
+            warpgroup.wait_group(1)
+            self.probe(final, step * 16 + 4, warp, lane)
+
+            # S
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                for m in cutlass.range_constexpr(2):
+                    n = 2 * i + m
+                    factor0, factor1 = ptx.load_pair(vector + KEY_TO_LAST * CHUNK * 4 + n * 32)
+                    for side in cutlass.range_constexpr(2):
+                        decayed_words[2 * n + side] = ptx.pack(
+                            self.dtype, new[4 * n + 2 * side] * factor0, new[4 * n + 2 * side + 1] * factor1
+                        )
+                warpgroup.fence()
+                self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
             warpgroup.commit_group()
-            self.pack_words(operand_words, new)
+            self.probe(final, step * 16 + 5, warp, lane)
+
+            # O
+            for i in cutlass.range_constexpr(CHUNK // 4):
+                operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
+            warpgroup.wait_group(1)
             for n in cutlass.range_constexpr(CHUNK // 8):
                 factor0, factor1 = ptx.load_pair(vector + STATE_QUERY * CHUNK * 4 + n * 32)
                 for side in cutlass.range_constexpr(2):
                     outputs[4 * n + 2 * side] = outputs[4 * n + 2 * side] * factor0
                     outputs[4 * n + 2 * side + 1] = outputs[4 * n + 2 * side + 1] * factor1
             warpgroup.fence()
-            self.multiply_lower(p_steps, outputs, operand, buffer, False, self.triangular >> 1)
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
             warpgroup.commit_group()
-            self.probe(final, step * 16 + 2, warp, lane)
-            following = (step + 1) % self.stages
+            self.probe(final, step * 16 + 6, warp, lane)
             if step + 1 < num_chunks:
                 cute.arch.mbarrier_wait(full + following, (step + 1) // self.stages & 1)
             warpgroup.wait_group(1)
-            self.probe(final, step * 16 + 3, warp, lane)
-            self.pack_words(state_words, state)
-            warpgroup.fence()
-            self.multiply(by_key, sums, state_operand, keys[None, None, None, following], True)
-            warpgroup.commit_group()
-            self.probe(final, step * 16 + 4, warp, lane)
+            self.probe(final, step * 16 + 7, warp, lane)
+            self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
+            self.probe(final, step * 16 + 8, warp, lane)
             warpgroup.wait_group(1)
-            self.probe(final, step * 16 + 5, warp, lane)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
@@ -461,70 +478,35 @@ class FusedChunk:
                     cute.arch.mbarrier_arrive(taken + buffer)
             self.store_output(out, outputs, staging, staging_lane, line, valid, lane)
             line += 2 * CHUNK * out.stride[0]
-            self.probe(final, step * 16 + 6, warp, lane)
-            self.begin_chunk(*head_arguments, step + 1, num_chunks, live_length)
+            self.probe(final, step * 16 + 9, warp, lane)
+            warpgroup.wait_group(0)
 
         if cutlass.const_expr(not self.probing):
             self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
 
     @cute.jit
-    def begin_chunk(
-        self, final, warp, lane, storage, by_key, state, state_operand, sums, new, outputs, operand_words, operand, keys, queries, m_steps,
-        value_lane, vectors, pair, step, num_chunks, live_length,
-    ):  # fmt: skip
-        """From U, which has been issued, to Vn in `new` and Q S in `outputs`; the state is decayed."""
-        stage = step % self.stages
-        buffer, turn = step % BUFFERS, step // BUFFERS & 1
-        vector = vectors + buffer * VECTOR_BYTES
-        valid = live_length - step * CHUNK
-        warpgroup.fence()
-        self.multiply(by_key, outputs, state_operand, queries[None, None, None, stage], True)
+    def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
+        """U, while the state is being rounded."""
+        for i in cutlass.range_constexpr(self.dim // 16):
+            for j in cutlass.range_constexpr(4):
+                words[4 * i + j] = ptx.pack(self.dtype, state[8 * i + 2 * j], state[8 * i + 2 * j + 1])
+            warpgroup.fence()
+            self.multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
         warpgroup.commit_group()
-        if step < num_chunks:
-            cute.arch.mbarrier_wait(storage.ready.data_ptr() + buffer, turn)
-        self.probe(final, step * 16 + 7 - 16, warp, lane)
-        warpgroup.wait_group(1)
-        self.probe(final, step * 16 + 8 - 16, warp, lane)
-        for i in cutlass.range_constexpr(CHUNK // 16):
-            words = ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True)
-            for m in cutlass.range_constexpr(2):
-                n = 2 * i + m
-                factor0, factor1 = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
-                for side in cutlass.range_constexpr(2):
-                    value0, value1 = ptx.unpack(self.dtype, words[2 * m + side])
-                    operand_words[2 * n + side] = ptx.pack(
-                        self.dtype,
-                        value0 - factor0 * sums[4 * n + 2 * side],
-                        value1 - factor1 * sums[4 * n + 2 * side + 1],
-                    )
-        if valid < CHUNK:
-            # Rows of the next sequence: anything, NaN perhaps.
-            for n in cutlass.range_constexpr(CHUNK // 8):
-                for side in cutlass.range_constexpr(2):
-                    column = 8 * n + 2 * pair
-                    if column + 1 >= valid:
-                        word = operand_words[2 * n + side] & 0xFFFF
-                        if column >= valid:
-                            word = Int32(0)
-                        operand_words[2 * n + side] = word
-        warpgroup.fence()
-        for part in cutlass.range_constexpr(self.parts):
-            self.multiply_lower(m_steps, new, operand, buffer * self.parts + part, part == 0, self.triangular & 1)
-        warpgroup.commit_group()
-        self.probe(final, step * 16 + 9 - 16, warp, lane)
-        last = Float32(1.0)
-        if step < num_chunks:
-            last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
-        for i in cutlass.range_constexpr(self.dim // 2):
-            state[i] = state[i] * last
-        warpgroup.wait_group(0)
 
     @cute.jit
-    def pack_words(self, words, values):
-        """float32 rounded in pairs."""
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = ptx.pack(self.dtype, values[2 * i], values[2 * i + 1])
+    def mask_words(self, words, i: cutlass.Constexpr, valid, pair):
+        """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
+        for m in cutlass.range_constexpr(2):
+            column = 16 * i + 8 * m + 2 * pair
+            for side in cutlass.range_constexpr(2):
+                place = 4 * i + 2 * m + side
+                if column + 1 >= valid:
+                    word = words[place] & 0xFFFF
+                    if column >= valid:
+                        word = Int32(0)
+                    words[place] = word
 
     @cute.jit
     def right(self, mma, field, layout):
@@ -638,6 +620,9 @@ class FusedChunk:
         gap = cute.make_rmem_tensor(cute.make_layout(8), Float32)  # exp(c_i - c_j) in the diagonal block
         shrink = cute.make_rmem_tensor(cute.make_layout(12), Float32)  # exp(c_ref - c_j) of the columns left of it
         left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
+        p_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of P and M, to be stored when there is room
+        m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
+        rest_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
         full = storage.full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
@@ -712,9 +697,7 @@ class FusedChunk:
             warpgroup.wait_group(0)
             self.diagonal_block(qk, diagonal, warp)
             self.probe(final, 8192 + step * 16 + 6, warp, lane)
-            cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
             self.probe(final, 8192 + step * 16 + 7, warp, lane)
-            p_tile = p_base + buffer * TILE_BYTES
             for u in cutlass.range_constexpr(3):
                 if u < warp:
                     values = [None] * 8
@@ -727,7 +710,7 @@ class FusedChunk:
                             column_part = keys_of[odd] * shrink[2 * n + odd]
                             for side in cutlass.range_constexpr(2):
                                 values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
-                    self.store_block(p_tile, tile_row, 2 * u + unit, self.dtype, values)
+                    self.keep_block(p_words, u, values)
             values = [None] * 8
             for m in cutlass.range_constexpr(2):
                 keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
@@ -744,12 +727,11 @@ class FusedChunk:
                         if cutlass.const_expr(m == side):
                             gap[place] = self.where(keeps_diagonal[odd], gap[place], Float32(0.0))
                             values[place] = self.where(keeps_diagonal[odd], values[place], Float32(0.0))
-            self.store_block(p_tile, tile_row, 2 * warp + unit, self.dtype, values)
+            self.keep_block(p_words, 3, values)
             self.probe(final, 8192 + step * 16 + 8, warp, lane)
 
             # M: the diagonal block first, then, with every warp's L and inverted blocks in place, leftwards:
             # A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu.
-            m_tile = m_base + buffer * (self.parts * TILE_BYTES)
             left.fill(0)
             words = self.half_words([inverse[i] for i in range(8)])
             for w in cutlass.range_constexpr(1, 4):
@@ -761,7 +743,7 @@ class FusedChunk:
                 betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
                 for i in cutlass.range_constexpr(4):
                     values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap[4 * m + i])
-            self.store_parts(m_tile, tile_row, 2 * warp + unit, values)
+            self.keep_parts(m_words, rest_words, 3, values)
             self.sync(which)
             self.probe(final, 8192 + step * 16 + 9, warp, lane)
             for back in cutlass.range_constexpr(3):
@@ -791,8 +773,21 @@ class FusedChunk:
                             for side in cutlass.range_constexpr(2):
                                 place = 4 * m + 2 * side + odd
                                 values[place] = products[place] * (column_part * row_decay[side])
-                    self.store_parts(m_tile, tile_row, 2 * u + unit, values)
+                    self.keep_parts(m_words, rest_words, u, values)
             self.probe(final, 8192 + step * 16 + 10, warp, lane)
+            cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
+            self.probe(final, 8192 + step * 16 + 11, warp, lane)
+            m_tile = m_base + buffer * (self.parts * TILE_BYTES)
+            p_tile = p_base + buffer * TILE_BYTES
+            for u in cutlass.range_constexpr(4):
+                # Blocks are kept by column, the diagonal one last.
+                column = cutlass.min(warp, u) if cutlass.const_expr(u < 3) else warp
+                if cutlass.const_expr(u == 3) or u < warp:
+                    place = layouts.address(0, tile_row, 2 * column + unit)
+                    ptx.store_matrices(m_tile + place, [m_words[4 * u + i] for i in range(4)], False)
+                    if cutlass.const_expr(self.parts == 2):
+                        ptx.store_matrices(m_tile + TILE_BYTES + place, [rest_words[4 * u + i] for i in range(4)], False)
+                    ptx.store_matrices(p_tile + place, [p_words[4 * u + i] for i in range(4)], False)
             if thread < CHUNK:
                 self.publish_vectors(storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES, rows, thread)
             cute.arch.sync_warp()
@@ -800,7 +795,7 @@ class FusedChunk:
                 cute.arch.mbarrier_arrive(gates_free + half)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
-            self.probe(final, 8192 + step * 16 + 11, warp, lane)
+            self.probe(final, 8192 + step * 16 + 12, warp, lane)
             if cutlass.const_expr(self.paired):
                 self.sync(which)
                 if thread == 0:
@@ -837,16 +832,20 @@ class FusedChunk:
         words = [ptx.pack(dtype, values[2 * i], values[2 * i + 1]) for i in range(4)]
         ptx.store_matrices(layouts.address(tile, tile_row, unit), words, False)
 
-    def store_parts(self, tile: Any, tile_row: Any, unit: Any, values: Any) -> None:
-        """store_block of M; a second tile takes what the rounding of the first took away."""
-        words = [ptx.pack(self.dtype, values[2 * i], values[2 * i + 1]) for i in range(4)]
-        ptx.store_matrices(layouts.address(tile, tile_row, unit), words, False)
+    def keep_block(self, words: Any, u: int, values: Any) -> None:
+        """A 16 x 16 block, rounded, as number u of words."""
+        for i in range(4):
+            words[4 * u + i] = ptx.pack(self.dtype, values[2 * i], values[2 * i + 1])
+
+    def keep_parts(self, words: Any, rests: Any, u: int, values: Any) -> None:
+        """keep_block of M; rests takes what rounding took away."""
+        self.keep_block(words, u, values)
         if self.parts == 2:
-            rests = []
+            differences = []
             for i in range(4):
-                low, high = ptx.unpack(self.dtype, words[i])
-                rests += [values[2 * i] - low, values[2 * i + 1] - high]
-            self.store_block(tile + TILE_BYTES, tile_row, unit, self.dtype, rests)
+                low, high = ptx.unpack(self.dtype, words[4 * u + i])
+                differences += [values[2 * i] - low, values[2 * i + 1] - high]
+            self.keep_block(rests, u, differences)
 
     def half_words(self, values: Any) -> list[Any]:
         return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(4)]

@@ -88,7 +88,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         config.columns in (64, 128)
         and problem.head_v_dim % config.columns == 0
         and (config.columns // 64, config.aux) in _REGISTERS
-        and (not config.paired or (config.columns == 64 and config.aux == 1 and problem.head_v_dim == 128))
+        and (not config.paired or (config.columns == 64 and problem.head_v_dim == 128))
         and config.stages >= 2
         and config.m_parts in (1, 2)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -101,7 +101,7 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
     if problem.head_v_dim == 64:
         return Config(columns=64, aux=2, paired=False, stages=3, m_parts=parts)
-    return Config(columns=64, aux=1, paired=True, stages=3, m_parts=parts)
+    return Config(columns=64, aux=2, paired=True, stages=3, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
