@@ -123,9 +123,12 @@ class FusedChunk:
         q_atom, q_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(q), row, (CHUNK, self.dim))
         k_atom, k_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(k), row, (CHUNK, self.dim))
         v_atom, v_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(v), value, (CHUNK, self.columns))
+        tile = layouts.by_rows(self.dtype, CHUNK, 64)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        out_atom, out_tensor = cpasync.make_tiled_tma_atom(store, self.tokens(out), tile, (CHUNK, 64))
         sequences = cute.size(bounds, mode=[0]) - 1
         self.kernel(
-            q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, indices, mask, final,
+            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, indices, mask, final,
             final_indices, bounds, out, scale, null_slot,
         ).launch(
             grid=(self.slices * self.heads * sequences, 1, 1),
@@ -165,7 +168,7 @@ class FusedChunk:
             m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile * self.num_aux], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * BUFFERS], 1024]
 
         return Storage
 
@@ -174,6 +177,8 @@ class FusedChunk:
     @cute.kernel
     def kernel(
         self,
+        out_atom: cute.CopyAtom,
+        out_tensor: cute.Tensor,
         q_atom: cute.CopyAtom,
         q_tensor: cute.Tensor,
         k_atom: cute.CopyAtom,
@@ -202,6 +207,7 @@ class FusedChunk:
             cpasync.prefetch_descriptor(q_atom)
             cpasync.prefetch_descriptor(k_atom)
             cpasync.prefetch_descriptor(v_atom)
+            cpasync.prefetch_descriptor(out_atom)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
@@ -248,7 +254,7 @@ class FusedChunk:
         if warp < 4 * self.num_state:
             cute.arch.setmaxregister_increase(self.state_registers)
             self.state_warpgroup(
-                storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+                storage, out_atom, out_tensor, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
                 head, piece, read_slot, warp // 4, warp % 4,
             )  # fmt: skip
         elif warp < 4 * (self.num_state + self.num_aux):
@@ -328,7 +334,7 @@ class FusedChunk:
 
     @cute.jit
     def state_warpgroup(
-        self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+        self, storage, out_atom, out_tensor, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
         head, piece, read_slot, half, warp,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
@@ -364,13 +370,17 @@ class FusedChunk:
         matrix_row = lane % 8 + lane // 16 * 8
         value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
         value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
-        staging = storage.out.data_ptr().toint() + half * TILE_BYTES + warp * (TILE_BYTES // 4)
-        staging_lane = staging + matrix_row * 32 + ((lane // 8 % 2) ^ (matrix_row // 4 % 2)) * 16
-
-        # Bytes of this lane's 16 in the chunk's first rows of the output.
-        line = out.iterator.toint() + 2 * (
-            Int64(begin + lane // 2) * out.stride[0] + Int64(head) * out.stride[1] + (column0 + lane % 2 * 8)
+        staging = storage.out.data_ptr().toint() + half * (BUFFERS * TILE_BYTES)
+        staging_lane = layouts.address(staging, matrix_row, warp * 2 + lane // 8 % 2)
+        out_layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * BUFFERS)
+        out_tiles = cute.local_tile(
+            cute.domain_offset((begin, 0), out_tensor[None, None, head]), (CHUNK, 64), (None, piece * self.num_state + half)
         )
+        from_staging, to_out = cpasync.tma_partition(
+            out_atom, 0, cute.make_layout(1),
+            cute.group_modes(storage.out.get_tensor(out_layout.outer, swizzle=out_layout.inner), 0, 2),
+            cute.group_modes(out_tiles, 0, 2),
+        )  # fmt: skip
 
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
@@ -429,7 +439,7 @@ class FusedChunk:
                     # The block whose turn it was has done this for its own tile alone.
                     self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.barrier(barrier_id=4, number_of_threads=WARPGROUP)
+                    cute.arch.barrier(barrier_id=4 + half, number_of_threads=WARPGROUP)
             self.probe(final, step * 16 + 3, warp, lane)
             warpgroup.wait_group(1)
             self.probe(final, step * 16 + 4, warp, lane)
@@ -476,11 +486,27 @@ class FusedChunk:
                     ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
                 else:
                     cute.arch.mbarrier_arrive(taken + buffer)
-            self.store_output(out, outputs, staging, staging_lane, line, valid, lane)
-            line += 2 * CHUNK * out.stride[0]
+            # O, turned on its way to shared memory; the copy engine takes it from there.
+            place = buffer * TILE_BYTES
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
+                ptx.store_matrices(staging_lane + (place + i * 16 * layouts.ROW_BYTES), words, True)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            if warp == 0:
+                # Behind the barrier every warp may write where the chunk before this one has been.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=4 + half, number_of_threads=WARPGROUP)
+            if valid < CHUNK:
+                self.store_tail(out, staging + place, begin + step * CHUNK, valid, head, column0 - warp * 16, warp * 32 + lane)
+            else:
+                if warp == 0:
+                    cute.copy(out_atom, from_staging[None, half * BUFFERS + buffer], to_out[None, step])
+                    cute.arch.cp_async_bulk_commit_group()
             self.probe(final, step * 16 + 9, warp, lane)
             warpgroup.wait_group(0)
 
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(not self.probing):
             self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
@@ -515,21 +541,12 @@ class FusedChunk:
         return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
 
     @cute.jit
-    def store_output(self, out, outputs, staging, staging_lane, line, valid, lane):
-        """The warp's 16 columns of O^T, turned in its own corner of shared memory."""
-        cute.arch.sync_warp()  # every lane has read the last chunk's
-        for i in cutlass.range_constexpr(4):
-            words = [
-                ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1])
-                for j in range(4)
-            ]
-            ptx.store_matrices(staging_lane + i * 16 * 32, words, True)
-        cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(4):
-            token = i * 16 + lane // 2
-            unit = (lane % 2) ^ (lane // 8 % 2)
-            words = ptx.load_words(staging + token * 32 + unit * 16)
-            ptx.store_global_below(line + i * 32 * out.stride[0], words, token, valid)
+    def store_tail(self, out, tile, token0, valid, head, column0, thread):
+        """The rows of a chunk that the sequence still has."""
+        for i in cutlass.range(thread, valid * 8, WARPGROUP, unroll=1):
+            row, unit = i // 8, i % 8
+            offset = Int64(token0 + row) * out.stride[0] + Int64(head) * out.stride[1] + (column0 + unit * 8)
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, ptx.load_words(layouts.address(tile, row, unit)))
 
     @cute.jit
     def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):
@@ -655,13 +672,14 @@ class FusedChunk:
                 self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.sync(which)
+            self.query_factors(q_base + stage * self.key_bytes, rows, scale, tile_row, unit, row, pair, row0, thread)
+            self.probe(final, 8192 + step * 16 + 13, warp, lane)
             warpgroup.fence()
             self.multiply(mma, kk, keys_left[None, None, None, stage], keys[None, None, None, stage], True)
             warpgroup.commit_group()
             warpgroup.fence()
             self.multiply(mma, qk, queries_left[None, None, None, stage], keys[None, None, None, stage], True)
             warpgroup.commit_group()
-            self.query_factors(q_base + stage * self.key_bytes, rows, scale, tile_row, unit, row, pair, row0, thread)
             self.probe(final, 8192 + step * 16 + 2, warp, lane)
             warpgroup.wait_group(1)
             self.diagonal_block(kk, diagonal, warp)
@@ -800,6 +818,7 @@ class FusedChunk:
                 self.sync(which)
                 if thread == 0:
                     self.hand_over(storage, buffer, rank ^ 1)
+            self.probe(final, 8192 + step * 16 + 14, warp, lane)
 
     @cute.jit
     def hand_over(self, storage, buffer, other):

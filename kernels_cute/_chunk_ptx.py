@@ -76,15 +76,6 @@ def store_global_words(address: Any, values: Any) -> None:
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
 
 
-def store_global_below(address: Any, values: Any, index: Any, bound: Any) -> None:
-    """store_global_words where index < bound, without a branch."""
-    cute.arch.inline_ptx(
-        "{.reg .pred inside;\nsetp.lt.s32 inside, {$r5}, {$r6};\n"
-        "@inside st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};\n}",
-        read_only_args=[address, *values, index, bound],
-    )
-
-
 def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:
     """sums [16, 8] float32 + left [16, 16] right [16, 8], fragments of mma.sync of 16-bit elements."""
     name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
@@ -121,7 +112,7 @@ def arrive_in_cluster(barrier: Any) -> None:
 def expect_in_cluster(barrier: Any, num_bytes: Any) -> None:
     """Arrives, and announces bytes."""
     cute.arch.inline_ptx(
-        "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
+        "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
         read_only_args=[barrier, num_bytes],
     )
 

@@ -43,8 +43,13 @@ _CUTE_DTYPES: dict[str, Any] = {
     "bool": cutlass.Boolean,
 }
 _BARRIER_BYTES = 2048  # of the barriers, and what aligning the tiles may cost
-# (state, auxiliary, copying) registers a thread; the block's pool is what a thread has at launch times its threads.
-_REGISTERS = {(1, 1): (240, 216, 48), (1, 2): (216, 128, 40), (2, 1): (192, 96, 32)}
+# (K dim, state warpgroups, auxiliary warpgroups) -> (state, auxiliary, copying) registers a thread. The block's pool is what
+# a thread has at launch times its threads; with less than this ptxas spills, or serialises the products.
+_REGISTERS = {
+    (128, 1, 1): (240, 216, 48),
+    (64, 1, 1): (240, 216, 48),
+    (64, 1, 2): (168, 152, 40),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     stage = 64 * 2 * (2 * problem.head_k_dim + config.columns)
-    tiles = BUFFERS * (config.m_parts + 1) + config.aux + config.columns // 64
+    tiles = BUFFERS * (config.m_parts + 1) + config.aux + BUFFERS * (config.columns // 64)
     rows = BUFFERS * VECTOR_BYTES + config.aux * (2 * AUX_BYTES + 4 * SCRATCH_BYTES)
     return config.stages * stage + tiles * TILE_BYTES + rows + _BARRIER_BYTES
 
@@ -87,7 +92,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         config.columns in (64, 128)
         and problem.head_v_dim % config.columns == 0
-        and (config.columns // 64, config.aux) in _REGISTERS
+        and (problem.head_k_dim, config.columns // 64, config.aux) in _REGISTERS
         and (not config.paired or (config.columns == 64 and problem.head_v_dim == 128))
         and config.stages >= 2
         and config.m_parts in (1, 2)
@@ -101,7 +106,7 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
     if problem.head_v_dim == 64:
         return Config(columns=64, aux=2, paired=False, stages=3, m_parts=parts)
-    return Config(columns=64, aux=2, paired=True, stages=3, m_parts=parts)
+    return Config(columns=64, aux=1, paired=True, stages=3, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -111,8 +116,9 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     parts = default_config(problem, device).m_parts
-    for (state, aux), paired, stages in product(_REGISTERS, (False, True), (2, 3, 4)):
-        yield Config(64 * state, aux, paired, stages, parts)
+    for (dim, state, aux), paired, stages in product(_REGISTERS, (False, True), (2, 3, 4)):
+        if dim == problem.head_k_dim:
+            yield Config(64 * state, aux, paired, stages, parts)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -125,7 +131,7 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads, num_state = problem.num_state_heads, config.columns // 64
-    state_registers, aux_registers, copy_registers = _REGISTERS[num_state, config.aux]
+    state_registers, aux_registers, copy_registers = _REGISTERS[problem.head_k_dim, num_state, config.aux]
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     return FusedChunk(
         heads=heads,
