@@ -158,6 +158,7 @@ class FusedChunk:
             ready: cute.struct.MemRange[Int64, BUFFERS]
             taken: cute.struct.MemRange[Int64, BUFFERS]
             gates_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
+            norms_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
             gates_free: cute.struct.MemRange[Int64, 2 * self.num_aux]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 2 * AUX_BYTES // 4], 128]
@@ -224,6 +225,7 @@ class FusedChunk:
                     cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
                 for i in cutlass.range_constexpr(2 * self.num_aux):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
+                    cute.arch.mbarrier_init(storage.norms_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 4)
         # Above the diagonal M and P stay zero.
         thread, _, _ = cute.arch.thread_idx()
@@ -264,15 +266,20 @@ class FusedChunk:
                 cute.arch.setmaxregister_decrease(self.aux_registers)
             which = warp // 4 - self.num_state
             first = rank + 2 * which if cutlass.const_expr(self.paired) else which
-            self.aux_warpgroup(final, storage, scale, live_length, first, which, rank, warp % 4)
+            self.aux_warpgroup(final, storage, live_length, first, which, warp % 4)
         else:
             cute.arch.setmaxregister_decrease(self.copy_registers)
             copier = warp - 4 * (self.num_state + self.num_aux)
             if copier == 0:
                 self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
-            elif copier <= self.num_aux:
-                first = rank + 2 * (copier - 1) if cutlass.const_expr(self.paired) else copier - 1
-                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, copier - 1)
+            first = rank if cutlass.const_expr(self.paired) else Int32(0)
+            if copier == 1:
+                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, 0)
+            if copier == 2:
+                self.norm_warp(storage, scale, live_length, first, 0)
+            if cutlass.const_expr(self.paired):
+                if copier == 3:
+                    self.hand_over_warp(storage, live_length, rank)
         if cutlass.const_expr(self.paired):
             # The other block may still write to this one's shared memory.
             cute.arch.cluster_arrive()
@@ -479,6 +486,7 @@ class FusedChunk:
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
             self.probe(final, step * 16 + 8, warp, lane)
             warpgroup.wait_group(1)
+            self.probe(final, step * 16 + 10, warp, lane)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
@@ -486,16 +494,20 @@ class FusedChunk:
                     ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
                 else:
                     cute.arch.mbarrier_arrive(taken + buffer)
+            self.probe(final, step * 16 + 11, warp, lane)
             # O, turned on its way to shared memory; the copy engine takes it from there.
             place = buffer * TILE_BYTES
             for i in cutlass.range_constexpr(CHUNK // 16):
                 words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
                 ptx.store_matrices(staging_lane + (place + i * 16 * layouts.ROW_BYTES), words, True)
+            self.probe(final, step * 16 + 12, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
+            self.probe(final, step * 16 + 13, warp, lane)
             if warp == 0:
                 # Behind the barrier every warp may write where the chunk before this one has been.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=4 + half, number_of_threads=WARPGROUP)
+            self.probe(final, step * 16 + 14, warp, lane)
             if valid < CHUNK:
                 self.store_tail(out, staging + place, begin + step * CHUNK, valid, head, column0 - warp * 16, warp * 32 + lane)
             else:
@@ -619,7 +631,7 @@ class FusedChunk:
     # ---- what depends on no state
 
     @cute.jit
-    def aux_warpgroup(self, final, storage, scale, length, first, which, rank, warp):
+    def aux_warpgroup(self, final, storage, length, first, which, warp):
         """Chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of every tile are this warp's; of a lower
         triangular tile it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
         lane = cute.arch.lane_idx()
@@ -643,7 +655,8 @@ class FusedChunk:
         full = storage.full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
-        k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
+        norms_full = storage.norms_full.data_ptr() + which * 2
+        k_base = storage.k.data_ptr().toint()
         lower = storage.lower.data_ptr().toint() + which * TILE_BYTES
         scratch = storage.scratch.data_ptr().toint() + (which * 4 + warp) * SCRATCH_BYTES
         # Where this lane points when its warp's 16 rows of a tile are moved as matrices, and when a block is an operand B.
@@ -672,8 +685,6 @@ class FusedChunk:
                 self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.sync(which)
-            self.query_factors(q_base + stage * self.key_bytes, rows, scale, tile_row, unit, row, pair, row0, thread)
-            self.probe(final, 8192 + step * 16 + 13, warp, lane)
             warpgroup.fence()
             self.multiply(mma, kk, keys_left[None, None, None, stage], keys[None, None, None, stage], True)
             warpgroup.commit_group()
@@ -692,7 +703,6 @@ class FusedChunk:
             row_cum = self.row_values(rows, CUM, row0)
             row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
-            row_query = self.row_values(rows, QUERY_FACTOR, row0)
             # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
@@ -711,6 +721,8 @@ class FusedChunk:
             # the last token before the block, and from there to the column.
             reference = ptx.load_one(rows + CUM * CHUNK * 4 + cutlass.max(warp * 16 - 1, 0) * 4)
             row_decay = (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
+            cute.arch.mbarrier_wait(norms_full + half, half_turn)
+            row_query = self.row_values(rows, QUERY_FACTOR, row0)
             row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
             warpgroup.wait_group(0)
             self.diagonal_block(qk, diagonal, warp)
@@ -814,22 +826,22 @@ class FusedChunk:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
             self.probe(final, 8192 + step * 16 + 12, warp, lane)
-            if cutlass.const_expr(self.paired):
-                self.sync(which)
-                if thread == 0:
-                    self.hand_over(storage, buffer, rank ^ 1)
-            self.probe(final, 8192 + step * 16 + 14, warp, lane)
 
     @cute.jit
-    def hand_over(self, storage, buffer, other):
-        """M, P and the vectors of a chunk to the other block of the pair."""
-        barrier = ptx.in_block(storage.ready.data_ptr().toint() + buffer * 8, other)
-        ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
-        for field, size in (
-            (storage.m, self.parts * TILE_BYTES), (storage.p, TILE_BYTES), (storage.vectors, VECTOR_BYTES)
-        ):  # fmt: skip
-            source = field.data_ptr().toint() + buffer * size
-            ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
+    def hand_over_warp(self, storage, length, rank):
+        """M, P and the vectors of this block's chunks to the other block of the pair."""
+        other = rank ^ 1
+        own = storage.ready.data_ptr() + rank
+        barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
+        for step in cutlass.range(rank, (length + (CHUNK - 1)) // CHUNK, 2, unroll=1):
+            cute.arch.mbarrier_wait(own, step // BUFFERS & 1)
+            with cute.arch.elect_one():
+                ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
+                for field, size in (
+                    (storage.m, self.parts * TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES)
+                ):  # fmt: skip
+                    source = field.data_ptr().toint() + rank * size
+                    ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
 
     @cute.jit
     def zero_keys(self, tile, valid, thread):
@@ -984,25 +996,33 @@ class FusedChunk:
         ptx.store_pair(rows + BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])
 
     @cute.jit
-    def query_factors(self, tile, rows, scale, tile_row, unit, row, pair, row0, thread):
-        """scale / |q| of the warp's rows: sums of squares are the diagonal of Q Q^T. A fragment of 16 rows of Q is, in parts,
-        the right operand of its first and of its last 8 columns."""
-        if cutlass.const_expr(self.normalize):
-            sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
-            for step in cutlass.range_constexpr(self.dim // 16):
-                piece = tile + step // 4 * TILE_BYTES
-                words = ptx.load_matrices(layouts.address(piece, tile_row, step % 4 * 2 + unit), False)
-                sums[0] = ptx.multiply_small(self.dtype, sums[0], words, words[0], words[2])
-                sums[1] = ptx.multiply_small(self.dtype, sums[1], words, words[1], words[3])
-            first = self.where(row % 2 == 1, sums[0][1], sums[0][0])
-            second = self.where(row % 2 == 1, sums[1][3], sums[1][2])
-            if pair == row // 2:
-                place = rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4
-                ptx.store_one(place, cute.math.rsqrt(first + NORM_EPS) * scale)
-                ptx.store_one(place + 32, cute.math.rsqrt(second + NORM_EPS) * scale)
-        else:
-            if thread < CHUNK:
-                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + thread * 4, scale)
+    def norm_warp(self, storage, scale, length, first, which):
+        """scale / |q| of an auxiliary warpgroup's chunks; a lane has two rows."""
+        lane = cute.arch.lane_idx()
+        full = storage.full.data_ptr()
+        norms_full, gates_free = storage.norms_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            half = step // self.aux_step % 2
+            half_turn = step // self.aux_step // 2 & 1
+            rows = storage.rows.data_ptr().toint() + (which * 2 + half) * AUX_BYTES
+            tile = storage.q.data_ptr().toint() + stage * self.key_bytes
+            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+            cute.arch.mbarrier_wait(full + stage, parity)
+            for side in cutlass.range_constexpr(2):
+                row = lane + 32 * side
+                factor = scale
+                if cutlass.const_expr(self.normalize):
+                    sums = [Float32(0.0)] * 4
+                    for i in cutlass.range_constexpr(self.dim // 8):
+                        words = ptx.load_words(layouts.address(tile + i // 8 * TILE_BYTES, row, i % 8))
+                        for j in cutlass.range_constexpr(4):
+                            low, high = ptx.unpack(self.dtype, words[j])
+                            sums[j] = sums[j] + low * low
+                            sums[j] = sums[j] + high * high
+                    factor = cute.math.rsqrt((sums[0] + sums[1]) + (sums[2] + sums[3]) + NORM_EPS) * scale
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row * 4, factor)
+            cute.arch.mbarrier_arrive(norms_full + half)
 
     @cute.jit
     def key_factors(self, diagonal, rows, row, pair, row0):

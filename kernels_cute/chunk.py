@@ -48,7 +48,6 @@ _BARRIER_BYTES = 2048  # of the barriers, and what aligning the tiles may cost
 _REGISTERS = {
     (128, 1, 1): (240, 216, 48),
     (64, 1, 1): (240, 216, 48),
-    (64, 1, 2): (168, 152, 40),
 }
 
 
@@ -104,9 +103,7 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Narrow blocks until every SM has one; then wide ones, which make M and P once for all columns."""
     parts = 2 if problem.dtype == "bfloat16" else 1
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    if problem.head_v_dim == 64:
-        return Config(columns=64, aux=2, paired=False, stages=3, m_parts=parts)
-    return Config(columns=64, aux=1, paired=True, stages=3, m_parts=parts)
+    return Config(columns=64, aux=1, paired=problem.head_v_dim == 128, stages=3, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
