@@ -158,7 +158,6 @@ class FusedChunk:
             ready: cute.struct.MemRange[Int64, BUFFERS]
             taken: cute.struct.MemRange[Int64, BUFFERS]
             gates_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
-            norms_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
             gates_free: cute.struct.MemRange[Int64, 2 * self.num_aux]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 2 * AUX_BYTES // 4], 128]
@@ -225,7 +224,6 @@ class FusedChunk:
                     cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
                 for i in cutlass.range_constexpr(2 * self.num_aux):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
-                    cute.arch.mbarrier_init(storage.norms_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 4)
         # Above the diagonal M and P stay zero.
         thread, _, _ = cute.arch.thread_idx()
@@ -266,7 +264,7 @@ class FusedChunk:
                 cute.arch.setmaxregister_decrease(self.aux_registers)
             which = warp // 4 - self.num_state
             first = rank + 2 * which if cutlass.const_expr(self.paired) else which
-            self.aux_warpgroup(final, storage, live_length, first, which, warp % 4)
+            self.aux_warpgroup(final, storage, scale, live_length, first, which, warp % 4)
         else:
             cute.arch.setmaxregister_decrease(self.copy_registers)
             copier = warp - 4 * (self.num_state + self.num_aux)
@@ -275,10 +273,8 @@ class FusedChunk:
             first = rank if cutlass.const_expr(self.paired) else Int32(0)
             if copier == 1:
                 self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, 0)
-            if copier == 2:
-                self.norm_warp(storage, scale, live_length, first, 0)
             if cutlass.const_expr(self.paired):
-                if copier == 3:
+                if copier == 2:
                     self.hand_over_warp(storage, live_length, rank)
         if cutlass.const_expr(self.paired):
             # The other block may still write to this one's shared memory.
@@ -631,17 +627,18 @@ class FusedChunk:
     # ---- what depends on no state
 
     @cute.jit
-    def aux_warpgroup(self, final, storage, length, first, which, warp):
+    def aux_warpgroup(self, final, storage, scale, length, first, which, warp):
         """Chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of every tile are this warp's; of a lower
         triangular tile it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
-        mma = self.product(CHUNK, False)
-        key_layout = layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages)
-        keys = self.right(mma, storage.k, key_layout)
-        keys_left = self.left(mma, storage.k, key_layout)
-        queries_left = self.left(mma, storage.q, key_layout)
+        mma = self.product(CHUNK, True)
+        keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages))
+        keys_left = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
+        queries_left = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
+        key_words = cute.recast_tensor(keys_left, Int32)
+        query_words = cute.recast_tensor(queries_left, Int32)
         kk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
         qk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
         diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
@@ -655,8 +652,7 @@ class FusedChunk:
         full = storage.full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
-        norms_full = storage.norms_full.data_ptr() + which * 2
-        k_base = storage.k.data_ptr().toint()
+        k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
         lower = storage.lower.data_ptr().toint() + which * TILE_BYTES
         scratch = storage.scratch.data_ptr().toint() + (which * 4 + warp) * SCRATCH_BYTES
         # Where this lane points when its warp's 16 rows of a tile are moved as matrices, and when a block is an operand B.
@@ -685,12 +681,16 @@ class FusedChunk:
                 self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.sync(which)
+            # Left operands in registers: both from shared memory would take all of its bandwidth from the state's products.
+            self.load_rows(k_base + stage * self.key_bytes, key_words, tile_row, unit)
             warpgroup.fence()
-            self.multiply(mma, kk, keys_left[None, None, None, stage], keys[None, None, None, stage], True)
+            self.multiply(mma, kk, keys_left, keys[None, None, None, stage], True)
             warpgroup.commit_group()
+            self.load_rows(q_base + stage * self.key_bytes, query_words, tile_row, unit)
             warpgroup.fence()
-            self.multiply(mma, qk, queries_left[None, None, None, stage], keys[None, None, None, stage], True)
+            self.multiply(mma, qk, queries_left, keys[None, None, None, stage], True)
             warpgroup.commit_group()
+            row_query = self.query_factors(query_words, scale)
             self.probe(final, 8192 + step * 16 + 2, warp, lane)
             warpgroup.wait_group(1)
             self.diagonal_block(kk, diagonal, warp)
@@ -721,8 +721,9 @@ class FusedChunk:
             # the last token before the block, and from there to the column.
             reference = ptx.load_one(rows + CUM * CHUNK * 4 + cutlass.max(warp * 16 - 1, 0) * 4)
             row_decay = (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
-            cute.arch.mbarrier_wait(norms_full + half, half_turn)
-            row_query = self.row_values(rows, QUERY_FACTOR, row0)
+            if pair == 0:
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4, row_query[0])
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4 + 32, row_query[1])
             row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
             warpgroup.wait_group(0)
             self.diagonal_block(qk, diagonal, warp)
@@ -905,11 +906,6 @@ class FusedChunk:
             self.load_gates(g, beta, gates, betas, begin, (step + self.aux_step) * CHUNK, length, head, lane)
 
     @cute.jit
-    def left(self, mma, field, layout):
-        thread = mma.get_slice(0)
-        return mma.make_fragment_A(thread.partition_A(field.get_tensor(layout.outer, swizzle=layout.inner)))
-
-    @cute.jit
     def probe(self, final, slot, warp, lane):
         if cutlass.const_expr(self.probing):
             block, _, _ = cute.arch.block_idx()
@@ -995,34 +991,30 @@ class FusedChunk:
         ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, first, first + logs[1])
         ptx.store_pair(rows + BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])
 
-    @cute.jit
-    def norm_warp(self, storage, scale, length, first, which):
-        """scale / |q| of an auxiliary warpgroup's chunks; a lane has two rows."""
-        lane = cute.arch.lane_idx()
-        full = storage.full.data_ptr()
-        norms_full, gates_free = storage.norms_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
-        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
-            stage, parity = step % self.stages, step // self.stages & 1
-            half = step // self.aux_step % 2
-            half_turn = step // self.aux_step // 2 & 1
-            rows = storage.rows.data_ptr().toint() + (which * 2 + half) * AUX_BYTES
-            tile = storage.q.data_ptr().toint() + stage * self.key_bytes
-            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
-            cute.arch.mbarrier_wait(full + stage, parity)
-            for side in cutlass.range_constexpr(2):
-                row = lane + 32 * side
-                factor = scale
-                if cutlass.const_expr(self.normalize):
-                    sums = [Float32(0.0)] * 4
-                    for i in cutlass.range_constexpr(self.dim // 8):
-                        words = ptx.load_words(layouts.address(tile + i // 8 * TILE_BYTES, row, i % 8))
-                        for j in cutlass.range_constexpr(4):
-                            low, high = ptx.unpack(self.dtype, words[j])
-                            sums[j] = sums[j] + low * low
-                            sums[j] = sums[j] + high * high
-                    factor = cute.math.rsqrt((sums[0] + sums[1]) + (sums[2] + sums[3]) + NORM_EPS) * scale
-                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row * 4, factor)
-            cute.arch.mbarrier_arrive(norms_full + half)
+    def load_rows(self, tile: Any, words: Any, tile_row: Any, unit: Any) -> None:
+        """The warp's 16 rows of Q or K as an operand in registers."""
+        for step in range(self.dim // 16):
+            loaded = ptx.load_matrices(layouts.address(tile + step // 4 * TILE_BYTES, tile_row, step % 4 * 2 + unit), False)
+            for i in range(4):
+                words[4 * step + i] = loaded[i]
+
+    def query_factors(self, words: Any, scale: Any) -> tuple[Any, Any]:
+        """scale / |q| of this lane's two rows, whose columns four lanes share."""
+        if not self.normalize:
+            return scale, scale
+        factors = []
+        for side in range(2):
+            sums = [Float32(0.0)] * 2
+            for step in range(self.dim // 16):
+                for part in range(2):
+                    low, high = ptx.unpack(self.dtype, words[4 * step + side + 2 * part])
+                    sums[part] = sums[part] + low * low
+                    sums[part] = sums[part] + high * high
+            total = sums[0] + sums[1]
+            total = total + cute.arch.shuffle_sync_bfly(total, 1)
+            total = total + cute.arch.shuffle_sync_bfly(total, 2)
+            factors.append(cute.math.rsqrt(total + NORM_EPS) * scale)
+        return factors[0], factors[1]
 
     @cute.jit
     def key_factors(self, diagonal, rows, row, pair, row0):

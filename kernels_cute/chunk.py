@@ -46,7 +46,7 @@ _BARRIER_BYTES = 2048  # of the barriers, and what aligning the tiles may cost
 # (K dim, state warpgroups, auxiliary warpgroups) -> (state, auxiliary, copying) registers a thread. The block's pool is what
 # a thread has at launch times its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = {
-    (128, 1, 1): (240, 216, 48),
+    (128, 1, 1): (240, 224, 40),
     (64, 1, 1): (240, 216, 48),
 }
 
