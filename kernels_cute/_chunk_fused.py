@@ -155,6 +155,7 @@ class FusedChunk:
         class Storage:
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
+            stored: cute.struct.MemRange[Int64, stages]
             ready: cute.struct.MemRange[Int64, BUFFERS]
             taken: cute.struct.MemRange[Int64, BUFFERS]
             gates_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
@@ -168,7 +169,6 @@ class FusedChunk:
             m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile * self.num_aux], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * BUFFERS], 1024]
 
         return Storage
 
@@ -211,7 +211,8 @@ class FusedChunk:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 4 * self.num_state)
+                    cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, WARPGROUP * self.num_state)
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     # Of a pair, block b fills buffer b of both.
                     if cutlass.const_expr(self.paired):
@@ -254,7 +255,7 @@ class FusedChunk:
         if warp < 4 * self.num_state:
             cute.arch.setmaxregister_increase(self.state_registers)
             self.state_warpgroup(
-                storage, out_atom, out_tensor, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+                storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
                 head, piece, read_slot, warp // 4, warp % 4,
             )  # fmt: skip
         elif warp < 4 * (self.num_state + self.num_aux):
@@ -273,8 +274,10 @@ class FusedChunk:
             first = rank if cutlass.const_expr(self.paired) else Int32(0)
             if copier == 1:
                 self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, 0)
+            if copier == 2:
+                self.store_warp(storage, out_atom, out_tensor, out, begin, live_length, head, piece)
             if cutlass.const_expr(self.paired):
-                if copier == 2:
+                if copier == 3:
                     self.hand_over_warp(storage, live_length, rank)
         if cutlass.const_expr(self.paired):
             # The other block may still write to this one's shared memory.
@@ -337,7 +340,7 @@ class FusedChunk:
 
     @cute.jit
     def state_warpgroup(
-        self, storage, out_atom, out_tensor, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+        self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
         head, piece, read_slot, half, warp,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
@@ -366,25 +369,13 @@ class FusedChunk:
         row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
         pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
         column0 = piece * self.columns + half * 64 + warp * 16  # the warp's first V column
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        full = storage.full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         vectors = storage.vectors.data_ptr().toint() + pair * 8
         # Lane l names row l % 8 of matrix l // 8; matrices alternate between the warp's two halves of 8 columns.
         matrix_row = lane % 8 + lane // 16 * 8
         value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
         value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
-        staging = storage.out.data_ptr().toint() + half * (BUFFERS * TILE_BYTES)
-        staging_lane = layouts.address(staging, matrix_row, warp * 2 + lane // 8 % 2)
-        out_layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * BUFFERS)
-        out_tiles = cute.local_tile(
-            cute.domain_offset((begin, 0), out_tensor[None, None, head]), (CHUNK, 64), (None, piece * self.num_state + half)
-        )
-        from_staging, to_out = cpasync.tma_partition(
-            out_atom, 0, cute.make_layout(1),
-            cute.group_modes(storage.out.get_tensor(out_layout.outer, swizzle=out_layout.inner), 0, 2),
-            cute.group_modes(out_tiles, 0, 2),
-        )  # fmt: skip
-
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
@@ -482,39 +473,20 @@ class FusedChunk:
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
             self.probe(final, step * 16 + 8, warp, lane)
             warpgroup.wait_group(1)
-            self.probe(final, step * 16 + 10, warp, lane)
-            cute.arch.sync_warp()
+            # O, turned on its way to shared memory, takes the place of the V that this warp has read.
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
+                ptx.store_matrices(value_lane + (stage * self.value_bytes + i * 16 * layouts.ROW_BYTES), words, True)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
             if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
                 if cutlass.const_expr(self.paired):
                     ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
                 else:
                     cute.arch.mbarrier_arrive(taken + buffer)
-            self.probe(final, step * 16 + 11, warp, lane)
-            # O, turned on its way to shared memory; the copy engine takes it from there.
-            place = buffer * TILE_BYTES
-            for i in cutlass.range_constexpr(CHUNK // 16):
-                words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
-                ptx.store_matrices(staging_lane + (place + i * 16 * layouts.ROW_BYTES), words, True)
-            self.probe(final, step * 16 + 12, warp, lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.probe(final, step * 16 + 13, warp, lane)
-            if warp == 0:
-                # Behind the barrier every warp may write where the chunk before this one has been.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=4 + half, number_of_threads=WARPGROUP)
-            self.probe(final, step * 16 + 14, warp, lane)
-            if valid < CHUNK:
-                self.store_tail(out, staging + place, begin + step * CHUNK, valid, head, column0 - warp * 16, warp * 32 + lane)
-            else:
-                if warp == 0:
-                    cute.copy(out_atom, from_staging[None, half * BUFFERS + buffer], to_out[None, step])
-                    cute.arch.cp_async_bulk_commit_group()
             self.probe(final, step * 16 + 9, warp, lane)
             warpgroup.wait_group(0)
 
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(not self.probing):
             self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
@@ -549,12 +521,37 @@ class FusedChunk:
         return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
 
     @cute.jit
-    def store_tail(self, out, tile, token0, valid, head, column0, thread):
-        """The rows of a chunk that the sequence still has."""
-        for i in cutlass.range(thread, valid * 8, WARPGROUP, unroll=1):
-            row, unit = i // 8, i % 8
-            offset = Int64(token0 + row) * out.stride[0] + Int64(head) * out.stride[1] + (column0 + unit * 8)
-            ptx.store_global_words(out.iterator.toint() + 2 * offset, ptx.load_words(layouts.address(tile, row, unit)))
+    def store_warp(self, storage, out_atom, out_tensor, out, begin, length, head, piece):
+        """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
+        lane = cute.arch.lane_idx()
+        layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * self.stages)
+        shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
+        rows = cute.domain_offset((begin, 0), out_tensor[None, None, head])
+        source, target = cpasync.tma_partition(
+            out_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
+            cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
+        )  # fmt: skip
+        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+            valid = length - step * CHUNK
+            for half in cutlass.range_constexpr(self.num_state):
+                if valid >= CHUNK:
+                    cute.copy(
+                        out_atom, source[None, stage * self.num_state + half], target[None, step, piece * self.num_state + half]
+                    )
+                else:
+                    tile = storage.v.data_ptr().toint() + (stage * self.num_state + half) * TILE_BYTES
+                    column = piece * self.columns + half * 64 + lane % 8 * 8
+                    for row in cutlass.range(lane // 8, valid, 4, unroll=1):
+                        offset = Int64(begin + step * CHUNK + row) * out.stride[0] + Int64(head) * out.stride[1] + column
+                        words = ptx.load_words(layouts.address(tile, row, lane % 8))
+                        ptx.store_global_words(out.iterator.toint() + 2 * offset, words)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
 
     @cute.jit
     def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):

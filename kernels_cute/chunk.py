@@ -42,7 +42,7 @@ _CUTE_DTYPES: dict[str, Any] = {
     "int64": cutlass.Int64,
     "bool": cutlass.Boolean,
 }
-_BARRIER_BYTES = 2048  # of the barriers, and what aligning the tiles may cost
+_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
 # (K dim, state warpgroups, auxiliary warpgroups) -> (state, auxiliary, copying) registers a thread. The block's pool is what
 # a thread has at launch times its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = {
@@ -82,9 +82,9 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     stage = 64 * 2 * (2 * problem.head_k_dim + config.columns)
-    tiles = BUFFERS * (config.m_parts + 1) + config.aux + BUFFERS * (config.columns // 64)
+    tiles = BUFFERS * (config.m_parts + 1) + config.aux
     rows = BUFFERS * VECTOR_BYTES + config.aux * (2 * AUX_BYTES + 4 * SCRATCH_BYTES)
-    return config.stages * stage + tiles * TILE_BYTES + rows + _BARRIER_BYTES
+    return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
@@ -103,7 +103,7 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Narrow blocks until every SM has one; then wide ones, which make M and P once for all columns."""
     parts = 2 if problem.dtype == "bfloat16" else 1
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    return Config(columns=64, aux=1, paired=problem.head_v_dim == 128, stages=3, m_parts=parts)
+    return Config(columns=64, aux=1, paired=problem.head_v_dim == 128, stages=4, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
