@@ -38,6 +38,10 @@ from kernels_cute import _chunk_ptx as ptx
 CHUNK = 64
 WARPGROUP = 128
 BUFFERS = 2
+# Named barriers; 0 is the block's.
+INVERSE_BARRIER = 1
+SCORE_BARRIER = 2
+STATE_BARRIER = 3  # and the next, one per state warpgroup
 TILE_BYTES = CHUNK * layouts.ROW_BYTES  # a 64 x 64 tile of 16-bit elements
 VECTORS = 3  # rows of 64 float32 per buffer:
 STATE_KEY = 0  # exp(c) f: factor of K S
@@ -82,13 +86,10 @@ class FusedChunk:
         has_final: bool,
         has_final_indices: bool,
         num_state: int,
-        num_aux: int,
         paired: bool,
         stages: int,
         parts: int,
-        state_registers: int,
-        aux_registers: int,
-        copy_registers: int,
+        registers: tuple[int, int, int, int],
     ):
         self.heads, self.q_group, self.k_group, self.v_group = heads, q_group, k_group, v_group
         self.dim, self.dtype = dim, dtype
@@ -97,16 +98,16 @@ class FusedChunk:
         self.normalize, self.v_first = normalize, v_first
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
-        self.num_state, self.num_aux, self.stages, self.parts = num_state, num_aux, stages, parts
-        self.state_registers, self.aux_registers, self.copy_registers = state_registers, aux_registers, copy_registers
+        self.num_state, self.stages, self.parts = num_state, stages, parts
+        self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         import os
         self.probing = bool(int(os.environ.get('PROBE','0')))
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.paired = paired
         self.sharers = 2 if paired else 1  # blocks that take from a `taken`
-        self.aux_step = 2 * num_aux if paired else num_aux
-        self.threads = (num_state + num_aux + 1) * WARPGROUP
+        self.aux_step = 2 if paired else 1  # chunks from one of this block's own to the next
+        self.threads = (num_state + 3) * WARPGROUP
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 
@@ -158,17 +159,18 @@ class FusedChunk:
             stored: cute.struct.MemRange[Int64, stages]
             ready: cute.struct.MemRange[Int64, BUFFERS]
             taken: cute.struct.MemRange[Int64, BUFFERS]
-            gates_full: cute.struct.MemRange[Int64, 2 * self.num_aux]
-            gates_free: cute.struct.MemRange[Int64, 2 * self.num_aux]
+            gates_full: cute.struct.MemRange[Int64, 2]
+            factors_full: cute.struct.MemRange[Int64, 2]
+            gates_free: cute.struct.MemRange[Int64, 2]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 2 * AUX_BYTES // 4], 128]
-            scratch: cute.struct.Align[cute.struct.MemRange[Float32, self.num_aux * 4 * SCRATCH_BYTES // 4], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
+            scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
             m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
-            lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile * self.num_aux], 1024]
+            lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
 
         return Storage
 
@@ -218,14 +220,15 @@ class FusedChunk:
                     if cutlass.const_expr(self.paired):
                         count = Int32(1)
                         if rank == buffer:
-                            count = Int32(WARPGROUP)
+                            count = Int32(2 * WARPGROUP)
                         cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
                     else:
-                        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, WARPGROUP)
+                        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, 2 * WARPGROUP)
                     cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
-                for i in cutlass.range_constexpr(2 * self.num_aux):
+                for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
-                    cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 4)
+                    cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
+                    cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
         # Above the diagonal M and P stay zero.
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
@@ -253,27 +256,27 @@ class FusedChunk:
                 live_length = Int32(0)
 
         if warp < 4 * self.num_state:
-            cute.arch.setmaxregister_increase(self.state_registers)
+            self.set_registers(self.state_registers)
             self.state_warpgroup(
                 storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
                 head, piece, read_slot, warp // 4, warp % 4,
             )  # fmt: skip
-        elif warp < 4 * (self.num_state + self.num_aux):
-            if cutlass.const_expr(self.aux_registers * self.threads > 65536):
-                cute.arch.setmaxregister_increase(self.aux_registers)
-            else:
-                cute.arch.setmaxregister_decrease(self.aux_registers)
-            which = warp // 4 - self.num_state
-            first = rank + 2 * which if cutlass.const_expr(self.paired) else which
-            self.aux_warpgroup(final, storage, scale, live_length, first, which, warp % 4)
+        elif warp < 4 * (self.num_state + 1):
+            self.set_registers(self.inverse_registers)
+            first = rank if cutlass.const_expr(self.paired) else Int32(0)
+            self.inverse_warpgroup(final, storage, live_length, first, warp % 4)
+        elif warp < 4 * (self.num_state + 2):
+            self.set_registers(self.score_registers)
+            first = rank if cutlass.const_expr(self.paired) else Int32(0)
+            self.score_warpgroup(final, storage, scale, live_length, first, warp % 4)
         else:
-            cute.arch.setmaxregister_decrease(self.copy_registers)
-            copier = warp - 4 * (self.num_state + self.num_aux)
+            self.set_registers(self.copy_registers)
+            copier = warp % 4
             if copier == 0:
                 self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
-            first = rank if cutlass.const_expr(self.paired) else Int32(0)
             if copier == 1:
-                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first, 0)
+                first = rank if cutlass.const_expr(self.paired) else Int32(0)
+                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first)
             if copier == 2:
                 self.store_warp(storage, out_atom, out_tensor, out, begin, live_length, head, piece)
             if cutlass.const_expr(self.paired):
@@ -283,6 +286,13 @@ class FusedChunk:
             # The other block may still write to this one's shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def set_registers(self, count: int) -> None:
+        """What a thread has at launch is 65536 over the threads, in steps of 8."""
+        if count > 65536 // self.threads // 8 * 8:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
 
     # ---- copies
 
@@ -433,7 +443,7 @@ class FusedChunk:
                     # The block whose turn it was has done this for its own tile alone.
                     self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.barrier(barrier_id=4 + half, number_of_threads=WARPGROUP)
+                    cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
             self.probe(final, step * 16 + 3, warp, lane)
             warpgroup.wait_group(1)
             self.probe(final, step * 16 + 4, warp, lane)
@@ -624,39 +634,30 @@ class FusedChunk:
     # ---- what depends on no state
 
     @cute.jit
-    def aux_warpgroup(self, final, storage, scale, length, first, which, warp):
-        """Chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of every tile are this warp's; of a lower
-        triangular tile it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
+    def inverse_warpgroup(self, final, storage, length, first, warp):
+        """M of chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of a tile are this warp's; of the
+        lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
         mma = self.product(CHUNK, True)
         keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages))
-        keys_left = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
-        queries_left = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
-        key_words = cute.recast_tensor(keys_left, Int32)
-        query_words = cute.recast_tensor(queries_left, Int32)
+        left_operand = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
+        left_words = cute.recast_tensor(left_operand, Int32)
         kk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
-        qk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
         diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
         inverse = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-        gap = cute.make_rmem_tensor(cute.make_layout(8), Float32)  # exp(c_i - c_j) in the diagonal block
-        shrink = cute.make_rmem_tensor(cute.make_layout(12), Float32)  # exp(c_ref - c_j) of the columns left of it
         left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
-        p_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of P and M, to be stored when there is room
-        m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
+        m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of M, to be stored when there is room
         rest_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
-        full = storage.full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
-        gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
-        k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
-        lower = storage.lower.data_ptr().toint() + which * TILE_BYTES
-        scratch = storage.scratch.data_ptr().toint() + (which * 4 + warp) * SCRATCH_BYTES
+        k_base, m_base = storage.k.data_ptr().toint(), storage.m.data_ptr().toint()
+        lower = storage.lower.data_ptr().toint()
+        scratch = storage.scratch.data_ptr().toint() + warp * SCRATCH_BYTES
         # Where this lane points when its warp's 16 rows of a tile are moved as matrices, and when a block is an operand B.
         tile_row = warp * 16 + lane % 16
         matrix_row = lane % 16
         unit = lane // 16
-        m_base, p_base = storage.m.data_ptr().toint(), storage.p.data_ptr().toint()
         lane_column = Float32(lane % BLOCK)
         keeps_diagonal = (row >= 2 * pair, row >= 2 * pair + 1)
         row0 = warp * 16 + row
@@ -667,44 +668,37 @@ class FusedChunk:
             buffer, turn = step % BUFFERS, step // BUFFERS & 1
             half = step // self.aux_step % 2
             half_turn = step // self.aux_step // 2 & 1
-            rows = storage.rows.data_ptr().toint() + (which * 2 + half) * AUX_BYTES
+            rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             valid = length - step * CHUNK
             self.probe(final, 8192 + step * 16 + 0, warp, lane)
-            cute.arch.mbarrier_wait(full + stage, parity)
+            cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
             self.probe(final, 8192 + step * 16 + 1, warp, lane)
             if valid < CHUNK:
                 # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
                 self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                self.sync(which)
-            # Left operands in registers: both from shared memory would take all of its bandwidth from the state's products.
-            self.load_rows(k_base + stage * self.key_bytes, key_words, tile_row, unit)
+                self.sync_inverse()
+            # The left operand in registers: both from shared memory would take all of its bandwidth.
+            self.load_rows(k_base + stage * self.key_bytes, left_words, tile_row, unit)
             warpgroup.fence()
-            self.multiply(mma, kk, keys_left, keys[None, None, None, stage], True)
+            self.multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
             warpgroup.commit_group()
-            self.load_rows(q_base + stage * self.key_bytes, query_words, tile_row, unit)
-            warpgroup.fence()
-            self.multiply(mma, qk, queries_left, keys[None, None, None, stage], True)
-            warpgroup.commit_group()
-            row_query = self.query_factors(query_words, scale)
+            cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
             self.probe(final, 8192 + step * 16 + 2, warp, lane)
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(0)
             self.diagonal_block(kk, diagonal, warp)
             self.key_factors(diagonal, rows, row, pair, row0)
-            cute.arch.mbarrier_wait(gates_full + half, half_turn)
+            cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
             self.probe(final, 8192 + step * 16 + 3, warp, lane)
-            self.sync(which)
+            self.sync_inverse()
             self.probe(final, 8192 + step * 16 + 4, warp, lane)
 
+            # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_cum = self.row_values(rows, CUM, row0)
             row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
-            # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
-            self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
-                              lane_column, lane, row, pair)  # fmt: skip
-            self.probe(final, 8192 + step * 16 + 5, warp, lane)
             for u in cutlass.range_constexpr(3):
                 if u < warp:
                     values = [None] * 8
@@ -713,50 +707,10 @@ class FusedChunk:
                         for i in cutlass.range_constexpr(4):
                             values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
                     self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
-
-            # P. Left of the diagonal block exp(c_i - c_j) is a product of two decays, both at most 1: from the row down to
-            # the last token before the block, and from there to the column.
-            reference = ptx.load_one(rows + CUM * CHUNK * 4 + cutlass.max(warp * 16 - 1, 0) * 4)
-            row_decay = (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
-            if pair == 0:
-                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4, row_query[0])
-                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4 + 32, row_query[1])
-            row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
-            warpgroup.wait_group(0)
-            self.diagonal_block(qk, diagonal, warp)
+            self.probe(final, 8192 + step * 16 + 5, warp, lane)
+            self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
+                              lane_column, lane, row, pair)  # fmt: skip
             self.probe(final, 8192 + step * 16 + 6, warp, lane)
-            self.probe(final, 8192 + step * 16 + 7, warp, lane)
-            for u in cutlass.range_constexpr(3):
-                if u < warp:
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        n = 2 * u + m
-                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
-                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
-                        for odd in cutlass.range_constexpr(2):
-                            shrink[2 * n + odd] = ptx.exp2(reference - cums[odd])
-                            column_part = keys_of[odd] * shrink[2 * n + odd]
-                            for side in cutlass.range_constexpr(2):
-                                values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
-                    self.keep_block(p_words, u, values)
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
-                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
-                for i in cutlass.range_constexpr(4):
-                    side, odd = i // 2, i % 2
-                    place = 4 * m + i
-                    if cutlass.const_expr(m == 1 and side == 0):
-                        gap[place] = Float32(0.0)
-                        values[place] = Float32(0.0)
-                    else:
-                        gap[place] = ptx.exp2(row_cum[side] - cums[odd])
-                        values[place] = diagonal[place] * (row_query[side] * keys_of[odd]) * gap[place]
-                        if cutlass.const_expr(m == side):
-                            gap[place] = self.where(keeps_diagonal[odd], gap[place], Float32(0.0))
-                            values[place] = self.where(keeps_diagonal[odd], values[place], Float32(0.0))
-            self.keep_block(p_words, 3, values)
-            self.probe(final, 8192 + step * 16 + 8, warp, lane)
 
             # M: the diagonal block first, then, with every warp's L and inverted blocks in place, leftwards:
             # A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu.
@@ -766,14 +720,17 @@ class FusedChunk:
                 if warp == w:
                     for i in cutlass.range_constexpr(4):
                         left[4 * w + i] = words[i]
+            self.sync_inverse()
+            self.probe(final, 8192 + step * 16 + 7, warp, lane)
             values = [None] * 8
             for m in cutlass.range_constexpr(2):
                 betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
+                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
                 for i in cutlass.range_constexpr(4):
-                    values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap[4 * m + i])
+                    gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
+                    values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap)
             self.keep_parts(m_words, rest_words, 3, values)
-            self.sync(which)
-            self.probe(final, 8192 + step * 16 + 9, warp, lane)
+            reference, row_decay = self.row_decays(rows, row_cum, warp)
             for back in cutlass.range_constexpr(3):
                 u = 2 - back
                 if u < warp:
@@ -794,36 +751,129 @@ class FusedChunk:
                         left[4 * u + i] = words[i]
                     values = [None] * 8
                     for m in cutlass.range_constexpr(2):
-                        n = 2 * u + m
-                        betas = ptx.load_pair(columns + BETA * CHUNK * 4 + n * 32)
+                        betas = ptx.load_pair(columns + BETA * CHUNK * 4 + (2 * u + m) * 32)
+                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
                         for odd in cutlass.range_constexpr(2):
-                            column_part = betas[odd] * shrink[2 * n + odd]
+                            column_part = betas[odd] * ptx.exp2(reference - cums[odd])
                             for side in cutlass.range_constexpr(2):
                                 place = 4 * m + 2 * side + odd
                                 values[place] = products[place] * (column_part * row_decay[side])
                     self.keep_parts(m_words, rest_words, u, values)
-            self.probe(final, 8192 + step * 16 + 10, warp, lane)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
+            self.probe(final, 8192 + step * 16 + 8, warp, lane)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
-            self.probe(final, 8192 + step * 16 + 11, warp, lane)
+            self.probe(final, 8192 + step * 16 + 9, warp, lane)
             m_tile = m_base + buffer * (self.parts * TILE_BYTES)
-            p_tile = p_base + buffer * TILE_BYTES
-            for u in cutlass.range_constexpr(4):
-                # Blocks are kept by column, the diagonal one last.
-                column = cutlass.min(warp, u) if cutlass.const_expr(u < 3) else warp
-                if cutlass.const_expr(u == 3) or u < warp:
-                    place = layouts.address(0, tile_row, 2 * column + unit)
-                    ptx.store_matrices(m_tile + place, [m_words[4 * u + i] for i in range(4)], False)
-                    if cutlass.const_expr(self.parts == 2):
-                        ptx.store_matrices(m_tile + TILE_BYTES + place, [rest_words[4 * u + i] for i in range(4)], False)
-                    ptx.store_matrices(p_tile + place, [p_words[4 * u + i] for i in range(4)], False)
+            self.store_blocks(m_tile, tile_row, unit, warp, m_words)
+            if cutlass.const_expr(self.parts == 2):
+                self.store_blocks(m_tile + TILE_BYTES, tile_row, unit, warp, rest_words)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(ready + buffer)
+            self.probe(final, 8192 + step * 16 + 10, warp, lane)
+
+    @cute.jit
+    def score_warpgroup(self, final, storage, scale, length, first, warp):
+        """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's."""
+        lane = cute.arch.lane_idx()
+        thread = warp * 32 + lane
+        row, pair = lane // 4, lane % 4
+        mma = self.product(CHUNK, True)
+        keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages))
+        left_operand = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
+        left_words = cute.recast_tensor(left_operand, Int32)
+        qk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
+        diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        p_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
+        ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
+        q_base, p_base = storage.q.data_ptr().toint(), storage.p.data_ptr().toint()
+        tile_row = warp * 16 + lane % 16
+        unit = lane // 16
+        keeps_diagonal = (row >= 2 * pair, row >= 2 * pair + 1)
+        row0 = warp * 16 + row
+
+        num_chunks = (length + (CHUNK - 1)) // CHUNK
+        for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            buffer, turn = step % BUFFERS, step // BUFFERS & 1
+            half = step // self.aux_step % 2
+            half_turn = step // self.aux_step // 2 & 1
+            rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
+            columns = rows + pair * 8
+            cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
+            self.load_rows(q_base + stage * self.key_bytes, left_words, tile_row, unit)
+            warpgroup.fence()
+            # Rows of K past the end may be anything here: they make columns that only rows past the end have.
+            self.multiply(mma, qk, left_operand, keys[None, None, None, stage], True)
+            warpgroup.commit_group()
+            row_query = self.query_factors(left_words, scale)
+            cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
+            if pair == 0:
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4, row_query[0])
+                ptx.store_one(rows + QUERY_FACTOR * CHUNK * 4 + row0 * 4 + 32, row_query[1])
+            warpgroup.wait_group(0)
+            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+            cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
+
+            row_cum = self.row_values(rows, CUM, row0)
+            reference, row_decay = self.row_decays(rows, row_cum, warp)
+            row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
+            self.diagonal_block(qk, diagonal, warp)
+            for u in cutlass.range_constexpr(3):
+                if u < warp:
+                    values = [None] * 8
+                    for m in cutlass.range_constexpr(2):
+                        n = 2 * u + m
+                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
+                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
+                        for odd in cutlass.range_constexpr(2):
+                            column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
+                            for side in cutlass.range_constexpr(2):
+                                values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
+                    self.keep_block(p_words, u, values)
+            values = [None] * 8
+            for m in cutlass.range_constexpr(2):
+                keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
+                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
+                for i in cutlass.range_constexpr(4):
+                    gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
+                    value = diagonal[4 * m + i] * (row_query[i // 2] * keys_of[i % 2]) * gap
+                    if cutlass.const_expr(m == 1 and i < 2):
+                        value = Float32(0.0)
+                    values[4 * m + i] = value
+            self.keep_block(p_words, 3, values)
+            cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
+            self.store_blocks(p_base + buffer * TILE_BYTES, tile_row, unit, warp, p_words)
             if thread < CHUNK:
                 self.publish_vectors(storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES, rows, thread)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(gates_free + half)
+                cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
-            self.probe(final, 8192 + step * 16 + 12, warp, lane)
+
+    def row_decays(self, rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
+        """Left of the diagonal block exp(c_i - c_j) is a product of two decays, both at most 1: from the row down to the last
+        token before the block, and from there to the column. Returns c there and the decays of this lane's two rows."""
+        reference = ptx.load_one(rows + CUM * CHUNK * 4 + cutlass.max(warp * 16 - 1, 0) * 4)
+        return reference, (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
+
+    def gap(self, row_cum: Any, cums: Any, keeps: Any, m: int, i: int) -> Any:
+        """exp(c_i - c_j) in the diagonal block, 0 above the diagonal, for value i of its columns 8 m .."""
+        side, odd = i // 2, i % 2
+        if m == 1 and side == 0:
+            return Float32(0.0)
+        gap = ptx.exp2(row_cum[side] - cums[odd])
+        return self.where(keeps[odd], gap, Float32(0.0)) if m == side else gap
+
+    @cute.jit
+    def store_blocks(self, tile, tile_row, unit, warp, words):
+        """A warp's blocks: number u of words is column block u, the last one the diagonal block."""
+        for u in cutlass.range_constexpr(3):
+            if u < warp:
+                ptx.store_matrices(layouts.address(tile, tile_row, 2 * u + unit), [words[4 * u + i] for i in range(4)], False)
+        ptx.store_matrices(layouts.address(tile, tile_row, 2 * warp + unit), [words[12 + i] for i in range(4)], False)
 
     @cute.jit
     def hand_over_warp(self, storage, length, rank):
@@ -882,8 +932,8 @@ class FusedChunk:
     # ---- gates
 
     @cute.jit
-    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, which):
-        """Cumulative log2 decays and beta of an auxiliary warpgroup's chunks."""
+    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first):
+        """Cumulative log2 decays and beta of the chunks that this block prepares."""
         lane = cute.arch.lane_idx()
         gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -891,12 +941,12 @@ class FusedChunk:
         if cutlass.const_expr(self.raw_gate):
             minus_rate = -cute.math.exp(a_log[head])
             bias = dt_bias[head]
-        gates_full, gates_free = storage.gates_full.data_ptr() + which * 2, storage.gates_free.data_ptr() + which * 2
+        gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
         self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
             half = step // self.aux_step % 2
             half_turn = step // self.aux_step // 2 & 1
-            rows = storage.rows.data_ptr().toint() + (which * 2 + half) * AUX_BYTES
+            rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
             self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
             cute.arch.mbarrier_arrive(gates_full + half)
@@ -912,9 +962,8 @@ class FusedChunk:
                         time = Int32(cute.arch.clock()) & 0xFFFFFF
                         cute.make_tensor(final.iterator + slot, cute.make_layout(1))[0] = Float32(time)
 
-    @cute.jit
-    def sync(self, which):
-        cute.arch.barrier(barrier_id=1 + which, number_of_threads=WARPGROUP)
+    def sync_inverse(self) -> None:
+        cute.arch.barrier(barrier_id=INVERSE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
     def where(self, condition, value, other):

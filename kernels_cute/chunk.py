@@ -43,18 +43,14 @@ _CUTE_DTYPES: dict[str, Any] = {
     "bool": cutlass.Boolean,
 }
 _BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
-# (K dim, state warpgroups, auxiliary warpgroups) -> (state, auxiliary, copying) registers a thread. The block's pool is what
-# a thread has at launch times its threads; with less than this ptxas spills, or serialises the products.
-_REGISTERS = {
-    (128, 1, 1): (240, 224, 40),
-    (64, 1, 1): (240, 216, 48),
-}
+# Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
+# its threads; with less than this ptxas spills, or serialises the products.
+_REGISTERS = (240, 136, 96, 40)
 
 
 @dataclass(frozen=True)
 class Config:
     columns: int  # V columns of a block, 64 per state warpgroup: more blocks with fewer, fewer loads of q, k with more
-    aux: int  # auxiliary warpgroups: 2 keep up with a chain that has the SM to itself
     paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
     stages: int  # chunks of q, k, v in shared memory
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
@@ -82,16 +78,15 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     stage = 64 * 2 * (2 * problem.head_k_dim + config.columns)
-    tiles = BUFFERS * (config.m_parts + 1) + config.aux
-    rows = BUFFERS * VECTOR_BYTES + config.aux * (2 * AUX_BYTES + 4 * SCRATCH_BYTES)
+    tiles = BUFFERS * (config.m_parts + 1) + 1
+    rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
     return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
-        config.columns in (64, 128)
+        config.columns == 64
         and problem.head_v_dim % config.columns == 0
-        and (problem.head_k_dim, config.columns // 64, config.aux) in _REGISTERS
         and (not config.paired or (config.columns == 64 and problem.head_v_dim == 128))
         and config.stages >= 2
         and config.m_parts in (1, 2)
@@ -103,7 +98,7 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Narrow blocks until every SM has one; then wide ones, which make M and P once for all columns."""
     parts = 2 if problem.dtype == "bfloat16" else 1
     narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    return Config(columns=64, aux=1, paired=problem.head_v_dim == 128, stages=4, m_parts=parts)
+    return Config(columns=64, paired=problem.head_v_dim == 128, stages=4, m_parts=parts)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -113,9 +108,8 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     parts = default_config(problem, device).m_parts
-    for (dim, state, aux), paired, stages in product(_REGISTERS, (False, True), (2, 3, 4)):
-        if dim == problem.head_k_dim:
-            yield Config(64 * state, aux, paired, stages, parts)
+    for paired, stages in product((False, True), (2, 3, 4)):
+        yield Config(64, paired, stages, parts)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -128,7 +122,6 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads, num_state = problem.num_state_heads, config.columns // 64
-    state_registers, aux_registers, copy_registers = _REGISTERS[problem.head_k_dim, num_state, config.aux]
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     return FusedChunk(
         heads=heads,
@@ -149,13 +142,10 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         has_final=problem.has_final_state,
         has_final_indices=problem.has_final_indices,
         num_state=num_state,
-        num_aux=config.aux,
         paired=config.paired,
         stages=config.stages,
         parts=config.m_parts,
-        state_registers=state_registers,
-        aux_registers=aux_registers,
-        copy_registers=copy_registers,
+        registers=_REGISTERS,
     )
 
 
