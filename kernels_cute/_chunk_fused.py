@@ -404,25 +404,28 @@ class FusedChunk:
             vector = vectors + buffer * VECTOR_BYTES
             half_steps = dim // 32
             self.probe(final, step * 16 + 0, warp, lane)
+            cute.arch.mbarrier_wait(ready + buffer, turn)
+            # What the next steps need is asked for before the products that keep this warp waiting are issued.
+            values = [
+                ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
+            ]
+            factors = self.load_factors(vector, STATE_KEY)
             warpgroup.fence()
             for i in cutlass.range_constexpr(half_steps):
                 self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
             warpgroup.commit_group()
-            cute.arch.mbarrier_wait(ready + buffer, turn)
             self.probe(final, step * 16 + 1, warp, lane)
 
             # W and M
             for i in cutlass.range_constexpr(CHUNK // 16):
-                words = ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True)
                 for m in cutlass.range_constexpr(2):
                     n = 2 * i + m
-                    factor0, factor1 = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
                     for side in cutlass.range_constexpr(2):
-                        value0, value1 = ptx.unpack(self.dtype, words[2 * m + side])
+                        value0, value1 = ptx.unpack(self.dtype, values[i][2 * m + side])
                         operand_words[2 * n + side] = ptx.pack(
                             self.dtype,
-                            value0 - factor0 * sums[4 * n + 2 * side],
-                            value1 - factor1 * sums[4 * n + 2 * side + 1],
+                            value0 - factors[n][0] * sums[4 * n + 2 * side],
+                            value1 - factors[n][1] * sums[4 * n + 2 * side + 1],
                         )
                 if valid < 16 * (i + 1):
                     self.mask_words(operand_words, i, valid, pair)
@@ -444,6 +447,7 @@ class FusedChunk:
                     self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
+            factors = self.load_factors(vector, KEY_TO_LAST)
             self.probe(final, step * 16 + 3, warp, lane)
             warpgroup.wait_group(1)
             self.probe(final, step * 16 + 4, warp, lane)
@@ -452,10 +456,10 @@ class FusedChunk:
             for i in cutlass.range_constexpr(CHUNK // 16):
                 for m in cutlass.range_constexpr(2):
                     n = 2 * i + m
-                    factor0, factor1 = ptx.load_pair(vector + KEY_TO_LAST * CHUNK * 4 + n * 32)
                     for side in cutlass.range_constexpr(2):
+                        place = 4 * n + 2 * side
                         decayed_words[2 * n + side] = ptx.pack(
-                            self.dtype, new[4 * n + 2 * side] * factor0, new[4 * n + 2 * side + 1] * factor1
+                            self.dtype, new[place] * factors[n][0], new[place + 1] * factors[n][1]
                         )
                 warpgroup.fence()
                 self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
@@ -463,14 +467,14 @@ class FusedChunk:
             self.probe(final, step * 16 + 5, warp, lane)
 
             # O
+            factors = self.load_factors(vector, STATE_QUERY)
             for i in cutlass.range_constexpr(CHUNK // 4):
                 operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
             warpgroup.wait_group(1)
             for n in cutlass.range_constexpr(CHUNK // 8):
-                factor0, factor1 = ptx.load_pair(vector + STATE_QUERY * CHUNK * 4 + n * 32)
                 for side in cutlass.range_constexpr(2):
-                    outputs[4 * n + 2 * side] = outputs[4 * n + 2 * side] * factor0
-                    outputs[4 * n + 2 * side + 1] = outputs[4 * n + 2 * side + 1] * factor1
+                    for odd in cutlass.range_constexpr(2):
+                        outputs[4 * n + 2 * side + odd] = outputs[4 * n + 2 * side + odd] * factors[n][odd]
             warpgroup.fence()
             for i in cutlass.range_constexpr(CHUNK // 16):
                 self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
@@ -500,6 +504,10 @@ class FusedChunk:
         if cutlass.const_expr(not self.probing):
             self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+
+    def load_factors(self, vector: Any, kind: int) -> list[Any]:
+        """A row of vectors, as pairs for the columns of this lane."""
+        return [ptx.load_pair(vector + kind * CHUNK * 4 + n * 32) for n in range(CHUNK // 8)]
 
     @cute.jit
     def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
