@@ -100,8 +100,6 @@ class FusedChunk:
         self.has_final, self.has_final_indices = has_final, has_final_indices
         self.num_state, self.stages, self.parts = num_state, stages, parts
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
-        import os
-        self.probing = bool(int(os.environ.get('PROBE','0')))
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.paired = paired
@@ -129,8 +127,8 @@ class FusedChunk:
         out_atom, out_tensor = cpasync.make_tiled_tma_atom(store, self.tokens(out), tile, (CHUNK, 64))
         sequences = cute.size(bounds, mode=[0]) - 1
         self.kernel(
-            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, indices, mask, final,
-            final_indices, bounds, out, scale, null_slot,
+            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+            indices, mask, final, final_indices, bounds, out, scale, null_slot,
         ).launch(
             grid=(self.slices * self.heads * sequences, 1, 1),
             block=(self.threads, 1, 1),
@@ -264,11 +262,11 @@ class FusedChunk:
         elif warp < 4 * (self.num_state + 1):
             self.set_registers(self.inverse_registers)
             first = rank if cutlass.const_expr(self.paired) else Int32(0)
-            self.inverse_warpgroup(final, storage, live_length, first, warp % 4)
+            self.inverse_warpgroup(storage, live_length, first, warp % 4)
         elif warp < 4 * (self.num_state + 2):
             self.set_registers(self.score_registers)
             first = rank if cutlass.const_expr(self.paired) else Int32(0)
-            self.score_warpgroup(final, storage, scale, live_length, first, warp % 4)
+            self.score_warpgroup(storage, scale, live_length, first, warp % 4)
         else:
             self.set_registers(self.copy_registers)
             copier = warp % 4
@@ -298,15 +296,9 @@ class FusedChunk:
 
     @cute.jit
     def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece):
-        to_q, from_q = self.tiles(
-            storage.q, q_atom, q_tensor, self.dim, begin, head // self.q_group, 0
-        )
-        to_k, from_k = self.tiles(
-            storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0
-        )
-        to_v, from_v = self.tiles(
-            storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece
-        )
+        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0)
+        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
@@ -324,9 +316,7 @@ class FusedChunk:
         shared = field.get_tensor(layout.outer, swizzle=layout.inner)
         rows = cute.domain_offset((begin, 0), tensor[None, None, head])
         chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
-        return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2)
-        )
+        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
     # ---- state
 
@@ -403,7 +393,6 @@ class FusedChunk:
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
             vector = vectors + buffer * VECTOR_BYTES
             half_steps = dim // 32
-            self.probe(final, step * 16 + 0, warp, lane)
             cute.arch.mbarrier_wait(ready + buffer, turn)
             # What the next steps need is asked for before the products that keep this warp waiting are issued.
             values = [
@@ -414,7 +403,6 @@ class FusedChunk:
             for i in cutlass.range_constexpr(half_steps):
                 self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
             warpgroup.commit_group()
-            self.probe(final, step * 16 + 1, warp, lane)
 
             # W and M
             for i in cutlass.range_constexpr(CHUNK // 16):
@@ -434,7 +422,6 @@ class FusedChunk:
                     tile = m_operand[None, None, None, part, buffer]
                     self.multiply_step(by_key, new, operand, tile, i, i == 0 and part == 0)
             warpgroup.commit_group()
-            self.probe(final, step * 16 + 2, warp, lane)
             for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
                 self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
             warpgroup.commit_group()
@@ -448,9 +435,7 @@ class FusedChunk:
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
             factors = self.load_factors(vector, KEY_TO_LAST)
-            self.probe(final, step * 16 + 3, warp, lane)
             warpgroup.wait_group(1)
-            self.probe(final, step * 16 + 4, warp, lane)
 
             # S
             for i in cutlass.range_constexpr(CHUNK // 16):
@@ -464,7 +449,6 @@ class FusedChunk:
                 warpgroup.fence()
                 self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
             warpgroup.commit_group()
-            self.probe(final, step * 16 + 5, warp, lane)
 
             # O
             factors = self.load_factors(vector, STATE_QUERY)
@@ -479,13 +463,10 @@ class FusedChunk:
             for i in cutlass.range_constexpr(CHUNK // 16):
                 self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
             warpgroup.commit_group()
-            self.probe(final, step * 16 + 6, warp, lane)
             if step + 1 < num_chunks:
                 cute.arch.mbarrier_wait(full + following, (step + 1) // self.stages & 1)
             warpgroup.wait_group(1)
-            self.probe(final, step * 16 + 7, warp, lane)
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
-            self.probe(final, step * 16 + 8, warp, lane)
             warpgroup.wait_group(1)
             # O, turned on its way to shared memory, takes the place of the V that this warp has read.
             for i in cutlass.range_constexpr(CHUNK // 16):
@@ -498,11 +479,9 @@ class FusedChunk:
                     ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
                 else:
                     cute.arch.mbarrier_arrive(taken + buffer)
-            self.probe(final, step * 16 + 9, warp, lane)
             warpgroup.wait_group(0)
 
-        if cutlass.const_expr(not self.probing):
-            self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
+        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
 
     def load_factors(self, vector: Any, kind: int) -> list[Any]:
@@ -642,7 +621,7 @@ class FusedChunk:
     # ---- what depends on no state
 
     @cute.jit
-    def inverse_warpgroup(self, final, storage, length, first, warp):
+    def inverse_warpgroup(self, storage, length, first, warp):
         """M of chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of a tile are this warp's; of the
         lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
         lane = cute.arch.lane_idx()
@@ -679,9 +658,7 @@ class FusedChunk:
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             valid = length - step * CHUNK
-            self.probe(final, 8192 + step * 16 + 0, warp, lane)
             cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
-            self.probe(final, 8192 + step * 16 + 1, warp, lane)
             if valid < CHUNK:
                 # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
                 self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
@@ -693,14 +670,11 @@ class FusedChunk:
             self.multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
             warpgroup.commit_group()
             cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
-            self.probe(final, 8192 + step * 16 + 2, warp, lane)
             warpgroup.wait_group(0)
             self.diagonal_block(kk, diagonal, warp)
             self.key_factors(diagonal, rows, row, pair, row0)
             cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
-            self.probe(final, 8192 + step * 16 + 3, warp, lane)
             self.sync_inverse()
-            self.probe(final, 8192 + step * 16 + 4, warp, lane)
 
             # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_cum = self.row_values(rows, CUM, row0)
@@ -715,10 +689,8 @@ class FusedChunk:
                         for i in cutlass.range_constexpr(4):
                             values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
                     self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
-            self.probe(final, 8192 + step * 16 + 5, warp, lane)
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
                               lane_column, lane, row, pair)  # fmt: skip
-            self.probe(final, 8192 + step * 16 + 6, warp, lane)
 
             # M: the diagonal block first, then, with every warp's L and inverted blocks in place, leftwards:
             # A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu.
@@ -729,7 +701,6 @@ class FusedChunk:
                     for i in cutlass.range_constexpr(4):
                         left[4 * w + i] = words[i]
             self.sync_inverse()
-            self.probe(final, 8192 + step * 16 + 7, warp, lane)
             values = [None] * 8
             for m in cutlass.range_constexpr(2):
                 betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
@@ -770,19 +741,16 @@ class FusedChunk:
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
-            self.probe(final, 8192 + step * 16 + 8, warp, lane)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
-            self.probe(final, 8192 + step * 16 + 9, warp, lane)
             m_tile = m_base + buffer * (self.parts * TILE_BYTES)
             self.store_blocks(m_tile, tile_row, unit, warp, m_words)
             if cutlass.const_expr(self.parts == 2):
                 self.store_blocks(m_tile + TILE_BYTES, tile_row, unit, warp, rest_words)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
-            self.probe(final, 8192 + step * 16 + 10, warp, lane)
 
     @cute.jit
-    def score_warpgroup(self, final, storage, scale, length, first, warp):
+    def score_warpgroup(self, storage, scale, length, first, warp):
         """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
@@ -959,16 +927,6 @@ class FusedChunk:
             self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
             cute.arch.mbarrier_arrive(gates_full + half)
             self.load_gates(g, beta, gates, betas, begin, (step + self.aux_step) * CHUNK, length, head, lane)
-
-    @cute.jit
-    def probe(self, final, slot, warp, lane):
-        if cutlass.const_expr(self.probing):
-            block, _, _ = cute.arch.block_idx()
-            if block == 0:
-                if warp == 0:
-                    if lane == 0:
-                        time = Int32(cute.arch.clock()) & 0xFFFFFF
-                        cute.make_tensor(final.iterator + slot, cute.make_layout(1))[0] = Float32(time)
 
     def sync_inverse(self) -> None:
         cute.arch.barrier(barrier_id=INVERSE_BARRIER, number_of_threads=WARPGROUP)

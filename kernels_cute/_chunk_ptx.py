@@ -66,9 +66,7 @@ def store_pair(address: Any, first: Any, second: Any) -> None:
 def store_zeros(address: Any) -> None:
     """16 bytes."""
     zero = Int32(0)
-    cute.arch.inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, zero]
-    )
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, zero])
 
 
 def store_global_words(address: Any, values: Any) -> None:
@@ -89,9 +87,7 @@ def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -
 
 def is_equal(first: Any, second: Any) -> Any:
     """1.0 where two float32 are equal, else 0.0."""
-    return cute.arch.inline_ptx(
-        "set.eq.f32.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[first, second]
-    )
+    return cute.arch.inline_ptx("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[first, second])
 
 
 def exp2(value: Any) -> Any:

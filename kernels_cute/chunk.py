@@ -29,7 +29,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
-from kernels_cute._chunk_fused import AUX_BYTES, BUFFERS, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, FusedChunk
+from kernels_cute._chunk_fused import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, FusedChunk
 
 ENTRY = "gdn_cute_chunk"
 _HEAD_DIMS = (64, 128)
@@ -50,9 +50,8 @@ _REGISTERS = (240, 136, 96, 40)
 
 @dataclass(frozen=True)
 class Config:
-    columns: int  # V columns of a block, 64 per state warpgroup: more blocks with fewer, fewer loads of q, k with more
     paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
-    stages: int  # chunks of q, k, v in shared memory
+    stages: int  # chunks of q, k, v in shared memory: more hide the way from memory through M and P
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
 
 
@@ -77,7 +76,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
-    stage = 64 * 2 * (2 * problem.head_k_dim + config.columns)
+    stage = CHUNK * 2 * (2 * problem.head_k_dim + 64)
     tiles = BUFFERS * (config.m_parts + 1) + 1
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
     return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
@@ -85,9 +84,7 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
-        config.columns == 64
-        and problem.head_v_dim % config.columns == 0
-        and (not config.paired or (config.columns == 64 and problem.head_v_dim == 128))
+        (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
         and config.m_parts in (1, 2)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -95,10 +92,8 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """Narrow blocks until every SM has one; then wide ones, which make M and P once for all columns."""
-    parts = 2 if problem.dtype == "bfloat16" else 1
-    narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    return Config(columns=64, paired=problem.head_v_dim == 128, stages=4, m_parts=parts)
+    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
+    return Config(paired=problem.head_v_dim == 128, stages=4, m_parts=2 if problem.dtype == "bfloat16" else 1)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -109,7 +104,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     parts = default_config(problem, device).m_parts
     for paired, stages in product((False, True), (2, 3, 4)):
-        yield Config(64, paired, stages, parts)
+        yield Config(paired, stages, parts)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -121,7 +116,7 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
-    heads, num_state = problem.num_state_heads, config.columns // 64
+    heads = problem.num_state_heads
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     return FusedChunk(
         heads=heads,
@@ -141,7 +136,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         has_mask=problem.has_mask,
         has_final=problem.has_final_state,
         has_final_indices=problem.has_final_indices,
-        num_state=num_state,
+        num_state=1,
         paired=config.paired,
         stages=config.stages,
         parts=config.m_parts,
@@ -254,9 +249,7 @@ def launch(
     )
 
 
-def _states_without_tokens(
-    problem: ChunkProblem, initial_state: Any, mask: Any, final_state: Any, num_sequences: int
-) -> None:
+def _states_without_tokens(problem: ChunkProblem, initial_state: Any, mask: Any, final_state: Any, num_sequences: int) -> None:
     """A call without tokens leaves a pool alone; new final states are what the sequences start from."""
     if problem.pooled or final_state is None:
         return
