@@ -12,17 +12,25 @@ and all of M, P and the vectors computed here and never written to memory:
     S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c) f) K
     O^T  = exp(c) fq scale O^T + Vn^T P^T
 
-Roles, a warpgroup each: `num_state` state warpgroups own 64 V columns of S^T and run the chain in registers; `num_aux`
-auxiliary warpgroups take chunks in turn and make M, P and the vectors, which depend on no state; one copies. `ready` and
-`taken` have two buffers, chunk % 2.
+Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
+depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. With `paired` the two
+blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
+otherwise a block prepares every chunk itself, buffers in turn.
 
-    barrier        arrivals                                        waits
-    full[stage]    1: the copying thread, with the bytes           state and auxiliary warps
-    empty[stage]   4 * num_state: a lane of each state warp        the copying warp
-    ready[buffer]  128: the auxiliary warpgroup of the chunk       state warps
-    taken[buffer]  4 * num_state                                   the auxiliary warpgroup of the chunk
-    1, 2           named, 128 threads: within auxiliary warpgroup 0, 1
-An auxiliary warpgroup has read K and Q of a stage before its `ready`, and a state warp waits for that before its `empty`.
+    barrier             arrivals                                      waits
+    full[stage]         1: the copying lane, with the bytes           state, inverse, score
+    stored[stage]       128: state, O in the place of V               the storing warp
+    empty[stage]        1: the storing warp, O read                   the copying warp
+    ready[buffer]       256: inverse and score of this block; or      state; the handing warp
+                        1: the other block, with the bytes
+    taken[buffer]       4 a block that takes: a lane of a state warp  inverse, score
+    gates_full[half]    32: the gate warp                             inverse, score
+    factors_full[half]  128: inverse, key factors written             score
+    gates_free[half]    8: a lane of each inverse and score warp      the gate warp
+    named 1, 2, 3       128 threads: within inverse, score, state
+A state warp is done with K, Q and V of a stage, and waits for what inverse and score made of them, before its `stored`.
+`half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free
+has been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
 """
 
 from typing import Any
@@ -48,7 +56,7 @@ STATE_KEY = 0  # exp(c) f: factor of K S
 KEY_TO_LAST = 1  # exp(c_last - c) f: factor of Vn before it enters the state
 STATE_QUERY = 2  # exp(c) fq scale: factor of Q S
 VECTOR_BYTES = (VECTORS + 1) * CHUNK * 4  # the first element of a fourth row is exp(c_last)
-AUX_ROWS = 4  # rows of 64 float32 of an auxiliary warpgroup, twice: cumulative sums, beta, factors of K, factors of Q
+AUX_ROWS = 4  # rows of 64 float32 that inverse and score share, twice: cumulative sums, beta, factors of K, of Q
 CUM, BETA, KEY_FACTOR, QUERY_FACTOR = range(AUX_ROWS)
 AUX_BYTES = AUX_ROWS * CHUNK * 4
 BLOCK = 16  # diagonal blocks of the inverse
@@ -88,6 +96,7 @@ class FusedChunk:
         num_state: int,
         paired: bool,
         stages: int,
+        prefetch: int,
         parts: int,
         registers: tuple[int, int, int, int],
     ):
@@ -98,7 +107,7 @@ class FusedChunk:
         self.normalize, self.v_first = normalize, v_first
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
-        self.num_state, self.stages, self.parts = num_state, stages, parts
+        self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.columns = 64 * num_state
         self.slices = dim // self.columns
@@ -300,7 +309,8 @@ class FusedChunk:
         to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0)
         to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+        num_chunks = (length + (CHUNK - 1)) // CHUNK
+        for step in cutlass.range(num_chunks, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
             with cute.arch.elect_one():
@@ -308,6 +318,11 @@ class FusedChunk:
             cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full + stage)
             cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
             cute.copy(v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
+            if cutlass.const_expr(self.prefetch > 0):
+                if step + self.prefetch < num_chunks:
+                    cute.prefetch(k_atom, from_k[None, step + self.prefetch])
+                    cute.prefetch(q_atom, from_q[None, step + self.prefetch])
+                    cute.prefetch(v_atom, from_v[None, step + self.prefetch])
 
     @cute.jit
     def tiles(self, field, atom, tensor, columns: cutlass.Constexpr, begin, head, piece):
@@ -558,8 +573,7 @@ class FusedChunk:
             if cutlass.const_expr(self.pooled):
                 starts = live_length > 0
             if cutlass.const_expr(self.has_mask):
-                if starts:
-                    starts = cutlass.Boolean(mask[sequence])
+                starts = starts & cutlass.Boolean(mask[sequence])
             if starts:
                 source = self.state_pointer(initial, read_slot, head, row0, pair)
                 for n in cutlass.range_constexpr(self.dim // 8):
@@ -780,7 +794,7 @@ class FusedChunk:
             cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
             self.load_rows(q_base + stage * self.key_bytes, left_words, tile_row, unit)
             warpgroup.fence()
-            # Rows of K past the end may be anything here: they make columns that only rows past the end have.
+            # Rows of K past the end may be anything here: right of the diagonal, or in rows past the end.
             self.multiply(mma, qk, left_operand, keys[None, None, None, stage], True)
             warpgroup.commit_group()
             row_query = self.query_factors(left_words, scale)
@@ -815,8 +829,11 @@ class FusedChunk:
                 for i in cutlass.range_constexpr(4):
                     gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
                     value = diagonal[4 * m + i] * (row_query[i // 2] * keys_of[i % 2]) * gap
+                    # Selected, not multiplied by 0: keys past the end may be NaN, and they stand above the diagonal.
                     if cutlass.const_expr(m == 1 and i < 2):
                         value = Float32(0.0)
+                    if cutlass.const_expr(m == i // 2):
+                        value = self.where(keeps_diagonal[i % 2], value, Float32(0.0))
                     values[4 * m + i] = value
             self.keep_block(p_words, 3, values)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)

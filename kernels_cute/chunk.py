@@ -52,6 +52,7 @@ _REGISTERS = (240, 136, 96, 40)
 class Config:
     paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
     stages: int  # chunks of q, k, v in shared memory: more hide the way from memory through M and P
+    prefetch: int  # chunks ahead of a copy that the L2 cache is asked for; 0 = none
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
 
 
@@ -86,6 +87,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
+        and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
     )
@@ -93,7 +95,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
-    return Config(paired=problem.head_v_dim == 128, stages=4, m_parts=2 if problem.dtype == "bfloat16" else 1)
+    return Config(paired=problem.head_v_dim == 128, stages=4, prefetch=0, m_parts=2 if problem.dtype == "bfloat16" else 1)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -103,8 +105,8 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     parts = default_config(problem, device).m_parts
-    for paired, stages in product((False, True), (2, 3, 4)):
-        yield Config(paired, stages, parts)
+    for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
+        yield Config(paired, stages, prefetch, parts)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -139,6 +141,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         num_state=1,
         paired=config.paired,
         stages=config.stages,
+        prefetch=config.prefetch,
         parts=config.m_parts,
         registers=_REGISTERS,
     )
