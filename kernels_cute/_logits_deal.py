@@ -17,7 +17,7 @@ class Deal:
     """The compile-time side; `lengths`, the clamp `limit` and the number of sequences arrive at launch."""
 
     def __init__(self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int):
-        self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes
+        self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes  # tile_rows is a power of two
         self.next_n, self.per_draft_lengths = next_n, per_draft_lengths
         self.blocks = blocks  # of one wave
 
@@ -51,7 +51,7 @@ class Deal:
 
     @cute.jit
     def tiles(self, length):
-        return (length + (self.tile_rows - 1)) // self.tile_rows
+        return (length + (self.tile_rows - 1)) >> (self.tile_rows.bit_length() - 1)
 
     @cute.jit
     def first_work(self, lengths, limit, jobs, waves, least: cutlass.Constexpr):

@@ -95,6 +95,7 @@ class PagedLogits:
         self.registers = REGISTERS[math_warpgroups, blocks_per_sm]
         self.tile = KEY_ROWS * math_warpgroups
         self.piece = gcd(page_size, self.tile)
+        self.piece_bits = self.piece.bit_length() - 1  # a power of two, as the tile is
         self.pieces = self.tile // self.piece
         self.tiles_per_load = 32 // self.pieces  # tiles whose pages one warp-wide load of the block table covers
         self.query_bytes = self.columns * head_dim * self.dtype.width // 8
@@ -111,7 +112,7 @@ class PagedLogits:
         q_view = cute.make_tensor(
             q.iterator,
             cute.make_layout(
-                (run, cute.size(q, mode=[1]), heads // run, dim, cute.size(q, mode=[0])),
+                (run, self.next_n, heads // run, dim, cute.size(q, mode=[0])),
                 stride=(dim, heads * dim, run * dim, 1, self.next_n * heads * dim),
             ),
         )
@@ -287,7 +288,7 @@ class PagedLogits:
                         page = ahead
                         ahead = self.page_numbers(line, key + self.tiles_per_load * self.tile, length, lane)
                     # Pieces beyond the last key are left out: no table entry stands for them, and no score is stored.
-                    pieces = cutlass.min((length - key + (self.piece - 1)) // self.piece, self.pieces)
+                    pieces = cutlass.min((length - key + (self.piece - 1)) >> self.piece_bits, self.pieces)
                     cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, pieces * self.piece_bytes)
@@ -296,7 +297,7 @@ class PagedLogits:
                         row = (key + piece * self.piece) % self.page_size
                         cute.copy(
                             key_atom,
-                            from_keys[None, row // self.piece, piece_page],
+                            from_keys[None, row >> self.piece_bits, piece_page],
                             to_keys[None, piece, key_stage],
                             tma_bar_ptr=keys_full + key_stage,
                         )

@@ -109,7 +109,9 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
     held = columns // 2 + (columns // 4 if problem.weights_dtype else 0) + SPARE_REGISTERS
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
     room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
-    return held <= registers.math and _shared_bytes(problem, config) <= room
+    # The assembler measures a wgmma's accumulators against the registers at launch, all else against those of math threads.
+    accumulates = columns // 2 + SPARE_REGISTERS <= registers.launch
+    return accumulates and held <= registers.math and _shared_bytes(problem, config) <= room
 
 
 def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
