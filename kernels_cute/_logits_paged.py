@@ -302,7 +302,8 @@ class PagedLogits:
                             tma_bar_ptr=keys_full + key_stage,
                         )
                         if cutlass.const_expr(self.has_k_scale):
-                            source = cache.iterator + (Int64(piece_page) * cache.stride[0] + (self.page_size * self.head_dim + row * 4))
+                            in_page = self.page_size * self.head_dim + row * 4
+                            source = cache.iterator + (Int64(piece_page) * cache.stride[0] + in_page)
                             with cute.arch.elect_one():
                                 copy_bulk(
                                     (scales_at + (key_stage * self.tile + piece * self.piece)).toint(),
