@@ -14,6 +14,9 @@ published; row -1 ends the list.
     queries_free   one lane of each math warp, item done               warps 0 and 1
     keys_full       1: warp 0, with the bytes                          math warps
     keys_free      one lane of each math warp, products done           warp 0
+    turn 0 / 1     named, 256 threads: the other warpgroup arrives, this one waits, before it issues a tile
+Turns are taken only where two warpgroups have so many columns that products and sums must not both run in step; both meet
+the same tiles, so turns alternate strictly. Warpgroup 1 hands out the first, warpgroup 0 takes the last.
 """
 
 from dataclasses import dataclass
@@ -34,6 +37,8 @@ QUERY_STAGES = 2
 FILL_WARP = 2  # first of the two warps that write -inf
 LEAST_TILES = 4  # of a block, below which later waves are left out
 END_OF_LIST = -1
+TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free
+TURN_COLUMNS = 160  # from here on the sums of a tile take about as long as a tile's bytes
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class PagedLogits:
         self.query_bytes = self.columns * head_dim * self.dtype.width // 8
         self.piece_bytes = self.piece * (head_dim * self.dtype.width // 8 + 4 * has_k_scale)
         self.k_steps = head_dim * self.dtype.width // 256
+        self.turns = math_warpgroups == 2 and self.columns >= TURN_COLUMNS
         self.deal = Deal(self.tile, self.drafts, passes, next_n, per_draft_lengths, self.blocks)
 
     # ---- host
@@ -422,6 +428,10 @@ class PagedLogits:
         if cutlass.const_expr(lanes > 1):
             store_lane = key_lane + lane % 2 * 8
 
+        if cutlass.const_expr(self.turns):
+            if half == 1:
+                self.pass_turn(0)
+
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(queries_full + stage, parity)
         row0 = s_items[4 * stage]
@@ -441,6 +451,8 @@ class PagedLogits:
             for step in cutlass.range(tiles, unroll=1):
                 key = first + step * self.tile + store_lane
                 cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
+                if cutlass.const_expr(self.turns):
+                    cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
                 warpgroup.fence()
                 for k_step in cutlass.range_constexpr(self.k_steps):
                     mma.set(warpgroup.Field.ACCUMULATE, k_step != 0)
@@ -451,12 +463,16 @@ class PagedLogits:
                         queries_operand[None, None, k_step, stage],
                         products,
                     )
-                warpgroup.commit_group()
+                    if cutlass.const_expr(self.turns or k_step == self.k_steps - 1):
+                        warpgroup.commit_group()
                 factor = cute.make_rmem_tensor(cute.make_layout(2 if lanes == 1 else 1), Float32)
                 for side in cutlass.range_constexpr(cute.size(factor)):
                     factor[side] = scale
                     if cutlass.const_expr(self.has_k_scale):
                         factor[side] = scale * s_scales[key_stage * self.tile + store_lane + 8 * side]
+                if cutlass.const_expr(self.turns):
+                    warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
+                    self.pass_turn(1 - half)
                 warpgroup.wait_group(0)
                 cute.arch.sync_warp()  # every lane's scales are read
                 if lane == 0:
@@ -477,6 +493,13 @@ class PagedLogits:
             stage, parity = self.advance(stage, parity, QUERY_STAGES)
             cute.arch.mbarrier_wait(queries_full + stage, parity)
             row0 = s_items[4 * stage]
+        if cutlass.const_expr(self.turns):
+            if half == 0:
+                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self, half):
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def head_sums(self, products, held, group: cutlass.Constexpr):

@@ -29,7 +29,7 @@ MAX_HEADS = 64
 HEAD_DIMS = (64, 128)
 MAX_COLUMNS = 256  # of one instruction
 SPARE_REGISTERS = 32  # of a math thread, beside accumulators and weights
-MIN_TILES = 6  # of a block: fewer are not worth its start
+MIN_TILES = 8  # of a block: fewer are not worth its start
 DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
     "bfloat16": cutlass.BFloat16,
@@ -129,7 +129,7 @@ def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(device: DeviceSpec) -> Iterator[Config]:
-    for (groups, blocks), stages, waves in product(REGISTERS, (12, 10, 8, 6, 4, 3), (1, 3, 5, 6)):
+    for (groups, blocks), stages, waves in product(REGISTERS, (12, 10, 7, 5, 3), (1, 5, 7)):
         yield Config(groups, blocks, stages, waves, device.num_sms)
 
 
