@@ -54,10 +54,31 @@ class Deal:
         return (length + (self.tile_rows - 1)) >> (self.tile_rows.bit_length() - 1)
 
     @cute.jit
+    def run(self, total, waves):
+        """(first tile, tiles) of this block, of a line of `total` (Int64) tiles."""
+        block, _, _ = cute.arch.block_idx()
+        wave, place = block // self.blocks, block % self.blocks
+        start, count = Int32(0), Int32(0)
+        if wave < waves:
+            share = Int32(1)  # in units of a last block; all blocks hold blocks << (waves - 1) units
+            if wave < waves - 1:
+                share = Int32(1) << (waves - 2 - wave)
+            unit = self.blocks * ((Int32(1) << (waves - 1)) - (Int32(1) << (waves - 1 - wave))) + place * share
+            start = Int32((total * unit >> (waves - 1)) // self.blocks)
+            count = Int32((total * (unit + share) >> (waves - 1)) // self.blocks) - start
+        return start, count
+
+    @cute.jit
+    def likely_first(self, limit, jobs, waves):
+        """(job, tile) where this block's run starts if every sequence is as long as it can be. For prefetches only."""
+        tiles_each = cutlass.max(self.tiles(limit), 1)
+        start, _ = self.run(Int64(jobs) * tiles_each, waves)
+        return cutlass.min(start // tiles_each, jobs - 1), start % tiles_each
+
+    @cute.jit
     def first_work(self, lengths, limit, jobs, waves, least: cutlass.Constexpr):
         """(job, tile, tiles): where this block's run starts and how long it is. Of a whole warp; all lanes return the same."""
         lane = cute.arch.lane_idx()
-        block, _, _ = cute.arch.block_idx()
         own = Int32(0)
         for base in cutlass.range(lane, jobs, 32 * JOBS_AT_ONCE, unroll=1):
             for part in cutlass.range_constexpr(JOBS_AT_ONCE):
@@ -67,15 +88,7 @@ class Deal:
         # Shorter sequences than the grid was made for: fewer waves, and the rest of the blocks stay idle.
         while waves > 1 and (total >> (waves - 1)) < least * self.blocks:
             waves = waves - 1
-        wave, place = block // self.blocks, block % self.blocks
-        start, count = Int32(0), Int32(0)
-        if wave < waves:
-            share = Int32(1)  # in units of a last block; all blocks hold blocks << (waves - 1) units
-            if wave < waves - 1:
-                share = Int32(1) << (waves - 2 - wave)
-            unit = self.blocks * ((Int32(1) << (waves - 1)) - (Int32(1) << (waves - 1 - wave))) + place * share
-            start = Int32((Int64(total) * unit >> (waves - 1)) // self.blocks)
-            count = Int32((Int64(total) * (unit + share) >> (waves - 1)) // self.blocks) - start
+        start, count = self.run(Int64(total), waves)
 
         job, tile = Int32(0), Int32(0)
         if count > 0:

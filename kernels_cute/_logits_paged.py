@@ -4,7 +4,8 @@ A block streams the key tiles of its run (_logits_deal.py) through a ring; a til
 gcd(page_size, tile) keys, each a box of the copy engine, its scales a plain bulk copy (whose place needs 16 bytes only).
 
 Warps of the first warpgroup: 0 copies (queries once an item, keys through the ring), 1 publishes the item (lengths and
-weights in float32), 2 and 3 write -inf beyond every row's length. The other warpgroups multiply and write the scores.
+weights in float32), 2 prefetches the block's likely first table entries, 2 and 3 write -inf beyond every row's length. The
+other warpgroups multiply and write the scores.
 
 An item is a run of tiles of one job. Warps 0 and 1 derive the same items from the same lengths; the others only see what is
 published; row -1 ends the list.
@@ -29,7 +30,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _logits_layouts as layouts
 from kernels_cute._logits_deal import Deal
-from kernels_cute._logits_ptx import copy_bulk, store_between
+from kernels_cute._logits_ptx import copy_bulk, prefetch, store_between
 
 KEY_ROWS = 64  # of a math warpgroup in a tile: M of wgmma
 WARPGROUP = 128
@@ -232,12 +233,23 @@ class PagedLogits:
                 )
             if warp == 1:
                 self.publish_warp(storage, weights, lengths, limit, waves, batch)
+            if warp == FILL_WARP:
+                self.prefetch_pages(tables, limit, waves, batch)
             if cutlass.const_expr(self.clean):
                 if warp >= FILL_WARP:
                     self.fill_warp(lengths, out, limit, batch, warp - FILL_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers.math)
             self.math_warpgroup(storage, out, scale, mma, warp // 4 - 1, warp % 4)
+
+    @cute.jit
+    def prefetch_pages(self, tables, limit, waves, batch):
+        """Table entries of this block's first keys, if sequences are as long as they can be. Lengths, table entries and keys
+        come from memory one after the other, which is most of a short launch: here two of them travel together."""
+        lane = cute.arch.lane_idx()
+        job, tile = self.deal.likely_first(limit, batch * self.passes, waves)
+        page = cutlass.min((tile * self.tile + lane * self.piece) // self.page_size, cute.size(tables, mode=[1]) - 1)
+        prefetch(tables.iterator + Int64(job // self.passes) * tables.stride[0] + page)
 
     @cute.jit
     def copy_warp(self, storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch):

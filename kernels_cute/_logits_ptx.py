@@ -28,3 +28,8 @@ def copy_bulk(place: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[place, source, num_bytes, barrier],
     )
+
+
+def prefetch(place: Any) -> None:
+    """Asks for the line of a global address; nothing waits for it."""
+    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[place])
