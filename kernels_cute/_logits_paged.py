@@ -144,7 +144,7 @@ class PagedLogits:
             grid=(self.blocks * waves, 1, 1),
             block=(self.num_threads, 1, 1),
             min_blocks_per_mp=self.blocks_per_sm,
-            preferred_smem_carveout=100,  # in percent; left to the DSL, it would ask the device while compiling
+            preferred_smem_carveout=100,  # given so that the DSL does not ask a device for it while compiling
             stream=stream,
         )  # fmt: skip
 
