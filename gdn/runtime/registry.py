@@ -65,7 +65,7 @@ _OPERATORS = (
     Operator(
         "paged_mqa_logits",
         ("paged_mqa_logits", "fp8_paged_mqa_logits"),
-        _modules("paged_mqa_logits", "tilelang"),
+        _modules("paged_mqa_logits", "tilelang", "cute"),
         (_DECODE_INDEXER,),
     ),
     Operator("topk", ("topk_indices",)),
