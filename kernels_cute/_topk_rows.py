@@ -1,0 +1,438 @@
+"""The top-k kernel: a block a row, a radix select on the float bits, indices in order from a bitmap of the row.
+
+    1 histogram   the row is read once; a key's upper 12 bits are counted, and its upper 16 kept in shared memory where the
+                  row fits. After a quarter of the row the counts already bound the answer from below: what lies under the
+                  bound is not counted any more, so that the bulk of a row does not queue for its bins.
+    2 levels      only where the bin of the k-th score holds more entries than the list: read again and count 10 bits more,
+                  10 more, and among equal scores their index. Without heavy ties this does not happen.
+    3 mark        a bit per column that is above the bin; the columns inside it go to the list, in any order.
+    4 refine      the list is narrowed by 10 bits of the score, 10, then 11 of the index and 11, until all of it that is
+                  left is wanted; those set their bits.
+    5 write       the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
+
+What the order of arrival decides (places in the list) no result depends on; bits and counts are integers.
+Columns are counted from the last multiple of four elements at or before the row's range, so that four are one access.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from kernels_cute import _topk_ptx as ptx
+
+BINS = 4096  # of the first digit: sign, exponent, three bits of the mantissa
+DIGITS = 2048  # of every later one
+FIRST_SHIFT = 20
+LEAST_KEY = 0x00800000  # of a score that may be selected: below stand NaN and -inf
+INDEX_BITS = 11  # of a digit of the index; two of them number the columns
+MOST_COLUMNS = 1 << (2 * INDEX_BITS - 1)
+NO_INDEX = 2**31 - 1
+SPARE_QUADS = 8  # columns before the range, and the rest of the bitmap's last word
+
+
+class TopkRows:
+    """Everything here is known at compile time; sizes, strides, ranges and k arrive at launch."""
+
+    def __init__(
+        self,
+        is_float32: bool,
+        has_starts: bool,
+        has_ends: bool,
+        by_score: bool,
+        threads: int,
+        unroll: int,
+        blocks_per_sm: int,
+        kept_columns: int,
+        list_entries: int,
+        max_columns: int,
+    ):
+        self.is_float32, self.element_bytes = is_float32, 4 if is_float32 else 2
+        self.has_starts, self.has_ends, self.by_score = has_starts, has_ends, by_score
+        self.threads, self.unroll, self.blocks_per_sm = threads, unroll, blocks_per_sm
+        self.warps = threads // 32
+        self.kept_quads = kept_columns // 4 + SPARE_QUADS if kept_columns else 0
+        self.list_entries = list_entries
+        self.bitmap_words = max_columns // 32 + SPARE_QUADS // 8 + 1
+
+    # ---- host
+
+    @cute.jit
+    def launch(self, logits, starts, ends, out, stream):
+        self.kernel(logits, starts, ends, out).launch(
+            grid=(cute.size(logits, mode=[0]), 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,  # percent; without a value the DSL asks a device for its limit
+            stream=stream,
+        )
+
+    def storage_type(self):
+        @cute.struct
+        class Storage:
+            kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(2 * self.kept_quads, 2)], 16]
+            bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS], 16]
+            bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
+            keys: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]
+            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]
+            warp_sums: cute.struct.MemRange[Int32, 32]
+            found: cute.struct.MemRange[Int32, 4]
+            tickets: cute.struct.MemRange[Int32, 4]
+
+        return Storage
+
+    # ---- device
+
+    @cute.kernel
+    def kernel(self, logits: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
+        s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
+        k = Int32(out.shape[1])
+
+        first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]))
+        address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
+        lead = Int32(address & (4 * self.element_bytes - 1)) // self.element_bytes
+        base = address - lead * self.element_bytes
+        stop = lead + (end - first)  # the row is columns [lead, stop) of base
+        words = (stop + 31) // 32
+
+        for i in cutlass.range_constexpr(BINS // self.threads):
+            s_bins[i * self.threads + thread] = Int32(0)
+        if thread == 0:
+            storage.tickets.data_ptr()[0] = Int32(0)
+        cute.arch.sync_threads()
+
+        # Scores in [lower, upper) are undecided, `count` of them, and `left` are to be selected; above, all are.
+        lower, upper = Uint32(LEAST_KEY), Uint32(LEAST_KEY)
+        tie_low, tie_high = Int32(0), Int32(NO_INDEX)  # undecided among equal scores; below tie_low, all are selected
+        left, count = Int32(0), Int32(0)
+        is_kept = Int32(0)
+        if stop - lead > k:
+            if cutlass.const_expr(self.kept_quads > 0):
+                is_kept = ptx.as_int(words * 8 <= self.kept_quads)
+            floor = Uint32(LEAST_KEY)
+            split = words
+            if stop - lead >= 4 * k:
+                split = words // 4
+            self.count_first(storage, base, lead, stop, thread, Int32(0), split * 8, floor, is_kept)
+            cute.arch.sync_threads()
+            if split < words:
+                floor_bin, _, _, seen = self.find(storage, thread, BINS, k, False)
+                if seen >= k:
+                    floor = Uint32(floor_bin) << FIRST_SHIFT
+                self.count_first(storage, base, lead, stop, thread, split * 8, words * 8, floor, is_kept)
+                cute.arch.sync_threads()
+            bin, bin_left, bin_count, total = self.find(storage, thread, BINS, k, True)
+            if total > k:
+                lower = Uint32(bin) << FIRST_SHIFT
+                upper = lower + (1 << FIRST_SHIFT)
+                left, count = bin_left, bin_count
+            if count > self.list_entries:
+                # Too many for the list.
+                for level in cutlass.range(3, unroll=1):
+                    if count > self.list_entries and left != count:
+                        is_kept = Int32(0)
+                        self.count_again(storage, base, lead, stop, thread, words * 8, level, lower, upper)
+                        cute.arch.sync_threads()
+                        bin, left, count, _ = self.find(storage, thread, DIGITS, left, True)
+                        lower, upper, tie_low, tie_high = self.narrow(level, bin, lower, upper, tie_low, tie_high)
+            if left == count:
+                # The whole interval is selected: nothing is undecided.
+                if tie_high == NO_INDEX:
+                    upper = lower
+                tie_low = tie_high
+        self.mark(storage, base, lead, stop, thread, words * 8, is_kept, lower, upper, tie_low, tie_high)
+        cute.arch.sync_threads()
+        if left != count:
+            self.refine(storage, base, thread, lower, upper, tie_low, tie_high, left, count)
+            cute.arch.sync_threads()
+        self.write(storage, base, out, row, lead, words, thread, k)
+
+    @cute.jit
+    def row_range(self, starts, ends, row, columns):
+        """[first, end) of a row's columns, clamped; first = end where it is empty."""
+        first, end = Int32(0), columns
+        if cutlass.const_expr(self.has_starts):
+            # Clamped before it is narrowed: an int64 may hold anything.
+            first = self.clamped(starts[row], columns)
+        if cutlass.const_expr(self.has_ends):
+            end = self.clamped(ends[row], columns)
+        return first, cutlass.max(first, end)
+
+    @cute.jit
+    def clamped(self, bound, columns):
+        wide = Int64(bound)
+        if wide < 0:
+            wide = Int64(0)
+        if wide > Int64(columns):
+            wide = Int64(columns)
+        return Int32(wide)
+
+    @cute.jit
+    def load_keys(self, base, lead, stop, quad, keys: cute.Tensor, at: cutlass.Constexpr):
+        """keys[at : at + 4] = raw bits of columns 4 * quad and on, NaN outside of the row."""
+        column = quad * 4
+        address = base + Int64(column) * self.element_bytes
+        is_whole = column >= lead and column + 4 <= stop
+        a, b, c, d = ptx.load_quad(self.is_float32, address, ptx.as_int(is_whole))
+        keys[at], keys[at + 1], keys[at + 2], keys[at + 3] = a, b, c, d
+
+    @cute.jit
+    def finish_keys(self, base, lead, stop, quad, keys: cute.Tensor, at: cutlass.Constexpr):
+        """Raw bits to keys; the two quads that the ends of the row cut are read here, element by element."""
+        column = quad * 4
+        if column < stop and (column < lead or column + 4 > stop):
+            for j in cutlass.range_constexpr(4):
+                is_inside = column + j >= lead and column + j < stop
+                address = base + Int64(column + j) * self.element_bytes
+                keys[at + j] = ptx.load_one(self.is_float32, address, ptx.as_int(is_inside))
+        for j in cutlass.range_constexpr(4):
+            keys[at + j] = ptx.key_of(keys[at + j])
+
+    @cute.jit
+    def count_first(self, storage, base, lead, stop, thread, first_quad, end_quad, floor, is_kept):
+        """Counts the first digit of keys from `floor` on, and keeps the keys' upper halves."""
+        bins = storage.bins.data_ptr().toint()
+        kept = storage.kept.data_ptr().toint()
+        keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
+        for start in cutlass.range(first_quad + thread, end_quad, self.threads * self.unroll, unroll=1):
+            for u in cutlass.range_constexpr(self.unroll):
+                self.load_keys(base, lead, stop, start + u * self.threads, keys, 4 * u)
+            for u in cutlass.range_constexpr(self.unroll):
+                quad = start + u * self.threads
+                self.finish_keys(base, lead, stop, quad, keys, 4 * u)
+                if quad < end_quad:
+                    for j in cutlass.range_constexpr(4):
+                        key = keys[4 * u + j]
+                        ptx.count_from(bins + Int32((key >> (FIRST_SHIFT - 2)) & (4 * BINS - 4)), key, floor)
+                    if cutlass.const_expr(self.kept_quads > 0):
+                        if is_kept != 0:
+                            ptx.store_pair(
+                                kept + quad * 8,
+                                ptx.top_halves(keys[4 * u], keys[4 * u + 1]),
+                                ptx.top_halves(keys[4 * u + 2], keys[4 * u + 3]),
+                            )
+
+    @cute.jit
+    def digit(self, step, key, column):
+        """The digit that a step looks at, larger for what is selected first: score bits 10-19, 0-9, index bits 11-21, 0-10."""
+        value = Int32((key >> 10) & 1023)
+        if step == 1:
+            value = Int32(key & 1023)
+        if step == 2:
+            value = (DIGITS - 1) - (column >> INDEX_BITS)
+        if step == 3:
+            value = (DIGITS - 1) - (column & (DIGITS - 1))
+        return value
+
+    @cute.jit
+    def narrow(self, step, bin, lower, upper, tie_low, tie_high):
+        """The undecided interval after a step whose digit was found to be `bin`."""
+        if step == 0:
+            lower = (lower & Uint32(0xFFF00000)) | (Uint32(bin) << 10)
+            upper = lower + 1024
+        if step == 1:
+            lower = (lower & Uint32(0xFFFFFC00)) | Uint32(bin)
+            upper = lower + 1
+        if step == 2:
+            tie_low = ((DIGITS - 1) - bin) << INDEX_BITS
+            tie_high = tie_low + DIGITS
+        if step == 3:
+            tie_low = (tie_low & ~Int32(DIGITS - 1)) + ((DIGITS - 1) - bin)
+            tie_high = tie_low + 1
+        return lower, upper, tie_low, tie_high
+
+    @cute.jit
+    def count_again(self, storage, base, lead, stop, thread, end_quad, level, lower, upper):
+        """Counts the level's digit of the undecided columns, from memory."""
+        bins = storage.bins.data_ptr().toint()
+        keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
+        for start in cutlass.range(thread, end_quad, self.threads * self.unroll, unroll=1):
+            for u in cutlass.range_constexpr(self.unroll):
+                self.load_keys(base, lead, stop, start + u * self.threads, keys, 4 * u)
+            for u in cutlass.range_constexpr(self.unroll):
+                quad = start + u * self.threads
+                self.finish_keys(base, lead, stop, quad, keys, 4 * u)
+                for j in cutlass.range_constexpr(4):
+                    key = keys[4 * u + j]
+                    if key < upper:
+                        ptx.count_from(bins + 4 * self.digit(level, key, 4 * quad + j), key, lower)
+
+    @cute.jit
+    def mark(self, storage, base, lead, stop, thread, end_quad, is_kept, lower, upper, tie_low, tie_high):
+        """Sets the bits of what is selected for certain, and lists what is undecided."""
+        kept = storage.kept.data_ptr().toint()
+        bitmap = storage.bitmap.data_ptr().toint()
+        tickets = storage.tickets.data_ptr().toint()
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
+        # All lanes of a warp take part in the exchange of bits, so the trip count is the block's.
+        for start in cutlass.range(0, end_quad, self.threads * self.unroll, unroll=1):
+            if is_kept != 0:
+                for u in cutlass.range_constexpr(self.unroll):
+                    quad = start + u * self.threads + thread
+                    # The first digit decides here, and the upper half holds all of it.
+                    near = cutlass.min(quad, end_quad - 1)
+                    a, b = ptx.load_pair(kept + near * 8)
+                    keys[4 * u], keys[4 * u + 1] = a << 16, a
+                    keys[4 * u + 2], keys[4 * u + 3] = b << 16, b
+            else:
+                for u in cutlass.range_constexpr(self.unroll):
+                    self.load_keys(base, lead, stop, start + u * self.threads + thread, keys, 4 * u)
+                for u in cutlass.range_constexpr(self.unroll):
+                    self.finish_keys(base, lead, stop, start + u * self.threads + thread, keys, 4 * u)
+            for u in cutlass.range_constexpr(self.unroll):
+                quad = start + u * self.threads + thread
+                bits = Int32(0)
+                for j in cutlass.range_constexpr(4):
+                    key = keys[4 * u + j]
+                    if key >= upper:
+                        bits = bits | (1 << j)
+                    elif key >= lower:
+                        column = 4 * quad + j
+                        if column < tie_low:
+                            bits = bits | (1 << j)
+                        elif column < tie_high and quad < end_quad:
+                            s_columns[ptx.take_ticket(tickets)] = column
+                other = cute.arch.shuffle_sync_bfly(bits, offset=1)
+                if quad % 2 == 0 and quad < end_quad:
+                    ptx.store_byte(bitmap + quad // 2, bits | (other << 4))
+
+    @cute.jit
+    def refine(self, storage, base, thread, lower, upper, tie_low, tie_high, left, count):
+        """Decides the columns of the list and sets the bits of those that are selected."""
+        bins = storage.bins.data_ptr().toint()
+        bitmap = storage.bitmap.data_ptr().toint()
+        s_keys = storage.keys.get_tensor(cute.make_layout(self.list_entries))
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        listed = count
+        for i in cutlass.range(thread, listed, self.threads, unroll=1):
+            address = base + Int64(s_columns[i]) * self.element_bytes
+            s_keys[i] = ptx.key_of(ptx.load_one(self.is_float32, address, Int32(1)))
+        # Every entry is read by the thread that wrote its key.
+        for step in cutlass.range(4, unroll=1):
+            if left != count:
+                for i in cutlass.range(thread, listed, self.threads, unroll=1):
+                    key, column = s_keys[i], s_columns[i]
+                    if key < upper and column >= tie_low and column < tie_high:
+                        ptx.count_from(bins + 4 * self.digit(step, key, column), key, lower)
+                cute.arch.sync_threads()
+                bin, left, count, _ = self.find(storage, thread, DIGITS, left, True)
+                lower, upper, tie_low, tie_high = self.narrow(step, bin, lower, upper, tie_low, tie_high)
+        for i in cutlass.range(thread, listed, self.threads, unroll=1):
+            key, column = s_keys[i], s_columns[i]
+            if key >= upper or (key >= lower and column < tie_high):
+                ptx.or_shared(bitmap + column // 32 * 4, Uint32(1) << Uint32(column % 32))
+
+    @cute.jit
+    def sum_before(self, storage, thread, value):
+        """The sum of value over the threads before this one, and over all. One barrier; sums stay until the next."""
+        s_sums = storage.warp_sums.get_tensor(cute.make_layout(32))
+        lane, warp = thread % 32, thread // 32
+        running = value
+        for power in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(running, offset=1 << power, mask_and_clamp=0)
+            if lane >= 1 << power:
+                running = running + other
+        if lane == 31:
+            s_sums[warp] = running
+        cute.arch.sync_threads()
+        of_warp = Int32(0)
+        if lane < self.warps:
+            of_warp = s_sums[lane]
+        total = ptx.warp_sum(of_warp)
+        if lane >= warp:
+            of_warp = Int32(0)
+        return running - value + ptx.warp_sum(of_warp), total
+
+    @cute.jit
+    def find(self, storage, thread, num_bins: cutlass.Constexpr, wanted, clear: cutlass.Constexpr):
+        """The bin of the wanted-th largest entry: (bin, how many of it are wanted, its count, entries in all).
+
+        Bins beyond num_bins stay untouched; the others are zero afterwards where clear. Without that many entries only
+        the last result holds. Two barriers; the counts must be complete at the call.
+        """
+        s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
+        s_found = storage.found.get_tensor(cute.make_layout(4))
+        per_thread = cutlass.const_expr(num_bins // self.threads)
+        counts = cute.make_rmem_tensor(per_thread, Int32)
+        last = (num_bins - 1) - thread * per_thread
+        mine = Int32(0)
+        for i in cutlass.range_constexpr(per_thread):
+            counts[i] = s_bins[last - i]
+            mine = mine + counts[i]
+        before, total = self.sum_before(storage, thread, mine)
+        if before < wanted and wanted <= before + mine:
+            for i in cutlass.range_constexpr(per_thread):
+                if before < wanted and wanted <= before + counts[i]:
+                    s_found[0], s_found[1], s_found[2] = last - i, wanted - before, counts[i]
+                before = before + counts[i]
+        if cutlass.const_expr(clear):
+            for i in cutlass.range_constexpr(per_thread):
+                s_bins[last - i] = Int32(0)
+        cute.arch.sync_threads()
+        return s_found[0], s_found[1], s_found[2], total
+
+    @cute.jit
+    def write(self, storage, base, out, row, lead, words, thread, k):
+        s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        line = out.iterator + Int64(row) * out.stride[0]
+        written = Int32(0)
+        for start in cutlass.range(0, words, self.threads, unroll=1):
+            word = Uint32(0)
+            if start + thread < words:
+                word = s_bitmap[start + thread]
+            before, total = self.sum_before(storage, thread, Int32(cute.arch.popc(word)))
+            place = written + before
+            column = (start + thread) * 32
+            while word != 0:
+                lowest = word & (~word + 1)
+                if cutlass.const_expr(self.by_score):
+                    s_columns[place] = column + ptx.highest_bit(lowest)
+                else:
+                    line[place] = column + ptx.highest_bit(lowest) - lead
+                word = word ^ lowest
+                place = place + 1
+            written = written + total
+            cute.arch.sync_threads()
+        if cutlass.const_expr(self.by_score):
+            self.sort(storage, base, thread, k, written)
+            for i in cutlass.range(thread, written, self.threads, unroll=1):
+                line[i] = s_columns[i] - lead
+        for i in cutlass.range(written + thread, k, self.threads, unroll=1):
+            line[i] = Int32(-1)
+
+    @cute.jit
+    def sort(self, storage, base, thread, k, written):
+        """columns[:written] by descending score, then ascending column: a bitonic sort of (inverted key, column)."""
+        s_keys = storage.keys.get_tensor(cute.make_layout(self.list_entries))
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        size = Int32(2)
+        while size < k:
+            size = size * 2
+        for i in cutlass.range(thread, size, self.threads, unroll=1):
+            # Beyond the end: behind everything.
+            key, column = Uint32(0), Int32(NO_INDEX)
+            if i < written:
+                column = s_columns[i]
+                key = ptx.key_of(ptx.load_one(self.is_float32, base + Int64(column) * self.element_bytes, Int32(1)))
+            s_keys[i], s_columns[i] = ~key, column
+        cute.arch.sync_threads()
+        span = Int32(2)
+        while span <= size:
+            stride = span // 2
+            while stride > 0:
+                for i in cutlass.range(thread, size // 2, self.threads, unroll=1):
+                    low = i // stride * (2 * stride) + i % stride
+                    high = low + stride
+                    key_low, key_high = s_keys[low], s_keys[high]
+                    column_low, column_high = s_columns[low], s_columns[high]
+                    is_after = key_low > key_high or (key_low == key_high and column_low > column_high)
+                    if is_after == ((low & span) == 0):
+                        s_keys[low], s_keys[high] = key_high, key_low
+                        s_columns[low], s_columns[high] = column_high, column_low
+                cute.arch.sync_threads()
+                stride = stride // 2
+            span = span * 2
