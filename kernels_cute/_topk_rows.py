@@ -99,8 +99,9 @@ class TopkRows:
 
         for i in cutlass.range_constexpr(BINS // self.threads):
             s_bins[i * self.threads + thread] = Int32(0)
-        if thread == 0:
-            storage.tickets.data_ptr()[0] = Int32(0)
+        if thread < 4:
+            storage.found.data_ptr()[thread] = Int32(0)
+            storage.tickets.data_ptr()[thread] = Int32(0)
         cute.arch.sync_threads()
 
         # Scores in [lower, upper) are undecided, `count` of them, and `left` are to be selected; above, all are.

@@ -77,7 +77,7 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     if columns <= 8192:
         return Config(512, 2, 3, 8192, entries, 8192)
     if columns <= 32768:
-        return Config(1024, 4, 2, 32768, entries, 32768)
+        return Config(512, 4, 2, 32768, entries, 32768)
     if columns <= 65536:
         return Config(1024, 4, 1, 65536, entries, 65536)
     if columns <= 131072:
