@@ -25,7 +25,7 @@ DIGITS = 2048  # of every later one
 FIRST_SHIFT = 20
 LEAST_KEY = 0x00800000  # of a score that may be selected: below stand NaN and -inf
 INDEX_BITS = 11  # of a digit of the index; two of them number the columns
-MOST_COLUMNS = 1 << (2 * INDEX_BITS - 1)
+MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 NO_INDEX = 2**31 - 1
 SPARE_QUADS = 8  # columns before the range, and the rest of the bitmap's last word
 

@@ -22,6 +22,7 @@ from kernels_cute._build import library
 from kernels_cute._topk_rows import BINS, MOST_COLUMNS, SPARE_QUADS, TopkRows
 
 ENTRY = "gdn_cute_topk"
+ANY_ENTRY = "gdn_cute_topk_any"  # for rows, or a k, beyond the configuration's
 MOST_SORTED = 4096  # entries of the list that are sorted by score
 INDEX_DTYPES: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
@@ -33,14 +34,17 @@ class Config:
     blocks_per_sm: int  # caps registers so that so many blocks fit
     kept_columns: int  # longest row whose upper key halves stay in shared memory (2 bytes a column); 0: every row is read twice
     list_entries: int  # undecided columns that shared memory takes (8 bytes each); more of them cost another read of the row
-    max_columns: int  # longest row: a bit of shared memory each
+    max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
+
+
+ANY_SIZE = Config(1024, 4, 1, 0, MOST_SORTED, MOST_COLUMNS)
 
 
 def refusal(problem: TopkProblem) -> str | None:
     if problem.dtype not in ("float32", "bfloat16"):
         return f"requires float32 or bfloat16 logits, got {problem.dtype}"
-    if problem.num_columns > MOST_COLUMNS // 2:
-        return f"requires at most {MOST_COLUMNS // 2} columns, got {problem.num_columns}"
+    if problem.num_columns > MOST_COLUMNS:
+        return f"requires at most {MOST_COLUMNS} columns, got {problem.num_columns}"
     if problem.sorted_by == "score" and problem.k > MOST_SORTED:
         return f"requires k up to {MOST_SORTED} where sorted by score, got {problem.k}"
     return None
@@ -60,8 +64,7 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.list_entries in (2048, 4096)
         and config.kept_columns % 32 == 0
         and config.max_columns % 32 == 0
-        and max(config.kept_columns, problem.num_columns) <= config.max_columns
-        and not (problem.sorted_by == "score" and problem.k > config.list_entries)
+        and config.kept_columns <= config.max_columns <= MOST_COLUMNS
         and config.blocks_per_sm * (_shared_bytes(config) + 1024) <= device.shared_bytes_per_block + 1024
     )
 
@@ -81,8 +84,8 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     if columns <= 65536:
         return Config(1024, 4, 1, 65536, entries, 65536)
     if columns <= 131072:
-        return Config(1024, 4, 1, 0, 4096, 131072)
-    return Config(1024, 4, 1, 0, 4096, MOST_COLUMNS // 2)
+        return Config(1024, 4, 1, 0, MOST_SORTED, 131072)
+    return ANY_SIZE
 
 
 def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
@@ -102,7 +105,12 @@ def workspace_bytes(problem: TopkProblem, config: Config) -> int:
 
 
 def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
-    kernel = TopkRows(
+    entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
+    return {name: library(name, _kernel(problem, tiles).launch, *_arguments(problem)) for name, tiles in entries.items()}
+
+
+def _kernel(problem: TopkProblem, config: Config) -> TopkRows:
+    return TopkRows(
         is_float32=problem.dtype == "float32",
         has_starts=problem.starts_dtype is not None,
         has_ends=problem.ends_dtype is not None,
@@ -114,7 +122,6 @@ def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
         list_entries=config.list_entries,
         max_columns=config.max_columns,
     )
-    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
 
 
 def _arguments(problem: TopkProblem) -> list[Any]:
@@ -138,6 +145,9 @@ def launch(compiled: Any, logits: Any, row_starts: Any, row_ends: Any, out: Any)
     if logits.shape[1] == 0:  # no address to pass
         out.fill_(-1)
         return
-    compiled.functions[ENTRY](
+    problem, config = compiled.problem, compiled.config
+    is_beyond = logits.shape[1] > config.max_columns or problem.sorted_by == "score" and out.shape[1] > config.list_entries
+    entry = ANY_ENTRY if is_beyond and config != ANY_SIZE else ENTRY
+    compiled.functions[entry](
         logits, out if row_starts is None else row_starts, out if row_ends is None else row_ends, out
     )

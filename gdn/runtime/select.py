@@ -24,6 +24,8 @@ INVARIANT_SIZES = {
     "num_columns": 32768,
     "batch": 64,
     "max_context_len": 32768,
+    "num_rows": 4096,
+    "k": 2048,
 }
 
 
