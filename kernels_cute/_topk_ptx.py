@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-NOT_A_SCORE = 0x7FFFFFFF  # float32 NaN: what a place outside the row reads as
+MINUS_INFINITY = 0xFF800000
 
 _QUAD_FLOAT32 = """{
 .reg .pred there;
@@ -52,12 +52,13 @@ setp.ne.s32 there, {$r1}, 0;
 cvt.u32.u16 b, a;
 shl.b32 {$w0}, b, 16;
 }"""
-# NaN loses against -inf in max; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
+# NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
 _KEY = """{
-.reg .f32 x;
+.reg .f32 x, least;
 .reg .b32 bits, sign;
 mov.b32 x, {$r0};
-max.f32 x, x, 0fFF800000;
+mov.b32 least, {$r1};
+max.f32 x, x, least;
 add.rn.f32 x, x, 0f00000000;
 mov.b32 bits, x;
 shr.s32 sign, bits, 31;
@@ -82,13 +83,18 @@ def load_one(is_float32: bool, address: Any, there: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, there])
 
 
-def key_of(bits: Any) -> Any:
-    """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0; NaN and -inf below every other score."""
-    return cute.arch.inline_ptx(_KEY, write_only_types=[Uint32], read_only_args=[bits])
+def key_of(bits: Any, least: Any = MINUS_INFINITY) -> Any:
+    """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN and what is less than `least` as `least`."""
+    return cute.arch.inline_ptx(_KEY, write_only_types=[Uint32], read_only_args=[bits, Uint32(least)])
+
+
+def count(address: Any) -> None:
+    """shared[address] += 1. An increment of one: the lanes of one bin share an access."""
+    cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
 def count_from(address: Any, value: Any, least: Any) -> None:
-    """shared[address] += 1 where value >= least (unsigned). An increment of one: lanes of one bin share an access."""
+    """shared[address] += 1 where value >= least (unsigned)."""
     cute.arch.inline_ptx(_COUNT, read_only_args=[address, value, least])
 
 
@@ -109,10 +115,17 @@ def store_pair(address: Any, first: Any, second: Any) -> None:
     cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
-def load_pair(address: Any) -> Any:
+def load_four(address: Any) -> Any:
     return cute.arch.inline_ptx(
-        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[address]
     )
+
+
+def bits_from(least: Any, values: list[Any]) -> Any:
+    """Bit i is set where values[i] >= least (unsigned)."""
+    lines = [f"setp.ge.u32 set, {{$r{i + 1}}}, {{$r0}};\n@set or.b32 bits, bits, {1 << i};" for i in range(len(values))]
+    code = "{\n.reg .pred set;\n.reg .b32 bits;\nmov.b32 bits, 0;\n" + "\n".join(lines) + "\nmov.b32 {$w0}, bits;\n}"
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, *values])
 
 
 def top_halves(first: Any, second: Any) -> Any:

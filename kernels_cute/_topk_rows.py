@@ -23,7 +23,10 @@ from kernels_cute import _topk_ptx as ptx
 BINS = 4096  # of the first digit: sign, exponent, three bits of the mantissa
 DIGITS = 2048  # of every later one
 FIRST_SHIFT = 20
-LEAST_KEY = 0x00800000  # of a score that may be selected: below stand NaN and -inf
+LEAST_BIN = 8  # of a score that may be selected; below stand NaN and -inf
+LEAST_KEY = LEAST_BIN << FIRST_SHIFT
+FIRST_SIGN = BINS // 2  # first bin of scores from 0.0 on
+NO_LEAST = ptx.MINUS_INFINITY
 INDEX_BITS = 11  # of a digit of the index; two of them number the columns
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 NO_INDEX = 2**31 - 1
@@ -112,17 +115,17 @@ class TopkRows:
         if stop - lead > k:
             if cutlass.const_expr(self.kept_quads > 0):
                 is_kept = ptx.as_int(words * 8 <= self.kept_quads)
-            floor = Uint32(LEAST_KEY)
+            floor_bin = Int32(LEAST_BIN)
             split = words
             if stop - lead >= 4 * k:
                 split = words // 4
-            self.count_first(storage, base, lead, stop, thread, Int32(0), split * 8, floor, is_kept)
+            self.count_first(storage, base, lead, stop, thread, Int32(0), split * 8, floor_bin, is_kept)
             cute.arch.sync_threads()
             if split < words:
-                floor_bin, _, _, seen = self.find(storage, thread, BINS, k, False)
+                bin, _, _, seen = self.find(storage, thread, BINS, k, False)
                 if seen >= k:
-                    floor = Uint32(floor_bin) << FIRST_SHIFT
-                self.count_first(storage, base, lead, stop, thread, split * 8, words * 8, floor, is_kept)
+                    floor_bin = bin
+                self.count_first(storage, base, lead, stop, thread, split * 8, words * 8, floor_bin, is_kept)
                 cute.arch.sync_threads()
             bin, bin_left, bin_count, total = self.find(storage, thread, BINS, k, True)
             if total > k:
@@ -143,7 +146,10 @@ class TopkRows:
                 if tie_high == NO_INDEX:
                     upper = lower
                 tie_low = tie_high
-        self.mark(storage, base, lead, stop, thread, words * 8, is_kept, lower, upper, tie_low, tie_high)
+        if is_kept != 0:
+            self.mark_kept(storage, thread, words, lower, upper)
+        else:
+            self.mark_read(storage, base, lead, stop, thread, words, lower, upper, tie_low, tie_high)
         cute.arch.sync_threads()
         if left != count:
             self.refine(storage, base, thread, lower, upper, tie_low, tie_high, left, count)
@@ -171,49 +177,62 @@ class TopkRows:
         return Int32(wide)
 
     @cute.jit
-    def load_keys(self, base, lead, stop, quad, keys: cute.Tensor, at: cutlass.Constexpr):
-        """keys[at : at + 4] = raw bits of columns 4 * quad and on, NaN outside of the row."""
-        column = quad * 4
-        address = base + Int64(column) * self.element_bytes
-        is_whole = column >= lead and column + 4 <= stop
-        a, b, c, d = ptx.load_quad(self.is_float32, address, ptx.as_int(is_whole))
-        keys[at], keys[at + 1], keys[at + 2], keys[at + 3] = a, b, c, d
+    def load_quads(
+        self, base, lead, stop, first_quad, end_quad, least, quads: cutlass.Constexpr, step: cutlass.Constexpr,
+        keys: cute.Tensor,
+    ):  # fmt: skip
+        """Keys of `quads` quads from first_quad on, `step` apart; of columns outside the row and from end_quad on that of NaN.
+        What is less than the float whose bits are `least` counts as `least`, as NaN does.
 
-    @cute.jit
-    def finish_keys(self, base, lead, stop, quad, keys: cute.Tensor, at: cutlass.Constexpr):
-        """Raw bits to keys; the two quads that the ends of the row cut are read here, element by element."""
-        column = quad * 4
-        if column < stop and (column < lead or column + 4 > stop):
+        The loads of whole quads come first and travel together; the two quads that the row's ends cut are read by element.
+        """
+        first_whole = (lead + 3) // 4
+        num_whole = Uint32(cutlass.max(cutlass.min(stop // 4, end_quad) - first_whole, 0))
+        for u in cutlass.range_constexpr(quads):
+            quad = first_quad + u * step
+            is_whole = ptx.as_int(Uint32(quad - first_whole) < num_whole)
+            address = base + Int64(quad) * (4 * self.element_bytes)
+            a, b, c, d = ptx.load_quad(self.is_float32, address, is_whole)
+            keys[4 * u], keys[4 * u + 1], keys[4 * u + 2], keys[4 * u + 3] = a, b, c, d
+        for u in cutlass.range_constexpr(quads):
+            quad = first_quad + u * step
+            if Uint32(quad - first_whole) >= num_whole:
+                if quad < end_quad:
+                    for j in cutlass.range_constexpr(4):
+                        column = quad * 4 + j
+                        is_inside = ptx.as_int(column >= lead and column < stop)
+                        address = base + Int64(column) * self.element_bytes
+                        keys[4 * u + j] = ptx.load_one(self.is_float32, address, is_inside)
             for j in cutlass.range_constexpr(4):
-                is_inside = column + j >= lead and column + j < stop
-                address = base + Int64(column + j) * self.element_bytes
-                keys[at + j] = ptx.load_one(self.is_float32, address, ptx.as_int(is_inside))
-        for j in cutlass.range_constexpr(4):
-            keys[at + j] = ptx.key_of(keys[at + j])
+                keys[4 * u + j] = ptx.key_of(keys[4 * u + j], least)
 
     @cute.jit
-    def count_first(self, storage, base, lead, stop, thread, first_quad, end_quad, floor, is_kept):
-        """Counts the first digit of keys from `floor` on, and keeps the keys' upper halves."""
+    def count_first(self, storage, base, lead, stop, thread, first_quad, end_quad, floor_bin, is_kept):
+        """Counts the first digit of keys, and keeps their upper halves; all keys below floor_bin are one, in the bin below."""
         bins = storage.bins.data_ptr().toint()
         kept = storage.kept.data_ptr().toint()
         keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
+        kept_end = end_quad * is_kept
+        # A float of the bin below, without branches in the loop: its bits for keys up to that of -0.0, and above.
+        highest = (Uint32(floor_bin) << FIRST_SHIFT) - 2
+        least = ~highest
+        if floor_bin > FIRST_SIGN:
+            least = highest ^ Uint32(0x80000000)
+        if floor_bin == LEAST_BIN:
+            least = Uint32(ptx.MINUS_INFINITY)
         for start in cutlass.range(first_quad + thread, end_quad, self.threads * self.unroll, unroll=1):
+            self.load_quads(base, lead, stop, start, end_quad, least, self.unroll, self.threads, keys)
             for u in cutlass.range_constexpr(self.unroll):
-                self.load_keys(base, lead, stop, start + u * self.threads, keys, 4 * u)
-            for u in cutlass.range_constexpr(self.unroll):
-                quad = start + u * self.threads
-                self.finish_keys(base, lead, stop, quad, keys, 4 * u)
-                if quad < end_quad:
-                    for j in cutlass.range_constexpr(4):
-                        key = keys[4 * u + j]
-                        ptx.count_from(bins + Int32((key >> (FIRST_SHIFT - 2)) & (4 * BINS - 4)), key, floor)
-                    if cutlass.const_expr(self.kept_quads > 0):
-                        if is_kept != 0:
-                            ptx.store_pair(
-                                kept + quad * 8,
-                                ptx.top_halves(keys[4 * u], keys[4 * u + 1]),
-                                ptx.top_halves(keys[4 * u + 2], keys[4 * u + 3]),
-                            )
+                for j in cutlass.range_constexpr(4):
+                    ptx.count(bins + Int32((keys[4 * u + j] >> (FIRST_SHIFT - 2)) & (4 * BINS - 4)))
+                if cutlass.const_expr(self.kept_quads > 0):
+                    quad = start + u * self.threads
+                    if quad < kept_end:
+                        ptx.store_pair(
+                            kept + quad * 8,
+                            ptx.top_halves(keys[4 * u], keys[4 * u + 1]),
+                            ptx.top_halves(keys[4 * u + 2], keys[4 * u + 3]),
+                        )
 
     @cute.jit
     def digit(self, step, key, column):
@@ -250,55 +269,66 @@ class TopkRows:
         bins = storage.bins.data_ptr().toint()
         keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
         for start in cutlass.range(thread, end_quad, self.threads * self.unroll, unroll=1):
+            self.load_quads(base, lead, stop, start, end_quad, NO_LEAST, self.unroll, self.threads, keys)
             for u in cutlass.range_constexpr(self.unroll):
-                self.load_keys(base, lead, stop, start + u * self.threads, keys, 4 * u)
-            for u in cutlass.range_constexpr(self.unroll):
-                quad = start + u * self.threads
-                self.finish_keys(base, lead, stop, quad, keys, 4 * u)
                 for j in cutlass.range_constexpr(4):
                     key = keys[4 * u + j]
                     if key < upper:
-                        ptx.count_from(bins + 4 * self.digit(level, key, 4 * quad + j), key, lower)
+                        column = 4 * (start + u * self.threads) + j
+                        ptx.count_from(bins + 4 * self.digit(level, key, column), key, lower)
 
     @cute.jit
-    def mark(self, storage, base, lead, stop, thread, end_quad, is_kept, lower, upper, tie_low, tie_high):
-        """Sets the bits of what is selected for certain, and lists what is undecided."""
+    def mark_kept(self, storage, thread, words, lower, upper):
+        """Sets the bits of what is selected for certain, and lists what is undecided, from the upper halves of the keys.
+
+        Only the first digit has been looked at by then, and the upper half holds all of it.
+        """
         kept = storage.kept.data_ptr().toint()
         bitmap = storage.bitmap.data_ptr().toint()
-        tickets = storage.tickets.data_ptr().toint()
-        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        keys = cute.make_rmem_tensor(8, Uint32)
+        for octet in cutlass.range(thread, words * 4, self.threads, unroll=2):
+            pairs = ptx.load_four(kept + octet * 16)
+            for i in cutlass.range_constexpr(4):
+                keys[2 * i], keys[2 * i + 1] = pairs[i] << 16, pairs[i]
+            bits = ptx.bits_from(upper, [keys[i] for i in range(8)])
+            undecided = ptx.bits_from(lower, [keys[i] for i in range(8)]) ^ bits
+            if undecided != 0:
+                bits = self.settle(storage, octet * 8, bits, undecided, Int32(0), Int32(NO_INDEX))
+            ptx.store_byte(bitmap + octet, bits)
+
+    @cute.jit
+    def mark_read(self, storage, base, lead, stop, thread, words, lower, upper, tie_low, tie_high):
+        """The same, from memory and after any number of levels."""
+        bitmap = storage.bitmap.data_ptr().toint()
+        end_quad = words * 8
         keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
         # All lanes of a warp take part in the exchange of bits, so the trip count is the block's.
         for start in cutlass.range(0, end_quad, self.threads * self.unroll, unroll=1):
-            if is_kept != 0:
-                for u in cutlass.range_constexpr(self.unroll):
-                    quad = start + u * self.threads + thread
-                    # The first digit decides here, and the upper half holds all of it.
-                    near = cutlass.min(quad, end_quad - 1)
-                    a, b = ptx.load_pair(kept + near * 8)
-                    keys[4 * u], keys[4 * u + 1] = a << 16, a
-                    keys[4 * u + 2], keys[4 * u + 3] = b << 16, b
-            else:
-                for u in cutlass.range_constexpr(self.unroll):
-                    self.load_keys(base, lead, stop, start + u * self.threads + thread, keys, 4 * u)
-                for u in cutlass.range_constexpr(self.unroll):
-                    self.finish_keys(base, lead, stop, start + u * self.threads + thread, keys, 4 * u)
+            self.load_quads(base, lead, stop, start + thread, end_quad, NO_LEAST, self.unroll, self.threads, keys)
             for u in cutlass.range_constexpr(self.unroll):
                 quad = start + u * self.threads + thread
-                bits = Int32(0)
-                for j in cutlass.range_constexpr(4):
-                    key = keys[4 * u + j]
-                    if key >= upper:
-                        bits = bits | (1 << j)
-                    elif key >= lower:
-                        column = 4 * quad + j
-                        if column < tie_low:
-                            bits = bits | (1 << j)
-                        elif column < tie_high and quad < end_quad:
-                            s_columns[ptx.take_ticket(tickets)] = column
+                bits = ptx.bits_from(upper, [keys[4 * u + j] for j in range(4)])
+                undecided = ptx.bits_from(lower, [keys[4 * u + j] for j in range(4)]) ^ bits
+                if undecided != 0:
+                    bits = self.settle(storage, quad * 4, bits, undecided, tie_low, tie_high)
                 other = cute.arch.shuffle_sync_bfly(bits, offset=1)
                 if quad % 2 == 0 and quad < end_quad:
                     ptx.store_byte(bitmap + quad // 2, bits | (other << 4))
+
+    @cute.jit
+    def settle(self, storage, first_column, bits, undecided, tie_low, tie_high):
+        """The undecided columns: below tie_low they are selected, from tie_high on they are not, between them listed."""
+        tickets = storage.tickets.data_ptr().toint()
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        while undecided != 0:
+            lowest = undecided & -undecided
+            column = first_column + ptx.highest_bit(Uint32(lowest))
+            if column < tie_low:
+                bits = bits | lowest
+            elif column < tie_high:
+                s_columns[ptx.take_ticket(tickets)] = column
+            undecided = undecided ^ lowest
+        return bits
 
     @cute.jit
     def refine(self, storage, base, thread, lower, upper, tie_low, tie_high, left, count):
@@ -351,8 +381,9 @@ class TopkRows:
     def find(self, storage, thread, num_bins: cutlass.Constexpr, wanted, clear: cutlass.Constexpr):
         """The bin of the wanted-th largest entry: (bin, how many of it are wanted, its count, entries in all).
 
-        Bins beyond num_bins stay untouched; the others are zero afterwards where clear. Without that many entries only
-        the last result holds. Two barriers; the counts must be complete at the call.
+        The first digit's bins of what may not be selected do not count. Bins beyond num_bins stay untouched; the others
+        are zero afterwards where clear. Without that many entries only the last result holds. Two barriers; the counts
+        must be complete at the call.
         """
         s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
         s_found = storage.found.get_tensor(cute.make_layout(4))
@@ -362,6 +393,9 @@ class TopkRows:
         mine = Int32(0)
         for i in cutlass.range_constexpr(per_thread):
             counts[i] = s_bins[last - i]
+            if cutlass.const_expr(num_bins == BINS):
+                if last - i < LEAST_BIN:
+                    counts[i] = Int32(0)
             mine = mine + counts[i]
         before, total = self.sum_before(storage, thread, mine)
         if before < wanted and wanted <= before + mine:
