@@ -1,11 +1,12 @@
 """The top-k kernel: a block a row, a radix select on the float bits, indices in order from a bitmap of the row.
 
-    1 histogram   the row is read once; a key's upper 12 bits are counted, and its upper 16 kept in shared memory where the
-                  row fits. After a quarter of the row the counts already bound the answer from below: what lies under the
+    1 histogram   the row is read once; a key's upper 12 bits are counted, and its upper 16 kept in shared memory as far
+                  as they fit. After a quarter of the row the counts already bound the answer from below: what lies under the
                   bound is not counted any more, so that the bulk of a row does not queue for its bins.
     2 levels      only where the bin of the k-th score holds more entries than the list: read again and count 10 bits more,
                   10 more, and among equal scores their index. Without heavy ties this does not happen.
-    3 mark        a bit per column that is above the bin; the columns inside it go to the list, in any order.
+    3 mark        a bit per column that is above the bin; the columns inside it go to the list, in any order. From what is
+                  kept; the rest of the row, or after step 2 all of it, is read again.
     4 refine      the list is narrowed by 10 bits of the score, 10, then 11 of the index and 11, until all of it that is
                   left is wanted; those set their bits.
     5 write       the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
@@ -111,21 +112,21 @@ class TopkRows:
         lower, upper = Uint32(LEAST_KEY), Uint32(LEAST_KEY)
         tie_low, tie_high = Int32(0), Int32(NO_INDEX)  # undecided among equal scores; below tie_low, all are selected
         left, count = Int32(0), Int32(0)
-        is_kept = Int32(0)
+        kept_words = Int32(0)
         if stop - lead > k:
             if cutlass.const_expr(self.kept_quads > 0):
-                is_kept = ptx.as_int(words * 8 <= self.kept_quads)
+                kept_words = cutlass.min(words, self.kept_quads // 8)
             floor_bin = Int32(LEAST_BIN)
             split = words
             if stop - lead >= 4 * k:
                 split = words // 4
-            self.count_first(storage, base, lead, stop, thread, Int32(0), split * 8, floor_bin, is_kept)
+            self.count_first(storage, base, lead, stop, thread, Int32(0), split * 8, floor_bin, kept_words)
             cute.arch.sync_threads()
             if split < words:
                 bin, _, _, seen = self.find(storage, thread, BINS, k, False)
                 if seen >= k:
                     floor_bin = bin
-                self.count_first(storage, base, lead, stop, thread, split * 8, words * 8, floor_bin, is_kept)
+                self.count_first(storage, base, lead, stop, thread, split * 8, words * 8, floor_bin, kept_words)
                 cute.arch.sync_threads()
             bin, bin_left, bin_count, total = self.find(storage, thread, BINS, k, True)
             if total > k:
@@ -136,7 +137,7 @@ class TopkRows:
                 # Too many for the list.
                 for level in cutlass.range(3, unroll=1):
                     if count > self.list_entries and left != count:
-                        is_kept = Int32(0)
+                        kept_words = Int32(0)
                         self.count_again(storage, base, lead, stop, thread, words * 8, level, lower, upper)
                         cute.arch.sync_threads()
                         bin, left, count, _ = self.find(storage, thread, DIGITS, left, True)
@@ -146,10 +147,9 @@ class TopkRows:
                 if tie_high == NO_INDEX:
                     upper = lower
                 tie_low = tie_high
-        if is_kept != 0:
-            self.mark_kept(storage, thread, words, lower, upper)
-        else:
-            self.mark_read(storage, base, lead, stop, thread, words, lower, upper, tie_low, tie_high)
+        if cutlass.const_expr(self.kept_quads > 0):
+            self.mark_kept(storage, thread, kept_words, lower, upper)
+        self.mark_read(storage, base, lead, stop, thread, kept_words, words, lower, upper, tie_low, tie_high)
         cute.arch.sync_threads()
         if left != count:
             self.refine(storage, base, thread, lower, upper, tie_low, tie_high, left, count)
@@ -207,12 +207,12 @@ class TopkRows:
                 keys[4 * u + j] = ptx.key_of(keys[4 * u + j], least)
 
     @cute.jit
-    def count_first(self, storage, base, lead, stop, thread, first_quad, end_quad, floor_bin, is_kept):
+    def count_first(self, storage, base, lead, stop, thread, first_quad, end_quad, floor_bin, kept_words):
         """Counts the first digit of keys, and keeps their upper halves; all keys below floor_bin are one, in the bin below."""
         bins = storage.bins.data_ptr().toint()
         kept = storage.kept.data_ptr().toint()
         keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
-        kept_end = end_quad * is_kept
+        kept_end = cutlass.min(end_quad, kept_words * 8)
         # A float of the bin below, without branches in the loop: its bits for keys up to that of -0.0, and above.
         highest = (Uint32(floor_bin) << FIRST_SHIFT) - 2
         least = ~highest
@@ -297,13 +297,13 @@ class TopkRows:
             ptx.store_byte(bitmap + octet, bits)
 
     @cute.jit
-    def mark_read(self, storage, base, lead, stop, thread, words, lower, upper, tie_low, tie_high):
+    def mark_read(self, storage, base, lead, stop, thread, first_word, words, lower, upper, tie_low, tie_high):
         """The same, from memory and after any number of levels."""
         bitmap = storage.bitmap.data_ptr().toint()
         end_quad = words * 8
         keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
         # All lanes of a warp take part in the exchange of bits, so the trip count is the block's.
-        for start in cutlass.range(0, end_quad, self.threads * self.unroll, unroll=1):
+        for start in cutlass.range(first_word * 8, end_quad, self.threads * self.unroll, unroll=1):
             self.load_quads(base, lead, stop, start + thread, end_quad, NO_LEAST, self.unroll, self.threads, keys)
             for u in cutlass.range_constexpr(self.unroll):
                 quad = start + u * self.threads + thread

@@ -32,7 +32,7 @@ class Config:
     threads: int  # of a block, which works on one row
     unroll: int  # quads of scores that a thread has in flight
     blocks_per_sm: int  # caps registers so that so many blocks fit
-    kept_columns: int  # longest row whose upper key halves stay in shared memory (2 bytes a column); 0: every row is read twice
+    kept_columns: int  # of a row whose upper key halves stay in shared memory (2 bytes each); what is beyond is read twice
     list_entries: int  # undecided columns that shared memory takes (8 bytes each); more of them cost another read of the row
     max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
 
@@ -84,7 +84,7 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     if columns <= 65536:
         return Config(1024, 4, 1, 65536, entries, 65536)
     if columns <= 131072:
-        return Config(1024, 4, 1, 0, MOST_SORTED, 131072)
+        return Config(1024, 4, 1, 81920 if entries == 2048 else 65536, entries, 131072)
     return ANY_SIZE
 
 
@@ -94,7 +94,7 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     space = [
         Config(threads, unroll, blocks, kept, entries, capacity)
         for threads, unroll, blocks, kept, entries in product(
-            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({0, min(capacity, 65536)}), (2048, 4096)
+            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({0, min(capacity, 65536), default.kept_columns}), (2048, 4096)
         )
     ]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
