@@ -73,10 +73,9 @@ class TopkRows:
     def storage_type(self):
         @cute.struct
         class Storage:
-            kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(2 * self.kept_quads, 2)], 16]
+            kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(2 * self.kept_quads, self.list_entries)], 16]
             bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS], 16]
             bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
-            keys: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]
             columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]
             warp_sums: cute.struct.MemRange[Int32, 32]
             found: cute.struct.MemRange[Int32, 4]
@@ -335,7 +334,7 @@ class TopkRows:
         """Decides the columns of the list and sets the bits of those that are selected."""
         bins = storage.bins.data_ptr().toint()
         bitmap = storage.bitmap.data_ptr().toint()
-        s_keys = storage.keys.get_tensor(cute.make_layout(self.list_entries))
+        s_keys = storage.kept.get_tensor(cute.make_layout(self.list_entries))  # of no other use by now
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         listed = count
         for i in cutlass.range(thread, listed, self.threads, unroll=1):
@@ -433,19 +432,19 @@ class TopkRows:
             written = written + total
             cute.arch.sync_threads()
         if cutlass.const_expr(self.by_score):
-            self.sort(storage, base, thread, k, written)
+            self.sort(storage, base, thread, written)
             for i in cutlass.range(thread, written, self.threads, unroll=1):
                 line[i] = s_columns[i] - lead
         for i in cutlass.range(written + thread, k, self.threads, unroll=1):
             line[i] = Int32(-1)
 
     @cute.jit
-    def sort(self, storage, base, thread, k, written):
+    def sort(self, storage, base, thread, written):
         """columns[:written] by descending score, then ascending column: a bitonic sort of (inverted key, column)."""
-        s_keys = storage.keys.get_tensor(cute.make_layout(self.list_entries))
+        s_keys = storage.kept.get_tensor(cute.make_layout(self.list_entries))  # of no other use by now
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         size = Int32(2)
-        while size < k:
+        while size < written:
             size = size * 2
         for i in cutlass.range(thread, size, self.threads, unroll=1):
             # Beyond the end: behind everything.

@@ -22,8 +22,8 @@ from kernels_cute._build import library
 from kernels_cute._topk_rows import BINS, MOST_COLUMNS, SPARE_QUADS, TopkRows
 
 ENTRY = "gdn_cute_topk"
-ANY_ENTRY = "gdn_cute_topk_any"  # for rows, or a k, beyond the configuration's
-MOST_SORTED = 4096  # entries of the list that are sorted by score
+ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
+MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
 INDEX_DTYPES: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 
@@ -33,11 +33,11 @@ class Config:
     unroll: int  # quads of scores that a thread has in flight
     blocks_per_sm: int  # caps registers so that so many blocks fit
     kept_columns: int  # of a row whose upper key halves stay in shared memory (2 bytes each); what is beyond is read twice
-    list_entries: int  # undecided columns that shared memory takes (8 bytes each); more of them cost another read of the row
+    list_entries: int  # undecided columns that the list takes (4 bytes each); more of them cost another read of the row
     max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
 
 
-ANY_SIZE = Config(1024, 4, 1, 0, MOST_SORTED, MOST_COLUMNS)
+ANY_SIZE = Config(1024, 4, 1, 0, 8192, MOST_COLUMNS)
 
 
 def refusal(problem: TopkProblem) -> str | None:
@@ -51,8 +51,8 @@ def refusal(problem: TopkProblem) -> str | None:
 
 
 def _shared_bytes(config: Config) -> int:
-    kept = 8 * (config.kept_columns // 4 + SPARE_QUADS) if config.kept_columns else 16
-    return kept + 4 * BINS + config.max_columns // 8 + 16 + 8 * config.list_entries + 4 * 40 + 64
+    kept = 8 * (config.kept_columns // 4 + SPARE_QUADS) if config.kept_columns else 0
+    return max(kept, 4 * config.list_entries) + 4 * BINS + config.max_columns // 8 + 16 + 4 * config.list_entries + 4 * 40 + 64
 
 
 def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
@@ -61,7 +61,9 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.unroll in (1, 2, 4, 8)
         and config.blocks_per_sm >= 1
         and config.blocks_per_sm * config.threads <= 2048
-        and config.list_entries in (2048, 4096)
+        and config.list_entries % 2048 == 0
+        # The list also holds what is sorted, and all that one digit of the index leaves undecided.
+        and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
         and config.kept_columns % 32 == 0
         and config.max_columns % 32 == 0
         and config.kept_columns <= config.max_columns <= MOST_COLUMNS
@@ -69,22 +71,16 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
     )
 
 
-def _list_entries(problem: TopkProblem) -> int:
-    return 2048 if problem.k <= 2048 else 4096
-
-
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
-    columns, entries = problem.num_columns, _list_entries(problem)
-    if columns <= 2048:
-        return Config(256, 1, 4, 2048, entries, 2048)
-    if columns <= 8192:
-        return Config(512, 2, 3, 8192, entries, 8192)
-    if columns <= 32768:
-        return Config(512, 4, 2, 32768, entries, 32768)
-    if columns <= 65536:
-        return Config(1024, 4, 1, 65536, entries, 65536)
-    if columns <= 131072:
-        return Config(1024, 4, 1, 81920 if entries == 2048 else 65536, entries, 131072)
+    for config in (
+        Config(256, 1, 4, 2048, 2048, 2048),
+        Config(512, 2, 3, 8192, 4096, 8192),
+        Config(512, 4, 2, 32768, 6144, 32768),
+        Config(1024, 4, 1, 65536, 8192, 65536),
+        Config(1024, 4, 1, 65536, 8192, 131072),
+    ):
+        if problem.num_columns <= config.max_columns:
+            return config
     return ANY_SIZE
 
 
@@ -94,7 +90,7 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     space = [
         Config(threads, unroll, blocks, kept, entries, capacity)
         for threads, unroll, blocks, kept, entries in product(
-            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({0, min(capacity, 65536), default.kept_columns}), (2048, 4096)
+            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({0, default.kept_columns}), sorted({4096, default.list_entries})
         )
     ]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
@@ -145,9 +141,8 @@ def launch(compiled: Any, logits: Any, row_starts: Any, row_ends: Any, out: Any)
     if logits.shape[1] == 0:  # no address to pass
         out.fill_(-1)
         return
-    problem, config = compiled.problem, compiled.config
-    is_beyond = logits.shape[1] > config.max_columns or problem.sorted_by == "score" and out.shape[1] > config.list_entries
-    entry = ANY_ENTRY if is_beyond and config != ANY_SIZE else ENTRY
+    config = compiled.config
+    entry = ANY_ENTRY if logits.shape[1] > config.max_columns and config != ANY_SIZE else ENTRY
     compiled.functions[entry](
         logits, out if row_starts is None else row_starts, out if row_ends is None else row_ends, out
     )
