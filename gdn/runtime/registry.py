@@ -68,7 +68,7 @@ _OPERATORS = (
         _modules("paged_mqa_logits", "tilelang", "cute"),
         (_DECODE_INDEXER,),
     ),
-    Operator("topk", ("topk_indices",)),
+    Operator("topk", ("topk_indices",), _modules("topk", "cute")),
     Operator("indexer_topk", ("indexer_topk",), composed_of=("mqa_logits", "topk")),
     Operator("paged_indexer_topk", ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(

@@ -6,7 +6,7 @@ operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies.
 
 from dataclasses import dataclass, field
 
-from gdn.problems import ChunkProblem, LogitsProblem, Problem, RecurrentProblem
+from gdn.problems import ChunkProblem, LogitsProblem, Problem, RecurrentProblem, TopkProblem
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,8 @@ def expectation(problem: Problem, backend: str) -> Expectation:
     if isinstance(problem, LogitsProblem):
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
+    if isinstance(problem, TopkProblem):
+        # Scores in accesses of four, and counts whose lanes of one bin are added up by the hardware.
+        load = "LDG.128" if problem.dtype == "float32" else "LDG.64"
+        return Expectation({load: 1, "ATOMS.POPC.INC": 1}, none_of=("HGMMA", "QGMMA", "HMMA"))
     raise TypeError(f"problem: expected one of an operator with an expectation, got {type(problem).__name__}")

@@ -16,7 +16,13 @@ TABLES = sorted(tuned.SHIPPED.glob("**/*.json"))
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 PROBLEMS: dict[str, Any] = {
     cls.op: cls
-    for cls in (problems.ChunkProblem, problems.RecurrentProblem, problems.MqaLogitsProblem, problems.PagedMqaLogitsProblem)
+    for cls in (
+        problems.ChunkProblem,
+        problems.RecurrentProblem,
+        problems.MqaLogitsProblem,
+        problems.PagedMqaLogitsProblem,
+        problems.TopkProblem,
+    )
 }
 
 
