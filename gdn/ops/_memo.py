@@ -1,0 +1,220 @@
+"""Calls seen before: an eager call like an earlier one skips the checks, the problem and the choice of a kernel.
+
+An operator that finds no plan takes its ordinary path and then hands `Memo.learn` what it passed to the kernel. From that
+comes a Plan: which of the call's tensors, which views of them, which constants and which tensors made anew are launched.
+The plan serves later calls that agree in
+
+    every argument that is no tensor               the flags, part of the key; with its type where equal is not the same (1, 1.0)
+    type, dtype, device, shape, strides of tensors  the guard
+    alignment of addresses                          of the tensors that kernels read by 16 bytes
+    the switches, and that nobody is explaining     so that GDN_VALIDATE, reload and explain do what they say
+
+so everything that the checks and the choice look at is the same, and what raised before finds no plan and raises again.
+Nothing is learned from a call that copied or converted an argument: such calls always take the ordinary path.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from gdn.runtime import env, is_explaining
+
+Tensor = torch.Tensor
+Made = tuple[Tensor, Callable[[], Tensor]]  # a tensor that is no argument, and what makes it anew for another call
+Guard = Callable[..., bool]
+
+ALIGNMENT = 16  # bytes
+_LIMIT = 2048  # keys kept: decode batches and prefill lengths of one process
+_PLANS_PER_KEY = 8
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, type)
+
+# torch's compiler checks its own assumptions with these, in C++. They are private: without them Python does the same.
+_PRIVATE: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_view: Callable[..., Tensor] = getattr(
+    _PRIVATE, "_reinterpret_tensor", lambda tensor, size, stride, _: torch.as_strided(tensor, size, stride)
+)
+
+
+def make(made: list[Made], maker: Callable[[], Tensor]) -> Tensor:
+    """A tensor that is no argument, noted for `Memo.learn`."""
+    tensor = maker()
+    made.append((tensor, maker))
+    return tensor
+
+
+class Plan:
+    """How the launch of a kernel follows from a call's tensors."""
+
+    __slots__ = ("aligned", "_launch", "_makers", "_constants", "_views", "_arguments", "_results")
+
+    def __init__(
+        self,
+        launch: Callable[..., None],
+        makers: Sequence[Callable[[], Tensor]],
+        constants: Sequence[Any],
+        views: Sequence[tuple[int, torch.Size, tuple[int, ...]]],
+        arguments: Sequence[int],
+        results: Sequence[int],
+        aligned: Sequence[int],
+    ) -> None:
+        """arguments, results: places in [*tensors, *made, *constants, *views]; views: of a place, with size and strides."""
+        self.aligned = tuple(aligned)  # places of tensors
+        self._launch = launch
+        self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
+        self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
+
+    def run(self, known: list[Any]) -> Any:
+        """Launches; known: the call's tensors, which is added to."""
+        for make in self._makers:
+            known.append(make())
+        known += self._constants
+        known += [_view(known[place], size, stride, 0) for place, size, stride in self._views]
+        self._launch(*self._arguments(known))
+        return self._results(known)
+
+
+class Memo:
+    """The plans of one operator, bounded; forgotten when the switches are read again."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, tuple[tuple[Guard, Plan], ...]] = {}
+        self._switches: env.Switches | None = None
+        self._absent: Any = None  # stands for None among tensors; no operator takes such a tensor
+        self._lock = threading.Lock()  # of writers
+
+    def run(self, tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
+        """Launches and returns what the call returns, or None where no plan serves it.
+
+        tensors: every tensor argument, None where it was left out, always in the same order; the two whose shapes differ
+        most from call to call come first. flags: all other arguments.
+        """
+        if env.current() is not self._switches or is_explaining():
+            return None
+        absent = self._absent
+        try:
+            known = [absent if tensor is None else tensor for tensor in tensors]
+            plans = self._plans.get((known[0].shape, known[1].shape, flags), ())
+        except (AttributeError, TypeError):  # no tensor, or no hash: the checks will say what is wrong
+            return None
+        for guard, plan in plans:
+            if guard(*known):
+                address = 0
+                for place in plan.aligned:
+                    address |= known[place].data_ptr()
+                return None if address % ALIGNMENT else plan.run(known)
+        return None
+
+    def learn(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        flags: tuple[Any, ...],
+        switches: env.Switches,
+        launch: Callable[..., None],
+        arguments: Sequence[Any],
+        results: Sequence[Tensor | None],
+        made: Sequence[Made] = (),
+        aligned: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
+        aligned: tensors whose addresses were found to be multiples of 16 bytes."""
+        if switches.validate or switches is not env.current() or not all(isinstance(flag, _PLAIN) for flag in flags):
+            return
+        with self._lock:
+            if switches is not self._switches:
+                self._plans.clear()
+                self._switches = switches
+            if self._absent is None:
+                self._absent = torch.empty(0, 7, 0, 3, dtype=torch.complex64, device="meta")
+            known = [self._absent if tensor is None else tensor for tensor in tensors]
+            plan = _plan(known, launch, arguments, results, made, aligned)
+            if plan is None:
+                return
+            key = (known[0].shape, known[1].shape, flags)
+            others = self._plans.pop(key, ())
+            while len(self._plans) >= _LIMIT:
+                del self._plans[next(iter(self._plans))]  # the oldest
+            self._plans[key] = ((_guard_maker()(known), plan), *others)[:_PLANS_PER_KEY]
+
+
+def _plan(
+    tensors: Sequence[Tensor],
+    launch: Callable[..., None],
+    arguments: Sequence[Any],
+    results: Sequence[Tensor | None],
+    made: Sequence[Made],
+    aligned: Sequence[Tensor | None],
+) -> Plan | None:
+    """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
+    sources = [*tensors, *(tensor for tensor, _ in made)]
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.device.type != "meta"]
+    if len(set(addresses)) < len(addresses):
+        return None  # the same tensor twice: which one an argument came from cannot be told
+    constants: list[Any] = []
+    views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+    kinds: list[tuple[str, int]] = []  # of the arguments, then of the results
+    for value in (*arguments, *results):
+        if not isinstance(value, Tensor):
+            kinds.append(("constant", len(constants)))
+            constants.append(value)
+            continue
+        place = next((i for i, source in enumerate(sources) if source is value), None)
+        if place is not None:
+            kinds.append(("source", place))
+            continue
+        place = next((i for i, source in enumerate(sources) if _is_view(value, source)), None)
+        if place is None:
+            return None
+        kinds.append(("view", len(views)))
+        views.append((place, value.shape, value.stride()))
+    starts = {"source": 0, "constant": len(sources), "view": len(sources) + len(constants)}
+    places = [starts[kind] + index for kind, index in kinds]
+    return Plan(
+        launch,
+        [make for _, make in made],
+        constants,
+        views,
+        places[: len(arguments)],
+        places[len(arguments) :],
+        [i for i, tensor in enumerate(tensors) if any(tensor is one for one in aligned)],
+    )
+
+
+def _is_view(value: Tensor, source: Tensor) -> bool:
+    return (
+        value.device == source.device
+        and value.dtype == source.dtype
+        and value.numel() > 0
+        and value.data_ptr() == source.data_ptr()
+        and value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    )
+
+
+@functools.cache
+def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
+    """torch's comparison of tensors with those it was made from, where it is there and does what is expected of it."""
+
+    def of_torch(tensors: Sequence[Tensor]) -> Guard:
+        guard: Guard = _PRIVATE.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return guard
+
+    try:
+        with torch.inference_mode(False):
+            tensor = torch.empty(2, 3)
+            guard = of_torch([tensor, tensor])
+            others = (tensor[:1], tensor.half(), torch.empty(3, 2).T, tensor.to("meta"), tensor.tolist())
+            is_trusted = guard(tensor, tensor) and not any(guard(tensor, other) for other in others)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        is_trusted = False
+    return of_torch if is_trusted else _python_guard
+
+
+def _python_guard(tensors: Sequence[Tensor]) -> Guard:
+    def metadata(tensor: Tensor) -> tuple[Any, ...]:
+        return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+    wanted = [metadata(tensor) for tensor in tensors]
+    return lambda *found: all(isinstance(one, Tensor) for one in found) and wanted == [metadata(one) for one in found]
