@@ -49,10 +49,11 @@ def make(made: list[Made], maker: Callable[[], Tensor]) -> Tensor:
 class Plan:
     """How the launch of a kernel follows from a call's tensors."""
 
-    __slots__ = ("aligned", "_launch", "_makers", "_constants", "_views", "_arguments", "_results")
+    __slots__ = ("_guard", "_given", "_absent", "_aligned", "_launch", "_makers", "_constants", "_views", "_arguments", "_results")
 
     def __init__(
         self,
+        tensors: Sequence[Tensor | None],
         launch: Callable[..., None],
         makers: Sequence[Callable[[], Tensor]],
         constants: Sequence[Any],
@@ -61,18 +62,37 @@ class Plan:
         results: Sequence[int],
         aligned: Sequence[int],
     ) -> None:
-        """arguments, results: places in [*tensors, *made, *constants, *views]; views: of a place, with size and strides."""
-        self.aligned = tuple(aligned)  # places of tensors
+        """arguments, results: places in [*tensors, *made, *constants, *views]; views: of a place, with size and strides;
+        aligned: places of tensors."""
+        given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
+        self._given = itemgetter(*given)
+        self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+        self._aligned = itemgetter(*aligned)
         self._launch = launch
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
 
-    def run(self, known: list[Any]) -> Any:
-        """Launches; known: the call's tensors, which is added to."""
+    def serves(self, tensors: tuple[Any, ...]) -> bool:
+        """Whether the tensors are like those that the plan was made for."""
+        for place in self._absent:
+            if tensors[place] is not None:
+                return False
+        if not self._guard(*self._given(tensors)):
+            return False
+        address = 0
+        for tensor in self._aligned(tensors):
+            address |= tensor.data_ptr()
+        return address % ALIGNMENT == 0
+
+    def run(self, tensors: tuple[Any, ...]) -> Any:
+        """Launches, and returns what the call returns."""
+        known = list(tensors)
         for make in self._makers:
             known.append(make())
         known += self._constants
-        known += [_view(known[place], size, stride, 0) for place, size, stride in self._views]
+        for place, size, stride in self._views:
+            known.append(_view(known[place], size, stride, 0))
         self._launch(*self._arguments(known))
         return self._results(known)
 
@@ -81,9 +101,8 @@ class Memo:
     """The plans of one operator, bounded; forgotten when the switches are read again."""
 
     def __init__(self) -> None:
-        self._plans: dict[Any, tuple[tuple[Guard, Plan], ...]] = {}
+        self._plans: dict[Any, tuple[Plan, ...]] = {}
         self._switches: env.Switches | None = None
-        self._absent: Any = None  # stands for None among tensors; no operator takes such a tensor
         self._lock = threading.Lock()  # of writers
 
     def run(self, tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
@@ -94,18 +113,13 @@ class Memo:
         """
         if env.current() is not self._switches or is_explaining():
             return None
-        absent = self._absent
         try:
-            known = [absent if tensor is None else tensor for tensor in tensors]
-            plans = self._plans.get((known[0].shape, known[1].shape, flags), ())
-        except (AttributeError, TypeError):  # no tensor, or no hash: the checks will say what is wrong
+            plans = self._plans.get(_key(tensors, flags), ())
+        except TypeError:  # a flag without a hash: the checks will say what is wrong
             return None
-        for guard, plan in plans:
-            if guard(*known):
-                address = 0
-                for place in plan.aligned:
-                    address |= known[place].data_ptr()
-                return None if address % ALIGNMENT else plan.run(known)
+        for plan in plans:
+            if plan.serves(tensors):
+                return plan.run(tensors)
         return None
 
     def learn(
@@ -120,28 +134,29 @@ class Memo:
         aligned: Sequence[Tensor | None] = (),
     ) -> None:
         """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
-        aligned: tensors whose addresses were found to be multiples of 16 bytes."""
+        aligned: tensors (two or more) whose addresses were found to be multiples of 16 bytes."""
         if switches.validate or switches is not env.current() or not all(isinstance(flag, _PLAIN) for flag in flags):
             return
+        plan = _plan(tensors, launch, arguments, results, made, aligned)
+        if plan is None:
+            return
+        key = _key(tensors, flags)
         with self._lock:
             if switches is not self._switches:
                 self._plans.clear()
                 self._switches = switches
-            if self._absent is None:
-                self._absent = torch.empty(0, 7, 0, 3, dtype=torch.complex64, device="meta")
-            known = [self._absent if tensor is None else tensor for tensor in tensors]
-            plan = _plan(known, launch, arguments, results, made, aligned)
-            if plan is None:
-                return
-            key = (known[0].shape, known[1].shape, flags)
             others = self._plans.pop(key, ())
             while len(self._plans) >= _LIMIT:
                 del self._plans[next(iter(self._plans))]  # the oldest
-            self._plans[key] = ((_guard_maker()(known), plan), *others)[:_PLANS_PER_KEY]
+            self._plans[key] = (plan, *others)[:_PLANS_PER_KEY]
+
+
+def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
+    return getattr(tensors[0], "shape", None), getattr(tensors[1], "shape", None), flags
 
 
 def _plan(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     launch: Callable[..., None],
     arguments: Sequence[Any],
     results: Sequence[Tensor | None],
@@ -150,7 +165,7 @@ def _plan(
 ) -> Plan | None:
     """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
     sources = [*tensors, *(tensor for tensor, _ in made)]
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor.device.type != "meta"]
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     if len(set(addresses)) < len(addresses):
         return None  # the same tensor twice: which one an argument came from cannot be told
     constants: list[Any] = []
@@ -165,7 +180,7 @@ def _plan(
         if place is not None:
             kinds.append(("source", place))
             continue
-        place = next((i for i, source in enumerate(sources) if _is_view(value, source)), None)
+        place = next((i for i, source in enumerate(sources) if source is not None and _is_view(value, source)), None)
         if place is None:
             return None
         kinds.append(("view", len(views)))
@@ -173,13 +188,14 @@ def _plan(
     starts = {"source": 0, "constant": len(sources), "view": len(sources) + len(constants)}
     places = [starts[kind] + index for kind, index in kinds]
     return Plan(
+        tensors,
         launch,
         [make for _, make in made],
         constants,
         views,
         places[: len(arguments)],
         places[len(arguments) :],
-        [i for i, tensor in enumerate(tensors) if any(tensor is one for one in aligned)],
+        [i for i, tensor in enumerate(tensors) if tensor is not None and any(tensor is one for one in aligned)],
     )
 
 
@@ -195,7 +211,9 @@ def _is_view(value: Tensor, source: Tensor) -> bool:
 
 @functools.cache
 def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
-    """torch's comparison of tensors with those it was made from, where it is there and does what is expected of it."""
+    """torch's comparison of tensors with those it was made from, where it is there and does what is expected of it.
+
+    True where each tensor has the metadata of its model and no two are the same."""
 
     def of_torch(tensors: Sequence[Tensor]) -> Guard:
         guard: Guard = _PRIVATE.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -203,10 +221,10 @@ def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
 
     try:
         with torch.inference_mode(False):
-            tensor = torch.empty(2, 3)
-            guard = of_torch([tensor, tensor])
-            others = (tensor[:1], tensor.half(), torch.empty(3, 2).T, tensor.to("meta"), tensor.tolist())
-            is_trusted = guard(tensor, tensor) and not any(guard(tensor, other) for other in others)
+            first, second = torch.empty(2, 3), torch.empty(2, 3)
+            guard = of_torch([first, second])
+            others = (second[:1], second.half(), torch.empty(3, 2).T, second.to("meta"), second.tolist(), first)
+            is_trusted = guard(first, second.clone()) and not any(guard(first, other) for other in others)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         is_trusted = False
     return of_torch if is_trusted else _python_guard
@@ -217,4 +235,10 @@ def _python_guard(tensors: Sequence[Tensor]) -> Guard:
         return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
     wanted = [metadata(tensor) for tensor in tensors]
-    return lambda *found: all(isinstance(one, Tensor) for one in found) and wanted == [metadata(one) for one in found]
+
+    def guard(*found: Any) -> bool:
+        if not all(isinstance(one, Tensor) for one in found) or len(set(map(id, found))) < len(found):
+            return False
+        return wanted == [metadata(one) for one in found]
+
+    return guard
