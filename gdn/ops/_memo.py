@@ -165,47 +165,39 @@ def _plan(
 ) -> Plan | None:
     """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
     sources = [*tensors, *(tensor for tensor, _ in made)]
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    if len(set(addresses)) < len(addresses):
-        return None  # the same tensor twice: which one an argument came from cannot be told
+    place_of = {id(source): place for place, source in enumerate(sources)}
+    place_at = {source.data_ptr(): place for place, source in enumerate(sources) if source is not None}
+    given = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    if len(set(given)) < len(given):
+        return None  # the same memory twice: which one an argument came from cannot be told
     constants: list[Any] = []
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-    kinds: list[tuple[str, int]] = []  # of the arguments, then of the results
+    kinds: list[tuple[int, int]] = []  # of arguments and results: 0 source, 1 constant, 2 view; and its place there
     for value in (*arguments, *results):
         if not isinstance(value, Tensor):
-            kinds.append(("constant", len(constants)))
+            kinds.append((1, len(constants)))
             constants.append(value)
-            continue
-        place = next((i for i, source in enumerate(sources) if source is value), None)
-        if place is not None:
-            kinds.append(("source", place))
-            continue
-        place = next((i for i, source in enumerate(sources) if source is not None and _is_view(value, source)), None)
-        if place is None:
-            return None
-        kinds.append(("view", len(views)))
-        views.append((place, value.shape, value.stride()))
-    starts = {"source": 0, "constant": len(sources), "view": len(sources) + len(constants)}
-    places = [starts[kind] + index for kind, index in kinds]
+        elif id(value) in place_of:
+            kinds.append((0, place_of[id(value)]))
+        else:
+            place = place_at.get(value.data_ptr())
+            source = None if place is None else sources[place]
+            if place is None or source is None or source.dtype != value.dtype or value.numel() == 0:
+                return None
+            kinds.append((2, len(views)))
+            views.append((place, value.shape, value.stride()))
+    starts = (0, len(sources), len(sources) + len(constants))
+    places = [starts[kind] + place for kind, place in kinds]
+    must_align = {id(tensor) for tensor in aligned if tensor is not None}
     return Plan(
         tensors,
         launch,
-        [make for _, make in made],
+        [maker for _, maker in made],
         constants,
         views,
         places[: len(arguments)],
         places[len(arguments) :],
-        [i for i, tensor in enumerate(tensors) if tensor is not None and any(tensor is one for one in aligned)],
-    )
-
-
-def _is_view(value: Tensor, source: Tensor) -> bool:
-    return (
-        value.device == source.device
-        and value.dtype == source.dtype
-        and value.numel() > 0
-        and value.data_ptr() == source.data_ptr()
-        and value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        [place for place, tensor in enumerate(tensors) if id(tensor) in must_align],
     )
 
 
