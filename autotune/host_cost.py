@@ -24,7 +24,7 @@ from rich.table import Table
 import gdn
 from autotune import shapes
 from gdn.device import H100
-from gdn.problems import DeltaRuleProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
 from gdn.runtime import compiled, devices, env, prepare, toolchain
 from gdn.testing import inputs, inputs_logits
 
@@ -74,11 +74,9 @@ def without_device() -> Iterator[None]:
 def problem_of(op: str, extra: int = 0) -> tuple[Problem, tuple[int, ...]]:
     """The smallest shape of the tuner's, with `extra` more tokens or columns, and the lengths of its sequences: the host's
     work does not depend on sizes, and small ones keep the device ahead of it."""
-    shape = min(shapes.shapes(op), key=lambda shape: shape.problem.bytes_moved())
-    problem, lengths = shape.problem, shape.lengths
-    if isinstance(problem, DeltaRuleProblem):
-        lengths = (1,) * 32 if isinstance(problem, RecurrentProblem) else (256 + extra, 255)
-        lengths = (*lengths[:-1], lengths[-1] + extra) if isinstance(problem, RecurrentProblem) else lengths
+    problem = min((shape.problem for shape in shapes.shapes(op)), key=lambda problem: problem.bytes_moved())
+    if isinstance(problem, ChunkProblem | RecurrentProblem):
+        lengths = (256 + extra, 255) if isinstance(problem, ChunkProblem) else (1 + extra, *[1] * 31)
         return replace(problem, num_tokens=sum(lengths), num_sequences=len(lengths)), lengths
     if isinstance(problem, MqaLogitsProblem):
         return replace(problem, num_queries=128, num_keys=256 + extra, num_columns=256 + extra), ()
@@ -90,7 +88,7 @@ def call_of(op: str, device: torch.device, backend: str | None, extra: int = 0) 
     """One eager call of the public operator on small inputs."""
     problem, lengths = problem_of(op, extra)
     options: dict[str, Any] = {"backend": backend}
-    if isinstance(problem, DeltaRuleProblem):
+    if isinstance(problem, ChunkProblem | RecurrentProblem):
         is_recurrent = isinstance(problem, RecurrentProblem)
         make: Any = inputs.recurrent_inputs if is_recurrent else inputs.chunk_inputs
         function = gdn.fused_recurrent_gated_delta_rule if is_recurrent else gdn.chunk_gated_delta_rule

@@ -260,14 +260,15 @@ def pack(
     dt_bias: Tensor | None,
     made: list[Made],
 ) -> Packed:
-    """made: gets the constants that stand for what the caller left out."""
+    """made: gets the constants that stand for what the caller left out, and parameters in float32."""
     device = q.device
     if use_gate:
         assert A_log is not None  # checked
-        A_log = A_log.float().contiguous()
+        A_log = make(made, _float32, A_log)
         if dt_bias is None:
             dt_bias = make(made, functools.partial(zeros, sizes.num_heads, device))
-        dt_bias = dt_bias.float().contiguous()
+        else:
+            dt_bias = make(made, _float32, dt_bias)
     else:
         A_log = dt_bias = None
     if cu_seqlens is None:
@@ -282,6 +283,14 @@ def pack(
         dt_bias,
         cu_seqlens.contiguous(),
     )
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x.float().contiguous()
+
+
+def as_int32(x: Tensor) -> Tensor:
+    return x.to(torch.int32)
 
 
 def _packed_rows(name: str, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Calls seen before: an eager call like an earlier one skips the checks, the problem and the choice of a kernel.
 
 An operator that finds no plan takes its ordinary path and then hands `Memo.learn` what it passed to the kernel. From that
-comes a Plan: which of the call's tensors, which views of them, which constants and which tensors made anew are launched.
+comes a Plan: which of the call's tensors, which views of them, which constants and which tensors made anew (`make`: outputs,
+workspace, arguments in another dtype) are launched.
 The plan serves later calls that agree in
 
     every argument that is no tensor               the flags, part of the key; with its type where equal is not the same (1, 1.0)
@@ -10,7 +11,7 @@ The plan serves later calls that agree in
     the switches, and that nobody is explaining     so that GDN_VALIDATE, reload and explain do what they say
 
 so everything that the checks and the choice look at is the same, and what raised before finds no plan and raises again.
-Nothing is learned from a call that copied or converted an argument: such calls always take the ordinary path.
+Nothing is learned from a call with tensors of other origin, as copies for alignment: such calls take the ordinary path.
 """
 
 import functools
@@ -24,7 +25,7 @@ import torch
 from gdn.runtime import env, is_explaining
 
 Tensor = torch.Tensor
-Made = tuple[Tensor, Callable[[], Tensor]]  # a tensor that is no argument, and what makes it anew for another call
+Made = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is no argument, what makes it, from what
 Guard = Callable[..., bool]
 
 ALIGNMENT = 16  # bytes
@@ -39,31 +40,34 @@ _view: Callable[..., Tensor] = getattr(
 )
 
 
-def make(made: list[Made], maker: Callable[[], Tensor]) -> Tensor:
-    """A tensor that is no argument, noted for `Memo.learn`."""
-    tensor = maker()
-    made.append((tensor, maker))
+def make(made: list[Made], maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    """maker(*sources), noted for `Memo.learn` where it is a new tensor. sources: arguments of the call."""
+    tensor = maker(*sources)
+    if all(tensor is not source for source in sources):
+        made.append((tensor, maker, sources))
     return tensor
 
 
 class Plan:
     """How the launch of a kernel follows from a call's tensors."""
 
-    __slots__ = ("_guard", "_given", "_absent", "_aligned", "_launch", "_makers", "_constants", "_views", "_arguments", "_results")
+    __slots__ = (
+        "_absent", "_aligned", "_arguments", "_constants", "_given", "_guard", "_launch", "_makers", "_results", "_views",
+    )  # fmt: skip
 
     def __init__(
         self,
         tensors: Sequence[Tensor | None],
         launch: Callable[..., None],
-        makers: Sequence[Callable[[], Tensor]],
+        makers: Sequence[tuple[Callable[..., Tensor], tuple[int, ...]]],
         constants: Sequence[Any],
         views: Sequence[tuple[int, torch.Size, tuple[int, ...]]],
         arguments: Sequence[int],
         results: Sequence[int],
         aligned: Sequence[int],
     ) -> None:
-        """arguments, results: places in [*tensors, *made, *constants, *views]; views: of a place, with size and strides;
-        aligned: places of tensors."""
+        """arguments, results: places in [*tensors, *made, *constants, *views]; makers: with the places that each makes its
+        tensor from; views: of a place, with size and strides; aligned: places of tensors."""
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
         self._given = itemgetter(*given)
@@ -88,8 +92,8 @@ class Plan:
     def run(self, tensors: tuple[Any, ...]) -> Any:
         """Launches, and returns what the call returns."""
         known = list(tensors)
-        for make in self._makers:
-            known.append(make())
+        for maker, places in self._makers:
+            known.append(maker(*[tensors[place] for place in places]))
         known += self._constants
         for place, size, stride in self._views:
             known.append(_view(known[place], size, stride, 0))
@@ -164,7 +168,7 @@ def _plan(
     aligned: Sequence[Tensor | None],
 ) -> Plan | None:
     """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
-    sources = [*tensors, *(tensor for tensor, _ in made)]
+    sources = [*tensors, *(tensor for tensor, _, _ in made)]
     place_of = {id(source): place for place, source in enumerate(sources)}
     place_at = {source.data_ptr(): place for place, source in enumerate(sources) if source is not None}
     given = [tensor.data_ptr() for tensor in tensors if tensor is not None]
@@ -192,7 +196,7 @@ def _plan(
     return Plan(
         tensors,
         launch,
-        [maker for _, maker in made],
+        [(maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in made],
         constants,
         views,
         places[: len(arguments)],

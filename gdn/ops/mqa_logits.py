@@ -155,8 +155,10 @@ def mqa_logits(
     if k_scale is not None:
         k_scale = aligned(k_scale[:, None] if k_scale.dim() == 1 else k_scale)
     k_rows = aligned(k if k.dim() == 3 else k[:, None])
-    starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
-    arguments = (aligned(q), k_rows, k_scale, kernel_weights(weights), starts, ends, out, scale)
+    starts, ends = make(made, as_int32, cu_seqlen_ks), make(made, as_int32, cu_seqlen_ke)
+    if weights is not None:
+        weights = make(made, kernel_weights, weights)
+    arguments = (aligned(q), k_rows, k_scale, weights, starts, ends, out, scale)
     prepared.launch(*arguments)
     _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (tensors[0], tensors[1], tensors[5]))
     return out

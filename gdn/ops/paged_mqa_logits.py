@@ -145,8 +145,10 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if batch == 0 or max_context_len == 0 or nothing_cached:
         return out
-    lengths = as_int32(context_lens)
-    arguments = (aligned(q), flat_pages(cache), kernel_weights(weights), lengths, block_tables, out, scale)
+    lengths = make(made, as_int32, context_lens)
+    if weights is not None:
+        weights = make(made, kernel_weights, weights)
+    arguments = (aligned(q), flat_pages(cache), weights, lengths, block_tables, out, scale)
     prepared.launch(*arguments)
     _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (q, cache))
     return out

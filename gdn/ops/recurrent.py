@@ -172,7 +172,8 @@ def fused_recurrent_gated_delta_rule(
         initial_state = _delta_rule.aligned_state(initial_state)
     arguments = (
         tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
-        None if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32), final_state, final_state_indices,
+        None if num_accepted_tokens is None else make(made, _delta_rule.as_int32, num_accepted_tokens), final_state,
+        final_state_indices,
         tokens.cu_seqlens, None if parent_token is None else parent_token.contiguous(),
         rounding_seed if is_rounded else None, written, sizes.k_dim**-0.5 if scale is None else float(scale), null_slot,
     )  # fmt: skip

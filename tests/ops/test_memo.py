@@ -298,14 +298,45 @@ def test_equal_logits_arguments_are_not_the_same(
     assert logits.launches == 1
 
 
-def test_converted_arguments_teach_nothing(logits: StandIn) -> None:
-    arguments = paged_call(0)
-    arguments["context_lens"] = arguments["context_lens"].long()
+def test_logits_arguments_are_converted_every_time(logits: StandIn) -> None:
+    def ragged(seed: int) -> torch.Tensor:
+        arguments = ragged_call(seed)
+        for name in ("cu_seqlen_ks", "cu_seqlen_ke"):
+            arguments[name] = arguments[name].long()
+        return gdn.mqa_logits(**{**arguments, "weights": arguments["weights"].half()})
+
+    def paged(seed: int) -> torch.Tensor:
+        arguments = paged_call(seed)
+        arguments["context_lens"] = torch.tensor([70, 7 * seed, 17])
+        return gdn.paged_mqa_logits(**{**arguments, "weights": arguments["weights"].double()})
+
+    for call in (ragged, paged):
+        call(0)
+        before = len(logits.problems)
+        found = call(1)
+        assert len(logits.problems) == before
+        env.reload()
+        assert same_bits(found, call(1))
+
+
+def test_parameters_are_converted_every_time(kernel: Counting) -> None:
+    def call(seed: int) -> torch.Tensor:
+        arguments = pooled_recurrent(seed)
+        arguments["dt_bias"] = arguments["dt_bias"].bfloat16() + seed
+        arguments["num_accepted_tokens"] = arguments["num_accepted_tokens"].long()
+        o: torch.Tensor = gdn.fused_recurrent_gated_delta_rule(**arguments)[0]
+        return o
+
+    call(0)
+    found = call(1)
+    assert kernel.prepared == 1
+    env.reload()
+    assert same_bits(found, call(1))
+
+
+def test_copied_arguments_teach_nothing(kernel: Counting) -> None:
+    arguments = good_chunk()
+    arguments["cu_seqlens"] = torch.stack([arguments["cu_seqlens"]] * 2, dim=1)[:, 0]  # strided
     for _ in range(2):
-        gdn.paged_mqa_logits(**arguments)
-    assert len(logits.problems) == 2
-    ragged = ragged_call(0)
-    ragged["weights"] = ragged["weights"].half()
-    for _ in range(2):
-        gdn.mqa_logits(**ragged)
-    assert len(logits.problems) == 4
+        gdn.chunk_gated_delta_rule(**arguments)
+    assert kernel.prepared == 2
