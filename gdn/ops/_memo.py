@@ -217,10 +217,10 @@ def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
 
     try:
         with torch.inference_mode(False):
-            first, second = torch.empty(2, 3), torch.empty(2, 3)
+            first, second, third = (torch.empty(2, 3, device="cpu") for _ in range(3))  # a graph may be being captured
             guard = of_torch([first, second])
-            others = (second[:1], second.half(), torch.empty(3, 2).T, second.to("meta"), second.tolist(), first)
-            is_trusted = guard(first, second.clone()) and not any(guard(first, other) for other in others)
+            others = (third[:1], third.half(), torch.empty(3, 2, device="cpu").T, third.to("meta"), [1.0], None, first)
+            is_trusted = guard(first, third) and not any(guard(first, other) for other in others)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         is_trusted = False
     return of_torch if is_trusted else _python_guard
