@@ -31,7 +31,7 @@ Guard = Callable[..., bool]
 ALIGNMENT = 16  # bytes
 _LIMIT = 2048  # keys kept: decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, type)
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags that are what they equal
 
 # torch's compiler checks its own assumptions with these, in C++. They are private: without them Python does the same.
 _PRIVATE: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -139,7 +139,7 @@ class Memo:
     ) -> None:
         """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
         aligned: tensors (two or more) whose addresses were found to be multiples of 16 bytes."""
-        if switches.validate or switches is not env.current() or not all(isinstance(flag, _PLAIN) for flag in flags):
+        if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
             return
         plan = _plan(tensors, launch, arguments, results, made, aligned)
         if plan is None:
@@ -160,7 +160,7 @@ def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plan(
-    tensors: Sequence[Tensor | None],
+    tensors: tuple[Tensor | None, ...],
     launch: Callable[..., None],
     arguments: Sequence[Any],
     results: Sequence[Tensor | None],
@@ -168,21 +168,22 @@ def _plan(
     aligned: Sequence[Tensor | None],
 ) -> Plan | None:
     """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
-    sources = [*tensors, *(tensor for tensor, _, _ in made)]
-    place_of = {id(source): place for place, source in enumerate(sources)}
-    place_at = {source.data_ptr(): place for place, source in enumerate(sources) if source is not None}
-    given = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    if len(set(given)) < len(given):
+    sources = [*tensors, *[tensor for tensor, _, _ in made]]
+    place_of = {id(source): place for place, source in enumerate(sources) if source is not None}
+    place_at = {source.data_ptr(): place for place, source in enumerate(tensors) if source is not None}
+    if len(place_at) < len([tensor for tensor in tensors if tensor is not None]):
         return None  # the same memory twice: which one an argument came from cannot be told
+    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(made, len(tensors))}
     constants: list[Any] = []
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
     kinds: list[tuple[int, int]] = []  # of arguments and results: 0 source, 1 constant, 2 view; and its place there
     for value in (*arguments, *results):
-        if not isinstance(value, Tensor):
+        place = place_of.get(id(value))
+        if place is not None:
+            kinds.append((0, place))
+        elif not isinstance(value, Tensor):
             kinds.append((1, len(constants)))
             constants.append(value)
-        elif id(value) in place_of:
-            kinds.append((0, place_of[id(value)]))
         else:
             place = place_at.get(value.data_ptr())
             source = None if place is None else sources[place]
