@@ -71,6 +71,10 @@ def without_device() -> Iterator[None]:
         yield
 
 
+# The operators whose repeated calls skip their checks: those that a model calls in every layer with kernels behind them.
+OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
+
+
 def problem_of(op: str, extra: int = 0) -> tuple[Problem, tuple[int, ...]]:
     """The smallest shape of the tuner's, with `extra` more tokens or columns, and the lengths of its sequences: the host's
     work does not depend on sizes, and small ones keep the device ahead of it."""
@@ -166,7 +170,7 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device()) if has_device else torch.device("cpu")
     rows = []
     with contextlib.nullcontext() if has_device else without_device():
-        for name in [op] if op is not None else shapes.operators():
+        for name in [op] if op is not None else OPERATORS:
             rows.append(measure(name, device, backend))
     title = torch.cuda.get_device_name() if has_device else "no GPU: the launch itself is not in these figures"
     table = Table("operator", "backend", "repeated, us", "least, us", "of it launch, us", "first, us", title=title)

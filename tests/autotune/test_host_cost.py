@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from autotune import host_cost, shapes
+from autotune import host_cost
 from gdn.runtime import prepare
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("op", shapes.operators())
+@pytest.mark.parametrize("op", host_cost.OPERATORS)
 def test_measures_every_operator(op: str) -> None:
     with host_cost.without_device():
         row = host_cost.measure(op, CPU, "tilelang", repeats=20, news=2)
@@ -25,7 +25,7 @@ def test_needs_a_kernel() -> None:
 
 def test_repeated_calls_do_not_come_to_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     with host_cost.without_device():
-        for op in shapes.operators():
+        for op in host_cost.OPERATORS:
             call = host_cost.call_of(op, CPU, None)
             call()
             with monkeypatch.context() as patched:
