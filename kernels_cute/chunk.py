@@ -12,7 +12,8 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its warp roles and its barriers: _chunk_fused.py; tiles in shared memory: _chunk_layouts.py.
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
+_chunk_layouts.py.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
-from kernels_cute._chunk_fused import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, FusedChunk
+from kernels_cute._chunk_fused import FusedChunk
+from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
 ENTRY = "gdn_cute_chunk"
 _HEAD_DIMS = (64, 128)
