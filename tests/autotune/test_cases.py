@@ -33,9 +33,7 @@ def _small(shape: shapes.Shape) -> shapes.Shape:
         return replace(shape, problem=replace(problem, num_rows=5, num_columns=70, k=9))
     lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
     heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
-    return replace(
-        shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths))
-    )
+    return replace(shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths)))
 
 
 def _one_per_static_key() -> list[Any]:

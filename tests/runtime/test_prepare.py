@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 def a_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """As if the CPU were an H100, the recurrent operator had the fake kernel on both backends, and no table shipped."""
     fakes = {"tilelang": fake_kernel.__name__, "cute": fake_kernel.__name__}
-    monkeypatch.setitem(
-        registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes)
-    )
+    monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes))
     monkeypatch.setattr(devices, "describe", lambda device: (H100, "NVIDIA H100 (SM90)"))
     monkeypatch.setattr(toolchain, "missing", lambda backend: None)
     monkeypatch.setattr(compiled, "_preload", lambda backend: None)
@@ -180,9 +178,7 @@ def test_a_module_that_cannot_be_imported(
     problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     broken = {"tilelang": "tests.runtime.not_there", "cute": fake_kernel.__name__}
-    monkeypatch.setitem(
-        registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=broken)
-    )
+    monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=broken))
     runtime.candidates.cache_clear()
     prepared = runtime.prepare(problem, CPU, None)
     assert prepared.backend == "cute"
@@ -202,9 +198,7 @@ def test_a_machine_that_cannot_compile_runs_what_is_cached(problem: FakeProblem,
     assert runtime.prepare(problem, CPU, None).backend == "tilelang"
 
 
-def test_decisions_are_told_once(
-    problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]
-):
+def test_decisions_are_told_once(problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]):
     switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
     for num_tokens in (64, 65, 66):
         runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
