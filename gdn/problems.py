@@ -286,7 +286,7 @@ class Conv1dProblem(ConvolutionProblem):
         x, out [L, dim]: last dim contiguous, base and row strides multiples of 16 bytes; dim a multiple of 8
         weight [dim, width], bias [dim] or None: contiguous, bases multiples of 16 bytes
         conv_states [slots, dim, >= width - 1] or None; cu_seqlens [N + 1]; cache_indices [>= N] any stride, or None
-        has_initial_state [>= N] bool contiguous or None (= all True)
+        has_initial_state [>= N] uint8 (the bool tensor viewed as bytes) contiguous, or None (= all True)
         checkpoint_offsets, checkpoint_slots [>= N, C] of checkpoint_dtype, any strides, or None
     Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero. The slot of a
     sequence is read before it is written; a checkpoint is written after the sequence's own slot.

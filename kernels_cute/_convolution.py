@@ -16,7 +16,7 @@ CHANNELS = 8  # of a thread
 
 
 def refusal(problem: ConvolutionProblem) -> str | None:
-    if problem.dim % CHANNELS:
+    if problem.dim < 1 or problem.dim % CHANNELS:
         return f"requires channels in multiples of {CHANNELS}, got dim={problem.dim}"
     if not 2 <= problem.width <= 4:
         return f"requires a width of 2 to 4, got {problem.width}"
@@ -63,7 +63,9 @@ class Convolution:
         self.mask_channels = problem.dim % (threads * CHANNELS) != 0
 
     @cute.jit
-    def load_filter(self, channel: cutlass.Int32, gWeight: cute.Tensor, gBias: cute.Tensor, rWeight: cute.Tensor, rBias: cute.Tensor):
+    def load_filter(
+        self, channel: cutlass.Int32, gWeight: cute.Tensor, gBias: cute.Tensor, rWeight: cute.Tensor, rBias: cute.Tensor
+    ):
         """rWeight[channel * width + tap], rBias[channel], as float32."""
         source = pointer(gWeight, cutlass.Int64(channel) * self.width, 16)
         load(source, CHANNELS * self.width, rWeight, 0, False)

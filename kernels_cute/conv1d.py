@@ -31,7 +31,6 @@ from kernels_cute._convolution import CHANNELS, Convolution
 from kernels_cute._memory import fake
 
 
-
 @dataclass(frozen=True)
 class Config:
     threads: int  # threads of a block, 8 channels each
@@ -113,18 +112,12 @@ def launch(
         absent if problem.state_dtype is None else conv_states,
         cu_seqlens,
         absent if problem.index_dtype is None else cache_indices,
-        has_initial_state.view(_mask_dtype()) if problem.has_mask else absent,
+        has_initial_state if problem.has_mask else absent,
         absent if problem.checkpoint_dtype is None else checkpoint_offsets,
         absent if problem.checkpoint_dtype is None else checkpoint_slots,
         out,
         null_slot,
     )
-
-
-def _mask_dtype() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 def _arguments(problem: Conv1dProblem) -> list[Any]:
