@@ -67,14 +67,16 @@ def configs(problem: Conv1dProblem, device: DeviceSpec) -> list[Config]:
 
 def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     """The longest tiles, then the widest blocks, that leave every SM two rounds of resident threads."""
+    # float16 takes more registers to convert: beside a bias 4 rows would spill.
+    batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4
     threads = 128
     while threads > 32 and threads * CHANNELS >= 2 * problem.dim:
         threads //= 2
     wanted = 2 * 384 * device.num_sms
     for rows in (32, 16, 8):
         if -(-problem.num_tokens // rows) * _convolution.slices(problem.dim, threads) * threads >= wanted:
-            return Config(threads, rows, 4)
-    return Config(min(threads, 64), 8, 4)
+            return Config(threads, rows, batch)
+    return Config(min(threads, 64), 8, batch)
 
 
 def workspace_bytes(problem: Conv1dProblem, config: Config) -> int:
@@ -291,8 +293,7 @@ class _Conv1d(Convolution):
                 rLine = cute.make_rmem_tensor((history + batch) * CHANNELS, self.dtype)
                 rNext = cute.make_rmem_tensor(batch * CHANNELS, self.dtype)
                 rLine.fill(0.0)
-                is_first = first == begin
-                if is_first:
+                if first == begin:
                     if cutlass.const_expr(self.has_states):
                         if is_continued:
                             for c in cutlass.range_constexpr(history):
@@ -316,11 +317,9 @@ class _Conv1d(Convolution):
                         rLine[i] = rLine[batch * CHANNELS + i]
 
                 if cutlass.const_expr(self.has_states):
-                    if is_first:
-                        self.keep_windows(
-                            sequence, begin, end - begin, slot, is_continued, channel, gX, gStates, gCheckOffsets, gCheckSlots,
-                            null_slot,
-                        )  # fmt: skip
+                    self.keep_windows(
+                        tile, sequence, channel, gX, gStates, gOffsets, gIndices, gMask, gCheckOffsets, gCheckSlots, null_slot
+                    )
             else:
                 rOut.fill(0.0)
                 for token in cutlass.range(first, stop, unroll=1):
@@ -340,6 +339,39 @@ class _Conv1d(Convolution):
     @cute.jit
     def keep_windows(
         self,
+        tile: cutlass.Int32,
+        sequence: cutlass.Int32,
+        channel: cutlass.Int32,
+        gX: cute.Tensor,
+        gStates: cute.Tensor,
+        gOffsets: cute.Tensor,
+        gIndices: cute.Tensor,
+        gMask: cute.Tensor,
+        gCheckOffsets: cute.Tensor,
+        gCheckSlots: cute.Tensor,
+        null_slot: cutlass.Int64,
+    ):
+        """From a sequence's first tile, when it is done: the last window to the sequence's slot, then the checkpoints.
+
+        Everything is read again, the old window too where it is part of a new one: to hold it over the tile costs more
+        registers than there are.
+        """
+        begin = cutlass.Int32(gOffsets[sequence])
+        if tile == begin // self.rows + sequence:
+            slot = cutlass.Int64(sequence)
+            if cutlass.const_expr(self.has_indices):
+                slot = cutlass.Int64(gIndices[sequence])
+            is_continued = cutlass.Boolean(True)
+            if cutlass.const_expr(self.has_mask):
+                is_continued = gMask[sequence] != 0
+            count = cutlass.Int32(gOffsets[sequence + 1]) - begin
+            self.store_windows(
+                sequence, begin, count, slot, is_continued, channel, gX, gStates, gCheckOffsets, gCheckSlots, null_slot
+            )
+
+    @cute.jit
+    def store_windows(
+        self,
         sequence: cutlass.Int32,
         begin: cutlass.Int32,
         count: cutlass.Int32,
@@ -352,8 +384,6 @@ class _Conv1d(Convolution):
         gCheckSlots: cute.Tensor,
         null_slot: cutlass.Int64,
     ):
-        """The sequence's last window to its slot, then its checkpoints. The old window is read again where it is part of
-        one: to hold it over the tile costs more registers than there are."""
         rHistory = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
         rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
         rHistory.fill(0.0)

@@ -6,7 +6,17 @@ operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies.
 
 from dataclasses import dataclass, field
 
-from gdn.problems import ChunkProblem, LogitsProblem, Problem, RecurrentProblem
+from gdn.problems import (
+    ChunkProblem,
+    Conv1dProblem,
+    ConvolutionProblem,
+    GatingProblem,
+    LogitsProblem,
+    Problem,
+    RecurrentProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+)
 
 
 @dataclass(frozen=True)
@@ -27,4 +37,17 @@ def expectation(problem: Problem, backend: str) -> Expectation:
     if isinstance(problem, LogitsProblem):
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
+    # The steps only move memory: rows in 16-byte accesses, several at once.
+    tensor_cores = ("HGMMA", "QGMMA", "HMMA")
+    if isinstance(problem, ConvolutionProblem):
+        rows = 2 if isinstance(problem, Conv1dProblem) else 1
+        return Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=tensor_cores)
+    if isinstance(problem, SplitProblem):
+        wide = "128" if problem.head_k_dim % 8 == 0 and problem.head_v_dim % 8 == 0 else "64"
+        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
+    if isinstance(problem, RmsNormGatedProblem):
+        wide = "128" if problem.head_dim % 8 == 0 else "64"
+        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
+    if isinstance(problem, GatingProblem):
+        return Expectation({"LDG": 4, "STG": 2}, none_of=tensor_cores)
     raise TypeError(f"problem: expected one of an operator with an expectation, got {type(problem).__name__}")

@@ -16,7 +16,17 @@ TABLES = sorted(tuned.SHIPPED.glob("**/*.json"))
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 PROBLEMS: dict[str, Any] = {
     cls.op: cls
-    for cls in (problems.ChunkProblem, problems.RecurrentProblem, problems.MqaLogitsProblem, problems.PagedMqaLogitsProblem)
+    for cls in (
+        problems.ChunkProblem,
+        problems.RecurrentProblem,
+        problems.Conv1dProblem,
+        problems.Conv1dUpdateProblem,
+        problems.SplitProblem,
+        problems.GatingProblem,
+        problems.RmsNormGatedProblem,
+        problems.MqaLogitsProblem,
+        problems.PagedMqaLogitsProblem,
+    )
 }
 
 
