@@ -13,7 +13,14 @@ Tensor = torch.Tensor
 
 
 def fused_gdn_gating(
-    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
+    A_log: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) * softplus(a + dt_bias) and beta_output = sigmoid(b), per value head.
 
@@ -24,7 +31,7 @@ def fused_gdn_gating(
     Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
-        return _library.gating(A_log, a, b, dt_bias, beta, threshold)  # type: ignore[no-any-return]
+        return _library.gating(A_log, a, b, dt_bias, beta, threshold, backend)  # type: ignore[no-any-return]
     check_tensor("a", a, dtypes=FLOAT_DTYPES)
     if a.dim() == 0:
         bad_value("a", "shape [..., HV]", "shape []")
@@ -42,7 +49,7 @@ def fused_gdn_gating(
         dt_bias_dtype=dtype_name(dt_bias.dtype),
         num_tokens=a.numel() // max(heads, 1),
     )
-    prepared = prepare(problem, a.device)
+    prepared = prepare(problem, a.device, backend)
     if prepared.launch is None:
         g, beta_output = reference.fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold)
         return g.contiguous(), beta_output.contiguous()

@@ -12,14 +12,16 @@ from gdn.runtime import prepare
 Tensor = torch.Tensor
 
 
-def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu") -> Tensor:
+def rms_norm_gated(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
+) -> Tensor:
     """x / sqrt(mean(x * x) + eps) * weight * activation(z), over the last dim, in float32.
 
     Arguments: x, z [..., V] of one shape, weight [V]; any float dtypes and strides; eps > 0 or 0; activation "silu" (or
     "swish") | "sigmoid". Returns a new tensor like x. Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
-        return _library.norm(x, z, weight, eps, activation)  # type: ignore[no-any-return]
+        return _library.norm(x, z, weight, eps, activation, backend)  # type: ignore[no-any-return]
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
         bad_value("x", "shape [..., V]", "shape []")
@@ -38,7 +40,7 @@ def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, acti
         sigmoid=activation == "sigmoid",
         num_tokens=x.numel() // max(heads * dim, 1),
     )
-    prepared = prepare(problem, x.device)
+    prepared = prepare(problem, x.device, backend)
     if prepared.launch is None:
         return reference.rms_norm_gated(x, z, weight, eps, activation).contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -13,7 +13,14 @@ Tensor = torch.Tensor
 
 
 def fused_qkvzba_split_reshape_cat(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Splits projections that are interleaved per key-head group, with r = num_heads_v / num_heads_qk:
 
@@ -25,7 +32,9 @@ def fused_qkvzba_split_reshape_cat(
     Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
-        return _library.split(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)  # type: ignore[no-any-return]
+        return _library.split(  # type: ignore[no-any-return]
+            mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, backend
+        )
     sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
         if not isinstance(value, int):
@@ -50,7 +59,7 @@ def fused_qkvzba_split_reshape_cat(
         ba_dtype=dtype_name(mixed_ba.dtype),
         num_tokens=length,
     )
-    prepared = prepare(problem, device)
+    prepared = prepare(problem, device, backend)
     if prepared.launch is None:
         return reference.fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
 

