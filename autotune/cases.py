@@ -13,8 +13,9 @@ import torch
 
 import gdn
 from autotune.shapes import Shape
+from gdn import reference
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, RecurrentProblem
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, RecurrentProblem, TopkProblem
 from gdn.runtime import Prepared
 from gdn.testing import compare, inputs, inputs_logits, oracle, oracle_logits, timing
 
@@ -43,7 +44,9 @@ def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
         return _DeltaCase(shape, problem, device, copies)
     if isinstance(problem, MqaLogitsProblem | PagedMqaLogitsProblem):
         return _LogitsCase(shape, problem, device, copies)
-    raise TypeError(f"shape.problem: expected a problem of the delta rule or of logits, got {type(problem).__name__}")
+    if isinstance(problem, TopkProblem):
+        return _TopkCase(problem, device, copies)
+    raise TypeError(f"shape.problem: expected a problem of the delta rule, of logits or of top-k, got {type(problem).__name__}")
 
 
 def _launch(prepared: Prepared, tensors: tuple[Any, ...]) -> Call:
@@ -200,5 +203,57 @@ class _LogitsCase:
                 return lambda: gdn.mqa_logits(*ragged, k_scale=made.k_scale, **options)
             paged = (made.q, made.cache, made.weights, made.context_lens, made.block_tables, made.max_context_len)
             return lambda: gdn.paged_mqa_logits(*paged, **options)
+
+        return [call(made) for made in self._timed]
+
+
+class _TopkCase:
+    """Rows of sums over heads of rectified products, as the indexer's logits are; every row whole."""
+
+    def __init__(self, problem: TopkProblem, device: torch.device, copies: int) -> None:
+        self._problem, self._device, self._copies = problem, device, copies
+
+    def _inputs(self, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        problem = self._problem
+        generator = torch.Generator(self._device).manual_seed(seed)
+        shape = (problem.num_rows, problem.num_columns)
+        logits = torch.zeros(shape, device=self._device)
+        for _ in range(4):
+            logits += torch.randn(shape, device=self._device, generator=generator).relu_()
+        starts = torch.zeros(problem.num_rows, dtype=torch.int32, device=self._device)
+        return logits.to(getattr(torch, problem.dtype)), starts, torch.full_like(starts, problem.num_columns)
+
+    @cached_property
+    def _checked(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._inputs(seed=0)
+
+    @cached_property
+    def _expected(self) -> torch.Tensor:
+        logits, starts, ends = self._checked
+        return reference.topk_indices(logits, self._problem.k, starts, ends, sorted_by=self._problem.sorted_by)
+
+    @cached_property
+    def _timed(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [self._inputs(seed=1 + copy) for copy in range(self._copies)]
+
+    def _out(self) -> torch.Tensor:
+        return torch.full((self._problem.num_rows, self._problem.k), -2, dtype=torch.int32, device=self._device)
+
+    def check(self, prepared: Prepared) -> float:
+        out = self._out()
+        _launch(prepared, (*self._checked, out))()
+        wrong = int((out != self._expected).sum())
+        if wrong:
+            raise WrongResult(f"{wrong} of {out.numel()} indices are not the reference's")
+        return 0.0
+
+    def launches(self, prepared: Prepared) -> list[Call]:
+        return [_launch(prepared, (*made, self._out())) for made in self._timed]
+
+    def public_calls(self, backend: str | None) -> list[Call]:
+        def call(made: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Call:
+            return lambda: gdn.topk_indices(
+                made[0], self._problem.k, made[1], made[2], sorted_by=self._problem.sorted_by, backend=backend
+            )
 
         return [call(made) for made in self._timed]

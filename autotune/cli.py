@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -194,15 +195,19 @@ def bench(
 
 
 def _bench_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("operator", "shape", "backend", "tiles", "time, us", "floor, us", "share of floor", "GB/s", "TFLOP/s")
-    for row in rows:
-        time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
-        tflops = f"{row['tflops']:.0f}" if row["tflops"] else "-"
-        share = f"{row['share_of_floor']:.0%}"
-        numbers = (time_text, f"{row['floor_us']:.1f}", share, f"{row['gbps']:.0f}", tflops)
-        table.add_row(row["op"], row["shape"], row["backend"], row["config_source"], *numbers)
-    for column in table.columns[4:]:
-        column.justify = "right"
+    """One section per operator; rates and configurations are in the JSON."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("shape", overflow="fold")
+    for heading in ("backend", "tiles", "time, us", "floor", "share"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("backend", "tiles") else "right")
+    for op in dict.fromkeys(row["op"] for row in rows):
+        table.add_section()
+        table.add_row(f"[bold]{op}[/]")
+        for row in rows:
+            if row["op"] == op:
+                time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
+                numbers = (time_text, f"{row['floor_us']:.1f}", f"{row['share_of_floor']:.0%}")
+                table.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
     return table
 
 

@@ -8,7 +8,7 @@ and of the engines.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem, TopkProblem
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,12 @@ def _paged(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool
     return Shape(f"batch {batch}, context {context}, {num_heads} heads, next_n {next_n}, {kind}", problem)
 
 
+def _topk(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32") -> Shape:
+    problem = TopkProblem(dtype, "int32", "int32", "index", k=k, num_rows=num_rows, num_columns=num_columns)
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
+
+
 _SHAPES: dict[str, tuple[Shape, ...]] = {
     "chunk": (
         _chunk((16, 32), [1024], "1024"),
@@ -175,6 +181,15 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
         _paged(1, 131072, 64),
         _paged(64, 32768, 16),
         _paged(64, 32768, 16, bf16=True),
+    ),
+    "topk": (
+        _topk(4096, 8192),
+        _topk(4096, 8192, 512),
+        _topk(4096, 32768),
+        _topk(64, 65536),
+        _topk(64, 131072),
+        _topk(1024, 131072),
+        _topk(4096, 32768, dtype="bfloat16"),
     ),
 }
 

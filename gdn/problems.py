@@ -247,6 +247,34 @@ class PagedMqaLogitsProblem(LogitsProblem):
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
 
 
+@dataclass(frozen=True)
+class TopkProblem(Problem):
+    """`gdn.topk_indices`.
+
+    launch(compiled, logits, row_starts, row_ends, out)
+        logits [rows, n] any row stride, last dim contiguous; row_starts, row_ends [rows] any stride, any values, or None
+        out int32 [rows, k], any row stride, last dim contiguous
+    Every entry of out is written. Only a row's own range is read.
+    """
+
+    op: ClassVar[str] = "topk"
+
+    dtype: str  # of logits: float32 | bfloat16 (others on the reference)
+    starts_dtype: str | None  # int32 | int64; None = rows start at column 0
+    ends_dtype: str | None  # int32 | int64; None = rows end with the last column
+    sorted_by: str  # index | score
+    k: int = size()  # a count like the others: it compiles nothing anew
+    num_rows: int = size()
+    num_columns: int = size()
+
+    def flops(self) -> int:
+        return 0
+
+    def bytes_moved(self) -> int:
+        """As if every row were num_columns long."""
+        return self.num_rows * (self.num_columns * DTYPE_BYTES[self.dtype] + 4 * self.k)
+
+
 def _bytes(dtype: str | None) -> int:
     return 0 if dtype is None else DTYPE_BYTES[dtype]
 

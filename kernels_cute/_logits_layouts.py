@@ -5,8 +5,13 @@ column n of a group of four queries is
 
     n = 8 * (head // 2) + 2 * query + head % 2        query in 0..3
 
-and one lane holds every head of its query: the sum over heads never leaves its registers. `query_rows` is that order as a
+and one lane holds every head of its query: the sum over heads never leaves its registers. `query_layout` is that order as a
 layout (head % 2, query, head // 2), which the copy engine fills with one 4-D box a group.
+
+Where queries are few (decode), four of them a group would be padding. A query may then take 2 or 4 lanes of the quad, each
+with the heads of its own residue, and the sum ends in one or two shuffles:
+
+    n = 8 * (head // (2 * lanes)) + 2 * (lanes * query + head % (2 * lanes) // 2) + head % 2        query in 0..4 / lanes - 1
 """
 
 from typing import Any
@@ -38,13 +43,27 @@ def operand_layout(dtype: Any, rows: int, head_dim: int, *outer: int) -> cute.Co
     return cute.tile_to_shape(swizzle_atom(dtype, head_dim), shape, order=tuple(range(len(shape))))
 
 
-def query_layout(dtype: Any, num_heads: int, head_dim: int, groups: int, outer: int) -> cute.ComposedLayout:
-    """(head % 2, query, head // 2, head_dim, groups, outer): the bytes of operand_layout(groups * 4 * heads rows) by query."""
+def query_layout(
+    dtype: Any, num_heads: int, head_dim: int, groups: int, outer: int, lanes_per_query: int = 1
+) -> cute.ComposedLayout:
+    """(head % 2, query, head // 2, head_dim, groups, outer): the bytes of operand_layout(rows of all groups) by query; with
+    several lanes a query the first and the third mode count head % (2 * lanes) and head // (2 * lanes)."""
     width = row_elements(dtype, head_dim)
-    group_rows = QUERIES_PER_GROUP * num_heads
+    queries, run = QUERIES_PER_GROUP // lanes_per_query, 2 * lanes_per_query
+    group_rows = queries * num_heads
     rows = groups * group_rows
     layout = cute.make_layout(
-        (2, QUERIES_PER_GROUP, num_heads // 2, (width, head_dim // width), groups, outer),
-        stride=(width, 2 * width, 8 * width, (1, rows * width), group_rows * width, rows * head_dim),
+        (run, queries, num_heads // run, (width, head_dim // width), groups, outer),
+        stride=(width, run * width, 8 * width, (1, rows * width), group_rows * width, rows * head_dim),
+    )
+    return cute.make_composed_layout(swizzle_atom(dtype, head_dim).inner, 0, layout)
+
+
+def piece_layout(dtype: Any, rows: int, piece: int, head_dim: int, outer: int) -> cute.ComposedLayout:
+    """(row in piece, head_dim, 1, pieces, outer): the bytes of operand_layout(rows) by runs of `piece` rows."""
+    width = row_elements(dtype, head_dim)
+    layout = cute.make_layout(
+        (piece, (width, head_dim // width), 1, rows // piece, outer),
+        stride=(width, (1, rows * width), 0, piece * width, rows * head_dim),
     )
     return cute.make_composed_layout(swizzle_atom(dtype, head_dim).inner, 0, layout)

@@ -19,7 +19,7 @@ gates of the next token are loaded while the current one is computed; those of t
 even known.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels_cute import _build
@@ -34,7 +34,8 @@ from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
-_MAX_VALUE_REGISTERS = 112  # state, q, k and the next token's q and k; addresses and sums come on top, without spilling
+_OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
+_RESIDENT = (512, 384, 256)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
 _CUTE_DTYPES = {
     "float32": cutlass.Float32,
@@ -50,7 +51,7 @@ class Config:
     threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
-    resident: int = 384  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
+    resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
 
     @property
     def block_v(self) -> int:
@@ -92,51 +93,70 @@ def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
     return -(-problem.head_k_dim // (lanes * vector)) * vector
 
 
+def _registers(problem: RecurrentProblem, config: Config) -> int:
+    """Estimate of the registers that a thread cannot do without."""
+    entries = _k_per_thread(problem, config.lanes)
+    per_entry = 2 * entries  # k; the next token's q and k, two in a register
+    per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
+    masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
+    write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
+    return config.rows * entries + per_entry + per_column + 4 * masked + 2 * write_slots + _OTHER_REGISTERS
+
+
+def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
+    """With the tightest cap on registers that the estimate allows."""
+    configs = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
+    return next((config for config in configs if fits(problem, config, device)), None)
+
+
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256) or config.resident not in (384, 512):
+    """Whether the configuration can be compiled, without spills, and launched."""
+    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256):
+        return False
+    if config.resident not in _RESIDENT or config.resident % config.threads:
         return False
     if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes or problem.head_v_dim % config.rows:
         return False
-    entries = _k_per_thread(problem, config.lanes)
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
-    if entries * config.rows > _MAX_STATE_REGISTERS or entries * (config.rows + 3) > _MAX_VALUE_REGISTERS:
+    if _k_per_thread(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
+        return False
+    if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
         return False
     return config.block_v < 2 * problem.head_v_dim or config.threads == 32
 
 
+def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) -> bool:
+    """Whether blocks of block_v columns would not give every SM two."""
+    columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
+    return columns < 2 * device.num_sms * block_v
+
+
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [
-        Config(threads, lanes, rows, resident)
-        for threads in (32, 64, 128, 256)
-        for lanes in (4, 8, 16, 32)
-        for rows in (1, 2, 4, 8)
-        for resident in (384, 512)
-    ]
-    return [config for config in space if fits(problem, config, device)]
+    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, and all that fit into an SM."""
+    threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
+    lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= _k_per_thread(problem, n)]
+    lanes = [n for n in lanes if _k_per_thread(problem, n) <= 16] or lanes[-1:]
+    rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
+    found = [_most_resident(problem, t, n, r, device) for t in threads for n in lanes for r in rows]
+    space = [config for config in found if config is not None]
+    # The compiler overlaps more of a large state where it has more registers than it needs.
+    roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
+    return space + [config for config in roomy if fits(problem, config, device)]
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """As much state per thread as registers allow, then smaller blocks until every SM has two."""
+    """As much state per thread as registers for 384 threads an SM allow, then smaller blocks until every SM has two."""
     lanes = 16 if problem.head_k_dim > 128 else 8
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
         lanes //= 2
-    rows = 8
-    while rows > 1 and not (
-        problem.head_v_dim % rows == 0
-        and rows <= lanes
-        and rows * _k_per_thread(problem, lanes) <= _MAX_STATE_REGISTERS
-    ):
-        rows //= 2
-    choices = [Config(128, lanes, rows), Config(64, lanes, rows)]
+    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
     narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
-    choices += [Config(64, lanes, r) for r in narrow] + [Config(32, lanes, r) for r in (rows, *narrow)]
-    feasible = [config for config in choices if fits(problem, config, device)] or configs(problem, device)
-    columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
-    enough = [config for config in feasible if columns >= 2 * device.num_sms * config.block_v]
+    shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
+    found = [_most_resident(problem, threads, lanes, r, device) for threads, r in shapes]
+    feasible = [config for config in found if config is not None]
+    enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
     return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
 
 
@@ -283,6 +303,7 @@ class _Recurrent:
         self.read_state = problem.has_initial_state
         self.write_pool = problem.has_final_state and problem.pooled
         self.write_new = _has_new_final(problem)
+        self.stores_after_loop = self.write_new or self.write_pool and not self.every_token
         self.has_accepted, self.has_final_indices = problem.has_accepted, problem.has_final_indices
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
         self.use_gate, self.use_sigmoid = problem.use_gate and self.has_gate, problem.use_beta_sigmoid
@@ -442,6 +463,14 @@ class _Recurrent:
             minus_decay = -cute.math.exp(gALog[head])
             bias = gBias[head]
 
+        # Zero rows, while the state is on its way: after the tokens, their bounds would have taken registers all along.
+        zero = cutlass.Float32(0.0)
+        for t in cutlass.range(live_count, count, unroll=1):
+            self.store_out(begin + t, head, lane, v_start, zero, gOut)
+        # Rows beyond the last sequence are dealt to all blocks of the head.
+        for t in cutlass.range(written_tokens + sequence, gOut.shape[0], num_sequences, unroll=1):
+            self.store_out(t, head, lane, v_start, zero, gOut)
+
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
         for token in cutlass.range(begin, begin + live_count, unroll=1):
             for r in cutlass.range_constexpr(rows):
@@ -507,6 +536,10 @@ class _Recurrent:
                 if write_slot > null_slot:
                     self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
 
+        if cutlass.const_expr(not self.stores_after_loop):
+            # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
+            # twice the code, and spills.
+            cute.arch.inline_ptx("// {$r0} is used", read_only_args=[rState[0]])
         if cutlass.const_expr(self.write_pool and not self.every_token):
             write_slot = read_slot
             if cutlass.const_expr(self.has_final_indices):
@@ -517,13 +550,6 @@ class _Recurrent:
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
             self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState)
-
-        zero = cutlass.Float32(0.0)
-        for t in cutlass.range(live_count, count, unroll=1):
-            self.store_out(begin + t, head, lane, v_start, zero, gOut)
-        # Rows beyond the last sequence are dealt to all blocks of the head.
-        for t in cutlass.range(written_tokens + sequence, gOut.shape[0], num_sequences, unroll=1):
-            self.store_out(t, head, lane, v_start, zero, gOut)
 
     def at(self, row: int, entry: int) -> int:
         """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""

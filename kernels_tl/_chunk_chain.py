@@ -9,12 +9,19 @@ One block per (V slice, sequence, state head). Its math warpgroups own 64 rows (
     O^T  = exp(c) O^T + Vn^T P^T
 
 (factors of norms and scale are in the vectors and in P, see _chunk_prepare). The layout of a float32 accumulator, rounded,
-is the layout of a register operand, so nothing of the chain passes through shared memory.
+is the layout of a register operand, so nothing of the chain passes through shared memory. K, Q and S^T are kept as halves of
+64 key columns: the halves of Q S and of the state update fill the tensor cores while something else is rounded.
+
+The last warpgroup copies: warp 0 brings K, Q, V, tiles and vectors, warp 1 takes the output of full chunks away. A tail's
+output is stored from registers. No barrier is left to the compiler (`tl.disable_thread_storage_sync`).
 
 | barrier | waits | arrives (count) |
 |---|---|---|
-| full[stage] | math | the producer warp (32) + the bytes of the stage's bulk copies |
-| empty[stage] | producer | every math thread (64 columns = 128 threads) |
+| full[stage] | math | warp 0 (32) + the bytes of the stage's bulk copies |
+| empty[stage] | warp 0 | one lane of every math warp (64 columns = 4 warps) |
+| out_full[step % 2] | warp 1 | every math thread (64 columns = 128 threads) |
+| out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
+| named barrier 3 | math, in a tail | math: before keys set to zero are read |
 """
 
 from typing import Any
@@ -25,6 +32,7 @@ from tilelang.layout import make_swizzled_layout
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
     CHUNK,
+    HALF,
     NUM_VECTORS,
     ROW_KEY_TO_LAST,
     ROW_LAST,
@@ -36,10 +44,27 @@ from kernels_tl._chunk_types import (
     token_tensor,
 )
 
+PANEL = 64  # V columns of a math warpgroup: the rows of its wgmmas
+ACCUMULATOR = 32  # registers a thread of a [64, 64] float32 accumulator
 ROWS = T.GemmWarpPolicy.FullRow  # each math warpgroup owns 64 rows of every product
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
+
+
+def transposed_accumulator(columns: int) -> Any:
+    """The layout of [columns / 64 panels * 64 tokens, 64] whose panels lie, transposed, as a float32 accumulator [columns, 64].
+
+    Copies between it and row-major shared memory become matrix loads and stores with transposition.
+    """
+
+    def thread(row: Any, column: Any) -> Any:
+        return row // CHUNK * 128 + column // 16 * 32 + column % 8 * 4 + row % 8 // 2
+
+    def register(row: Any, column: Any) -> Any:
+        return row % CHUNK // 8 * 4 + column % 16 // 8 * 2 + row % 2
+
+    return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
 
 
 def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
@@ -53,6 +78,10 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
     has_final_indices = problem.has_final_indices
     math_threads = columns * 2
+    wide = head_k > HALF
+    halves = head_k // HALF
+    panels = columns // PANEL
+    rows = panels * CHUNK
     slices = head_v // columns
     final_dtype = problem.state_dtype if pooled else "float32"
 
@@ -67,6 +96,39 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
     final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+
+    @T.macro
+    def load_v(source, target, barriers, stage, token, head, column_begin):
+        for panel in T.unroll(panels):
+            T.tma_copy(
+                source[
+                    token : token + CHUNK, head // heads_per_v, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL
+                ],
+                target[panel * CHUNK : (panel + 1) * CHUNK, :],
+                barrier=barriers[stage],
+                leader_scope_threads=32,
+            )
+
+    @T.macro
+    def read_ahead(stage, v_first_stage, v_second_stage, v_third_stage, vectors, v_fragment, factor_fragment, last):
+        if stage == 0:
+            T.copy(v_first_stage, v_fragment)
+        elif stage == 1:
+            T.copy(v_second_stage, v_fragment)
+        elif stages == 3:
+            T.copy(v_third_stage, v_fragment)
+        for i, j in T.Parallel(columns, CHUNK):
+            factor_fragment[i, j] = vectors[stage, ROW_STATE_KEY, j]
+        last[0] = vectors[stage, ROW_LAST, 0]
+
+    @T.macro
+    def store(staging, target, token, head, column_begin):
+        for panel in T.unroll(panels):
+            T.tma_copy(
+                staging[panel * CHUNK : (panel + 1) * CHUNK, :],
+                target[token : token + CHUNK, head, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL],
+                leader_scope_threads=32,
+            )
 
     @T.prim_func
     def chunk_chain(
@@ -85,30 +147,56 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
         null_slot: T.int32,
     ):
         with T.Kernel(slices, bounds - 1, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, sequence, head):
-            k_shared = T.alloc_shared((stages, CHUNK, head_k), dtype)
-            q_shared = T.alloc_shared((stages, CHUNK, head_k), dtype)
-            v_shared = T.alloc_shared((stages, CHUNK, columns), dtype)
+            k_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            q_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            k_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            q_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            # One buffer a stage: matrix loads ignore the offset of a region.
+            v_shared = T.alloc_shared((rows, PANEL), dtype)
+            v_second_shared = T.alloc_shared((rows, PANEL), dtype)
+            v_third_shared = T.alloc_shared((rows if stages == 3 else 8, PANEL), dtype)
             m_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             rest_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             p_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
-            out_shared = T.alloc_shared((CHUNK, columns), dtype)
+            out_shared = T.alloc_shared((rows, PANEL), dtype)
+            out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = T.alloc_barrier([math_threads] * stages)
-            state_fragment = T.alloc_fragment((columns, head_k), "float32")
-            state_operand = T.alloc_fragment((columns, head_k), dtype)
+            empty = T.alloc_barrier([math_threads // 32] * stages)
+            out_full = T.alloc_barrier([math_threads] * 2)
+            out_empty = T.alloc_barrier([32] * 2)
+            state_fragment = T.alloc_fragment((columns, HALF), "float32")
+            state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
+            state_operand = T.alloc_fragment((columns, HALF), dtype)
+            state_high_operand = T.alloc_fragment((columns, HALF), dtype)
             u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            v_fragment = T.alloc_fragment((rows, PANEL), dtype)
             w_operand = T.alloc_fragment((columns, CHUNK), dtype)
             new_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             new_operand = T.alloc_fragment((columns, CHUNK), dtype)
             decayed_operand = T.alloc_fragment((columns, CHUNK), dtype)
             out_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            to_last_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
+            out_rows = T.alloc_fragment((rows, PANEL), dtype)
+            last = T.alloc_local((1,), "float32")
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
             live = T.alloc_var("bool", init=True)
             starts = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
-            T.annotate_layout({v_shared: make_swizzled_layout(v_shared), out_shared: make_swizzled_layout(out_shared)})
+            T.annotate_layout(
+                {
+                    v_shared: make_swizzled_layout(v_shared),
+                    v_second_shared: make_swizzled_layout(v_second_shared),
+                    v_third_shared: make_swizzled_layout(v_third_shared),
+                    out_shared: make_swizzled_layout(out_shared),
+                    out_odd_shared: make_swizzled_layout(out_odd_shared),
+                    v_fragment: transposed_accumulator(columns),
+                    out_rows: transposed_accumulator(columns),
+                }
+            )
 
             sequence_begin = T.cast(cu_seqlens[sequence], "int32")
             length = T.cast(cu_seqlens[sequence + 1], "int32") - sequence_begin
@@ -129,17 +217,37 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                         token = sequence_begin + step * CHUNK
                         slot = first_slot + step
                         T.tma_copy(
-                            k[token : token + CHUNK, head // heads_per_k, :],
+                            k[token : token + CHUNK, head // heads_per_k, 0:HALF],
                             k_shared[stage, :, :],
                             barrier=full[stage],
                             leader_scope_threads=32,
                         )
+                        if wide:
+                            T.tma_copy(
+                                k[token : token + CHUNK, head // heads_per_k, HALF:head_k],
+                                k_high_shared[stage, :, :],
+                                barrier=full[stage],
+                                leader_scope_threads=32,
+                            )
                         T.tma_copy(
-                            v[token : token + CHUNK, head // heads_per_v, column_begin : column_begin + columns],
-                            v_shared[stage, :, :],
+                            q[token : token + CHUNK, head // heads_per_q, 0:HALF],
+                            q_shared[stage, :, :],
                             barrier=full[stage],
                             leader_scope_threads=32,
                         )
+                        if wide:
+                            T.tma_copy(
+                                q[token : token + CHUNK, head // heads_per_q, HALF:head_k],
+                                q_high_shared[stage, :, :],
+                                barrier=full[stage],
+                                leader_scope_threads=32,
+                            )
+                        if stage == 0:
+                            load_v(v, v_shared, full, 0, token, head, column_begin)
+                        elif stage == 1:
+                            load_v(v, v_second_shared, full, 1, token, head, column_begin)
+                        elif stages == 3:
+                            load_v(v, v_third_shared, full, 2, token, head, column_begin)
                         T.tma_copy(
                             vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
@@ -151,87 +259,154 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                                 tiles[slot, head, 1, :, :], rest_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                             )
                         T.tma_copy(
-                            q[token : token + CHUNK, head // heads_per_q, :],
-                            q_shared[stage, :, :],
-                            barrier=full[stage],
-                            leader_scope_threads=32,
-                        )
-                        T.tma_copy(
                             tiles[slot, head, parts, :, :], p_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
                         # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
                         T.barrier_arrive(full[stage])
+                elif tx < math_threads + 64:
+                    for step in T.serial(T.if_then_else(live, length // CHUNK, 0)):
+                        token = sequence_begin + step * CHUNK
+                        T.barrier_wait(out_full[step % 2], (step // 2) & 1)
+                        if step % 2 == 0:
+                            store(out_shared, out, token, head, column_begin)
+                        else:
+                            store(out_odd_shared, out, token, head, column_begin)
+                        T.tma_store_wait(0)
+                        T.barrier_arrive(out_empty[step % 2])
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
+                T.clear(state_fragment)
+                if wide:
+                    T.clear(state_high_fragment)
                 if has_initial:
                     starts = live
                     if has_mask:
                         if live:
                             starts = mask[sequence]
                     if starts:
-                        for i, j in T.Parallel(columns, head_k):
+                        for i, j in T.Parallel(columns, HALF):
                             if v_first:
                                 state_fragment[i, j] = T.cast(initial_state[read_slot, head, column_begin + i, j], "float32")
                             else:
                                 state_fragment[i, j] = T.cast(initial_state[read_slot, head, j, column_begin + i], "float32")
-                    else:
-                        T.clear(state_fragment)
-                else:
-                    T.clear(state_fragment)
+                        if wide:
+                            for i, j in T.Parallel(columns, HALF):
+                                if v_first:
+                                    state_high_fragment[i, j] = T.cast(
+                                        initial_state[read_slot, head, column_begin + i, HALF + j], "float32"
+                                    )
+                                else:
+                                    state_high_fragment[i, j] = T.cast(
+                                        initial_state[read_slot, head, HALF + j, column_begin + i], "float32"
+                                    )
 
+                T.copy(state_fragment, state_operand)
+                if wide:
+                    T.copy(state_high_fragment, state_high_operand)
+                if num_chunks > 0:
+                    T.barrier_wait(full[0], 0)
+                read_ahead(0, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last)
                 for step in T.serial(num_chunks):
                     stage = step % stages
-                    begin = sequence_begin + step * CHUNK
                     valid = T.min(length - step * CHUNK, CHUNK)
-                    T.barrier_wait(full[stage], (step // stages) & 1)
-                    if valid < CHUNK:
-                        # The tile holds the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
-                        for i, j in T.Parallel(CHUNK, head_k):
-                            if i >= valid:
-                                k_shared[stage, i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads(3, math_threads)
-
-                    T.copy(state_fragment, state_operand)
-                    T.gemm(state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                    # The tensor cores take products in order: half of Q S runs while W is made, the other half while Vn is
+                    # rounded. Whatever else there is to do is done behind U or behind W M^T.
+                    T.wgmma_gemm(
+                        state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS
+                    )
+                    if wide:
+                        T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
                     T.wgmma_gemm(
                         state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
                     )
+                    T.wait_wgmma(1)
+                    T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                    if valid == CHUNK:
+                        for i, j in T.Parallel(columns, CHUNK):
+                            w_operand[i, j] = (
+                                T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
+                                - factor_fragment[i, j] * u_fragment[i, j]
+                            )
+                    else:
+                        for i, j in T.Parallel(columns, CHUNK):
+                            w_operand[i, j] = T.if_then_else(
+                                j < valid,
+                                T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
+                                - factor_fragment[i, j] * u_fragment[i, j],
+                                0.0,
+                            )
+                        # The tile holds the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
+                        for i, j in T.Parallel(CHUNK, HALF):
+                            if i >= valid:
+                                k_shared[stage, i, j] = 0
+                                if wide:
+                                    k_high_shared[stage, i, j] = 0
+                        T.fence_proxy_async()
+                        T.sync_threads(3, math_threads)
+                    # Before the products, since a load queues behind those that were issued first.
                     for i, j in T.Parallel(columns, CHUNK):
-                        w_operand[i, j] = T.if_then_else(
-                            j < valid,
-                            T.cast(v_shared[stage, j, i], "float32") - vector_shared[stage, ROW_STATE_KEY, j] * u_fragment[i, j],
-                            0.0,
-                        )
+                        to_last_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
                     T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
                     if parts == 2:
                         T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, head_k):
-                        state_fragment[i, j] *= vector_shared[stage, ROW_LAST, 0]
-                    T.wait_wgmma(0)
+                    if wide:
+                        T.wgmma_gemm(state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
+                    for i, j in T.Parallel(columns, HALF):
+                        state_fragment[i, j] *= last[0]
+                    if wide:
+                        for i, j in T.Parallel(columns, HALF):
+                            state_high_fragment[i, j] *= last[0]
+                    T.wait_wgmma(halves - 1)
+                    T.warpgroup_fence_operand(new_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
-                        decayed_operand[i, j] = new_fragment[i, j] * vector_shared[stage, ROW_KEY_TO_LAST, j]
-                    for i, j in T.Parallel(columns, CHUNK):
-                        new_operand[i, j] = new_fragment[i, j]
+                        decayed_operand[i, j] = new_fragment[i, j] * to_last_fragment[i, j]
                     T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment, policy=ROWS)
+                    T.copy(new_fragment, new_operand)
+                    T.wait_wgmma(1)  # Q S
+                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
-                        out_fragment[i, j] *= vector_shared[stage, ROW_STATE_QUERY, j]
+                        out_fragment[i, j] *= out_factor_fragment[i, j]
                     T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
+                    if wide:
+                        T.wgmma_gemm(decayed_operand, k_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
+                    # What the next chunk reads from shared memory before its first product.
+                    if step + 1 < num_chunks:
+                        T.barrier_wait(full[(step + 1) % stages], ((step + 1) // stages) & 1)
+                    read_ahead(
+                        (step + 1) % stages, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment,
+                        factor_fragment, last,
+                    )  # fmt: skip
+                    T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
+                    T.wait_wgmma(halves)  # the lower half of the state
+                    T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
+                    T.copy(state_fragment, state_operand)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(empty[stage])
-
+                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
+                    if wide:
+                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
+                        T.copy(state_high_fragment, state_high_operand)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
                     if valid == CHUNK:
-                        T.tma_store_wait(0)  # by all: only the elected thread has a store under way
-                        T.sync_threads(4, math_threads)
-                        for i, j in T.Parallel(columns, CHUNK):
-                            out_shared[j, i] = out_fragment[i, j]
+                        if step % 2 == 0:
+                            T.copy(out_rows, out_shared)
+                        else:
+                            T.copy(out_rows, out_odd_shared)
                         T.fence_proxy_async()
-                        T.sync_threads(5, math_threads)
-                        T.tma_copy(out_shared, out[begin : begin + CHUNK, head, column_begin : column_begin + columns])
-                    else:
+                        T.barrier_arrive(out_full[step % 2])
+                    if tx % 32 == 0:
+                        T.barrier_arrive(empty[stage])
+
+                if num_chunks > 0:
+                    begin = sequence_begin + (num_chunks - 1) * CHUNK
+                    rest = length - (num_chunks - 1) * CHUNK
+                    if rest < CHUNK:
                         for i, j in T.Parallel(columns, CHUNK):
-                            if j < valid:
-                                out[T.cast(begin + j, "int64"), head, column_begin + i] = out_fragment[i, j]
+                            if j < rest:
+                                row = T.cast(begin + j, "int64")
+                                out[row, head, column_begin + i] = out_rows[i // PANEL * CHUNK + j, i % PANEL]
 
                 if has_final:
                     write_slot = read_slot
@@ -240,11 +415,20 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                             write_slot = T.cast(final_indices[sequence], "int64")
                             live = write_slot > T.cast(null_slot, "int64")
                     if live:
-                        for i, j in T.Parallel(columns, head_k):
+                        for i, j in T.Parallel(columns, HALF):
                             if v_first:
                                 final_state[write_slot, head, column_begin + i, j] = T.cast(state_fragment[i, j], final_dtype)
                             else:
                                 final_state[write_slot, head, j, column_begin + i] = T.cast(state_fragment[i, j], final_dtype)
-                T.tma_store_wait(0)
+                        if wide:
+                            for i, j in T.Parallel(columns, HALF):
+                                if v_first:
+                                    final_state[write_slot, head, column_begin + i, HALF + j] = T.cast(
+                                        state_high_fragment[i, j], final_dtype
+                                    )
+                                else:
+                                    final_state[write_slot, head, HALF + j, column_begin + i] = T.cast(
+                                        state_high_fragment[i, j], final_dtype
+                                    )
 
     return chunk_chain

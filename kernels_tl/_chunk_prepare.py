@@ -3,7 +3,8 @@
 One block per (chunk slot, state head). With c the inclusive cumulative sum of the log decays g of the chunk, and
 K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K and Q themselves stay as they are):
 
-    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   float32, forward substitution by columns
+    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
+                                                                    the rest by matmuls of 16-bit operands, block row by block row
     M = A_ij exp(c_i - c_j) beta_j                                  16-bit, as `parts` summands
     P = lower(scale exp(c_i - c_j) Q^_i . |k_j|^-1 K^_j ...)        16-bit
     vectors                                                         float32, see _chunk_types
@@ -20,6 +21,7 @@ import tilelang.language as T
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
     CHUNK,
+    HALF,
     NUM_VECTORS,
     ROW_KEY_TO_LAST,
     ROW_LAST,
@@ -33,10 +35,12 @@ from kernels_tl._chunk_types import (
 
 PREPARE_THREADS = 128
 NORM_EPS = 1e-6
+LOG2_E = 1.4426950408889634
 SOFTPLUS_THRESHOLD = 20.0
 # A decay below exp(-128) is 0 in float32. Cutting g there keeps c small, so that its later differences keep their digits.
 LOWEST_LOG_DECAY = -128.0
-INVERSE_PITCH = 68  # floats: 16-byte rows whose starts fall into different banks
+BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
+DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
 def prepare(problem: ChunkProblem, parts: int) -> Any:
@@ -49,6 +53,9 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     raw_gate = has_gate and problem.use_gate
     raw_beta = has_beta and problem.use_beta_sigmoid
     normalize = problem.use_qk_l2norm
+    wide = head_k > HALF
+    # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
+    inverse_dtype = "float16" if normalize else dtype
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
@@ -78,12 +85,15 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
         null_slot: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
-            k_shared = T.alloc_shared((CHUNK, head_k), dtype)
-            q_shared = T.alloc_shared((CHUNK, head_k), dtype)
-            inverse_shared = T.alloc_shared((CHUNK, INVERSE_PITCH), "float32")
-            m_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
-            rest_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
-            p_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            # K and Q as halves of 64 columns. What goes out reuses them: M and its rest K's tiles, P the first one of Q.
+            T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
+            k_shared = T.alloc_shared((CHUNK, HALF), dtype)
+            k_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
+            q_shared = T.alloc_shared((CHUNK, HALF), dtype)
+            q_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
+            below_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
+            inverse_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
+            diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((CHUNK,), "float32")
             beta_shared = T.alloc_shared((CHUNK,), "float32")
             k_factor_shared = T.alloc_shared((CHUNK,), "float32")
@@ -91,15 +101,20 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             loaded = T.alloc_barrier(PREPARE_THREADS)
             kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            square_fragment = T.alloc_fragment((CHUNK, head_k), "float32")
-            norm_fragment = T.alloc_fragment((CHUNK,), "float32")
-            column = T.alloc_local((CHUNK,), "float32")
+            decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            inverse_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            product_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            product_operand = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
+            below_fragment = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
+            column = T.alloc_local((BLOCK,), "float32")
             low = T.alloc_var("int32", init=0)
             high = T.alloc_var("int32", init=0)
             log_decay = T.alloc_var("float32", init=0.0)
             gate_input = T.alloc_var("float32", init=0.0)
             strength = T.alloc_var("float32", init=0.0)
+            running = T.alloc_var("float32", init=0.0)
             live = T.alloc_var("bool", init=True)
+            decays = T.alloc_local((2,), "float32")
             tx = T.get_thread_binding()
 
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
@@ -119,119 +134,170 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     live = indices[low] > null_slot
 
             used = T.cast(cu_seqlens[bounds - 1], "int32")
-            for i, j in T.Parallel(CHUNK, head_v):
-                if slot * CHUNK + i >= used and slot * CHUNK + i < num_tokens:
-                    out[T.cast(slot * CHUNK + i, "int64"), head, j] = 0
+            if slot * CHUNK + CHUNK > used:
+                for i, j in T.Parallel(CHUNK, head_v):
+                    if slot * CHUNK + i >= used and slot * CHUNK + i < num_tokens:
+                        out[T.cast(slot * CHUNK + i, "int64"), head, j] = 0
             if pooled:
                 if valid > 0 and not live:
                     for i, j in T.Parallel(CHUNK, head_v):
                         if i < valid:
                             out[T.cast(begin + i, "int64"), head, j] = 0
 
-            if valid > 0 and live:
-                T.tma_copy(k[begin : begin + CHUNK, head // heads_per_k, :], k_shared, barrier=loaded)
-                T.tma_copy(q[begin : begin + CHUNK, head // heads_per_q, :], q_shared, barrier=loaded)
+            # A loop of at most one round: inside a plain condition the compiler would split the body at every barrier.
+            for _ in T.serial(T.if_then_else(valid > 0 and live, 1, 0)):
+                T.tma_copy(k[begin : begin + CHUNK, head // heads_per_k, 0:HALF], k_shared, barrier=loaded)
+                T.tma_copy(q[begin : begin + CHUNK, head // heads_per_q, 0:HALF], q_shared, barrier=loaded)
+                if wide:
+                    T.tma_copy(k[begin : begin + CHUNK, head // heads_per_k, HALF:head_k], k_high_shared, barrier=loaded)
+                    T.tma_copy(q[begin : begin + CHUNK, head // heads_per_q, HALF:head_k], q_high_shared, barrier=loaded)
                 T.barrier_arrive(loaded)
 
-                if tx < CHUNK:
-                    log_decay = 0.0
-                    strength = 0.0
-                    if tx < valid:
-                        token = T.cast(begin + tx, "int64")
-                        if has_gate:
-                            gate_input = T.cast(g[token, head], "float32")
-                            if raw_gate:
-                                gate_input = gate_input + dt_bias[head]
-                                if gate_input <= SOFTPLUS_THRESHOLD:
-                                    gate_input = T.log1p(T.exp(gate_input))
-                                log_decay = -T.exp(a_log[head]) * gate_input
-                            else:
-                                log_decay = gate_input
-                            if log_decay < LOWEST_LOG_DECAY:
-                                log_decay = LOWEST_LOG_DECAY
-                        strength = 1.0
-                        if has_beta:
-                            strength = T.cast(beta[token, head], "float32")
-                            if raw_beta:
-                                strength = 1.0 / (1.0 + T.exp(-strength))
-                    sum_shared[tx] = log_decay
-                    beta_shared[tx] = strength
-                T.sync_threads()
-                T.cumsum(sum_shared, dim=0)
+                if tx < 32:  # two tokens a lane: the cumulative sum needs no barrier
+                    for half in T.unroll(2):
+                        row = 2 * tx + half
+                        log_decay = 0.0
+                        strength = 0.0
+                        if row < valid:
+                            token = T.cast(begin + row, "int64")
+                            if has_gate:
+                                gate_input = T.cast(g[token, head], "float32")
+                                if raw_gate:
+                                    gate_input = gate_input + dt_bias[head]
+                                    if gate_input <= SOFTPLUS_THRESHOLD:
+                                        gate_input = T.log1p(T.exp(gate_input))
+                                    log_decay = -T.exp(a_log[head]) * gate_input
+                                else:
+                                    log_decay = gate_input
+                                if log_decay < LOWEST_LOG_DECAY:
+                                    log_decay = LOWEST_LOG_DECAY
+                            strength = 1.0
+                            if has_beta:
+                                strength = T.cast(beta[token, head], "float32")
+                                if raw_beta:
+                                    strength = 1.0 / (1.0 + T.exp(-strength))
+                        beta_shared[row] = strength
+                        decays[half] = log_decay
+                    running = decays[0] + decays[1]
+                    for level in T.unroll(5):
+                        gate_input = T.shfl_up(running, 1 << level)
+                        if tx >= (1 << level):
+                            running = running + gate_input
+                    sum_shared[2 * tx] = (running - decays[1]) * LOG2_E
+                    sum_shared[2 * tx + 1] = running * LOG2_E
 
                 T.barrier_wait(loaded, 0)
                 if valid < CHUNK:
-                    for i, j in T.Parallel(CHUNK, head_k):
+                    for i, j in T.Parallel(CHUNK, HALF):
                         if i >= valid:
                             k_shared[i, j] = 0
                             q_shared[i, j] = 0
+                            if wide:
+                                k_high_shared[i, j] = 0
+                                q_high_shared[i, j] = 0
                     T.fence_proxy_async()
-                    T.sync_threads()
+                T.sync_threads()
 
-                T.gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
-                T.gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(k_high_shared, k_high_shared, kk_fragment, transpose_B=True)
+                T.clear(inverse_shared)
                 if normalize:
-                    for i, j in T.Parallel(CHUNK, head_k):
-                        square_fragment[i, j] = T.cast(k_shared[i, j], "float32") * T.cast(k_shared[i, j], "float32")
-                    T.reduce_sum(square_fragment, norm_fragment, dim=1)
-                    for i in T.Parallel(CHUNK):
-                        k_factor_shared[i] = T.rsqrt(norm_fragment[i] + NORM_EPS)
-                    for i, j in T.Parallel(CHUNK, head_k):
-                        square_fragment[i, j] = T.cast(q_shared[i, j], "float32") * T.cast(q_shared[i, j], "float32")
-                    T.reduce_sum(square_fragment, norm_fragment, dim=1)
-                    for i in T.Parallel(CHUNK):
-                        q_factor_shared[i] = T.rsqrt(norm_fragment[i] + NORM_EPS) * scale
+                    # For the norms alone; the tensor cores have little else to do here.
+                    T.wgmma_gemm(q_shared, q_shared, product_fragment, transpose_B=True, clear_accum=True)
+                    if wide:
+                        T.wgmma_gemm(q_high_shared, q_high_shared, product_fragment, transpose_B=True)
                 else:
                     for i in T.Parallel(CHUNK):
                         k_factor_shared[i] = 1.0
                         q_factor_shared[i] = scale
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(kk_fragment, num_regs=32)
+                if normalize:
+                    T.warpgroup_fence_operand(product_fragment, num_regs=32)
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        if i == j:
+                            k_factor_shared[i] = T.rsqrt(kk_fragment[i, j] + NORM_EPS)
+                            q_factor_shared[i] = T.rsqrt(product_fragment[i, j] + NORM_EPS) * scale
                 T.sync_threads()
 
-                # Row k of inverse_shared first holds column k of L, so that a step of the substitution reads one row.
+                # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them, negated.
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    inverse_shared[i, j] = T.if_then_else(
-                        i < j, kk_fragment[i, j] * (k_factor_shared[i] * k_factor_shared[j]) * beta_shared[j], 0.0
-                    )
+                    kk_fragment[i, j] *= (k_factor_shared[i] * beta_shared[i]) * k_factor_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    p_shared[i, j] = T.if_then_else(
-                        i >= j,
-                        qk_fragment[i, j]
-                        * (q_factor_shared[i] * k_factor_shared[j])
-                        * T.exp(T.min(sum_shared[i] - sum_shared[j], 0.0)),
-                        0.0,
-                    )
+                    if i // BLOCK == j // BLOCK:
+                        diagonal_shared[j, i % BLOCK] = kk_fragment[i, j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    below_fragment[i, j] = T.if_then_else(i // BLOCK > j // BLOCK, -kk_fragment[i, j], 0.0)
+                T.copy(below_fragment, below_shared)
+                T.sync_threads()
+                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    decay_fragment[i, j] = T.Select(i >= j, T.exp2(sum_shared[i] - sum_shared[j]), 0.0)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                T.sync_threads()  # every warp is done with Q
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    qk_fragment[i, j] *= (q_factor_shared[i] * k_factor_shared[j]) * decay_fragment[i, j]
+                T.copy(qk_fragment, q_shared)
+                if tx < CHUNK:
+                    for i in T.unroll(BLOCK):
+                        column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
+                    for pivot in T.unroll(BLOCK - 1):
+                        for i in T.unroll(BLOCK):
+                            if i > pivot:
+                                column[i] = column[i] - diagonal_shared[tx // BLOCK * BLOCK + pivot, i] * column[pivot]
                 T.sync_threads()
                 if tx < CHUNK:
-                    for i in T.unroll(CHUNK):
-                        column[i] = T.if_then_else(tx == i, 1.0, 0.0)
-                    for step in T.unroll(CHUNK - 1):
-                        for i in T.unroll(CHUNK):
-                            if i > step:
-                                column[i] = column[i] - inverse_shared[step, i] * column[step]
-                T.sync_threads()
-                if tx < CHUNK:
-                    for i in T.unroll(CHUNK):
-                        inverse_shared[i, tx] = column[i]
-                T.sync_threads()
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    value = T.if_then_else(
-                        i >= j, inverse_shared[i, j] * beta_shared[j] * T.exp(T.min(sum_shared[i] - sum_shared[j], 0.0)), 0.0
-                    )
-                    m_shared[i, j] = T.cast(value, dtype)
-                    if parts == 2:
-                        rest_shared[i, j] = T.cast(value - T.cast(T.cast(value, dtype), "float32"), dtype)
+                    for i in T.unroll(BLOCK):
+                        diagonal_shared[tx // BLOCK * BLOCK + i, tx % BLOCK] = column[i]
+                        inverse_shared[tx // BLOCK * BLOCK + i, tx] = column[i]
                 T.fence_proxy_async()
                 T.sync_threads()
-                T.copy(m_shared, tiles[slot, head, 0, :, :])
+                if tx < 32:
+                    T.tma_copy(q_shared, tiles[slot, head, parts, :, :], leader_scope_threads=32)
+
+                # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
+                T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(product_fragment, num_regs=32)
+                T.copy(product_fragment, product_operand)
+                for turn in T.unroll(CHUNK // BLOCK - 1):
+                    if turn > 0:
+                        T.sync_threads()
+                        T.copy(inverse_fragment, inverse_shared)
+                        T.fence_proxy_async()
+                        T.sync_threads()
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        inverse_fragment[i, j] = 0.0
+                        if i // BLOCK == j // BLOCK:
+                            inverse_fragment[i, j] = diagonal_shared[i, j % BLOCK]
+                    T.wgmma_gemm(product_operand, inverse_shared, inverse_fragment)
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
+
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    inverse_fragment[i, j] *= beta_shared[j] * decay_fragment[i, j]
+                T.copy(inverse_fragment, k_shared)
                 if parts == 2:
-                    T.copy(rest_shared, tiles[slot, head, 1, :, :])
-                T.copy(p_shared, tiles[slot, head, parts, :, :])
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        product_fragment[i, j] = inverse_fragment[i, j] - T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
+                    T.copy(product_fragment, k_high_shared)
+                T.fence_proxy_async()
+                T.sync_threads()
+                if tx < 32:
+                    T.tma_copy(k_shared, tiles[slot, head, 0, :, :], leader_scope_threads=32)
+                    if parts == 2:
+                        T.tma_copy(k_high_shared, tiles[slot, head, 1, :, :], leader_scope_threads=32)
 
                 if tx < CHUNK:
                     total = sum_shared[CHUNK - 1]
-                    vectors[slot, head, ROW_STATE_KEY, tx] = T.exp(sum_shared[tx]) * k_factor_shared[tx]
-                    vectors[slot, head, ROW_KEY_TO_LAST, tx] = T.exp(total - sum_shared[tx]) * k_factor_shared[tx]
-                    vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp(sum_shared[tx]) * q_factor_shared[tx]
-                    vectors[slot, head, ROW_LAST, tx] = T.exp(total)
+                    vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[tx]) * k_factor_shared[tx]
+                    vectors[slot, head, ROW_KEY_TO_LAST, tx] = T.exp2(total - sum_shared[tx]) * k_factor_shared[tx]
+                    vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp2(sum_shared[tx]) * q_factor_shared[tx]
+                    vectors[slot, head, ROW_LAST, tx] = T.exp2(total)
+                T.tma_store_wait(0)
 
     return chunk_prepare

@@ -11,6 +11,7 @@ import tilelang.language as T
 from gdn.problems import ChunkProblem
 
 CHUNK = 64  # tokens of a chunk; the tile of every matmul and the rows of a wgmma
+HALF = 64  # columns of K and Q in one shared tile: 128 bytes, a row of the swizzle
 NUM_VECTORS = 4  # rows of the per-chunk vectors in the workspace:
 ROW_STATE_KEY = 0  # exp(c) * |k|^-1: factor of K S
 ROW_KEY_TO_LAST = 1  # exp(c_last - c) * |k|^-1: factor of Vn before it enters the state

@@ -21,7 +21,7 @@ Workspace: tiles [slots, HS, m_parts + 1, 64, 64] of the tokens' dtype (the summ
 vectors [slots, HS, 4, 64] float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ _BARRIER_BYTES = 1024  # static shared memory of the barriers, rounded up
 @dataclass(frozen=True)
 class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
-    stages: int  # chunks in shared memory at once: more hide the latency of the copies
+    stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
 
 
@@ -68,7 +68,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if config.columns not in (64, 128) or problem.head_v_dim % config.columns:
         return False
-    if config.stages < 2 or config.m_parts not in (1, 2):
+    if config.stages not in (2, 3) or config.m_parts not in (1, 2):
         return False
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
@@ -76,24 +76,22 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """Narrow blocks until every SM has one; then wide ones, which load q, k and the tiles once for all columns."""
-    parts = 2 if problem.dtype == "bfloat16" else 1
-    narrow_blocks = problem.num_sequences * problem.num_state_heads * (problem.head_v_dim // 64)
-    columns = 64 if narrow_blocks <= device.num_sms else problem.head_v_dim
-    return Config(columns=columns, stages=2, m_parts=parts)
+    """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
+    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1)
+    return config if fits(problem, config, device) else replace(config, stages=2)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     parts = default_config(problem, device).m_parts
-    space = [Config(columns, stages, parts) for columns in (64, 128) for stages in (2, 3, 4)]
+    space = [Config(columns, stages, parts) for columns in (64, 128) for stages in (2, 3)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     return {
-        "chunk_prepare": _build.library(prepare(problem, config.m_parts)),
-        "chunk_chain": _build.library(chain(problem, config.m_parts, config.columns, config.stages)),
+        "chunk_prepare": _build.library(prepare(problem, config.m_parts), pass_configs=_OWN_BARRIERS),
+        "chunk_chain": _build.library(chain(problem, config.m_parts, config.columns, config.stages), pass_configs=_OWN_BARRIERS),
     }
 
 
@@ -129,12 +127,6 @@ def launch(
     if num_tokens == 0:
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
-    heads, parts = problem.num_state_heads, config.m_parts
-    slots = num_slots(num_tokens, num_sequences)
-    split = slots * heads * _tile_bytes(problem, config)
-    end = split + slots * heads * _VECTOR_BYTES
-    tiles = workspace[:split].view(q.dtype).view(slots, heads, parts + 1, CHUNK, CHUNK)
-    vectors = workspace[split:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
 
     def given(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor:
         """cu_seqlens stands in for what the compiled signature does not read."""
@@ -143,6 +135,12 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
+    heads, parts = problem.num_state_heads, config.m_parts
+    slots = num_slots(num_tokens, num_sequences)
+    split = slots * heads * _tile_bytes(problem, config)
+    end = split + slots * heads * _VECTOR_BYTES
+    tiles = workspace[:split].view(q.dtype).view(slots, heads, parts + 1, CHUNK, CHUNK)
+    vectors = workspace[split:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
     compiled.functions["chunk_prepare"](
         q,
         k,
@@ -177,6 +175,8 @@ def launch(
     )
 
 
+# The kernels name every barrier themselves: the compiler's own would stand in each chunk of the chain.
+_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
 _VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
 
 
@@ -189,7 +189,7 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     """Shared memory of a chain block."""
     item = DTYPE_BYTES[problem.dtype]
     stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem, config) + _VECTOR_BYTES
-    return config.stages * stage + CHUNK * config.columns * item + _BARRIER_BYTES
+    return config.stages * stage + 2 * CHUNK * config.columns * item + _BARRIER_BYTES
 
 
 def _states_without_tokens(

@@ -20,6 +20,7 @@ from gdn.problems import (
     RecurrentProblem,
     RmsNormGatedProblem,
     SplitProblem,
+    TopkProblem,
 )
 
 _SPECS = {"h100": H100, "h200": H200}
@@ -126,6 +127,8 @@ def example(op: str, shape: ModelShape, *, fp8: bool) -> Problem | None:
         return PagedMqaLogitsProblem(
             **_logits(shape, fp8), page_size=64, next_n=1, per_draft_lengths=False, batch=64, max_context_len=32768
         )
+    if op == "topk":
+        return TopkProblem("float32", "int32", "int32", "index", k=2048, num_rows=4096, num_columns=32768)
     return _step(op, shape)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from gdn.ops._checks import bad_type, bad_value, check_tensor
 from gdn.ops._checks import dtype_name as _dtype_name
+from gdn.ops._memo import ALIGNMENT, Made, make
 from gdn.runtime import log
 
 Tensor = torch.Tensor
@@ -21,7 +22,6 @@ TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
-ALIGNMENT = 16  # bytes
 
 dtype_name = functools.cache(_dtype_name)
 
@@ -258,13 +258,21 @@ def pack(
     use_gate: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    made: list[Made],
 ) -> Packed:
+    """made: gets the constants that stand for what the caller left out, and parameters in float32."""
+    device = q.device
     if use_gate:
         assert A_log is not None  # checked
-        A_log = A_log.float().contiguous()
-        dt_bias = zeros(sizes.num_heads, q.device) if dt_bias is None else dt_bias.float().contiguous()
+        A_log = make(made, _float32, A_log)
+        if dt_bias is None:
+            dt_bias = make(made, functools.partial(zeros, sizes.num_heads, device))
+        else:
+            dt_bias = make(made, _float32, dt_bias)
     else:
         A_log = dt_bias = None
+    if cu_seqlens is None:
+        cu_seqlens = make(made, functools.partial(even_offsets, sizes.batch, sizes.length, device))
     return Packed(
         _packed_rows("q", q),
         _packed_rows("k", k),
@@ -273,8 +281,16 @@ def pack(
         None if beta is None else beta[0] if sizes.batch == 1 else beta.flatten(0, 1),
         A_log,
         dt_bias,
-        even_offsets(sizes.batch, sizes.length, q.device) if cu_seqlens is None else cu_seqlens.contiguous(),
+        cu_seqlens.contiguous(),
     )
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x.float().contiguous()
+
+
+def as_int32(x: Tensor) -> Tensor:
+    return x.to(torch.int32)
 
 
 def _packed_rows(name: str, x: Tensor) -> Tensor:
@@ -299,11 +315,11 @@ def _packed_rows(name: str, x: Tensor) -> Tensor:
     return packed if is_aligned else packed.clone(memory_format=torch.contiguous_format)
 
 
-def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def output(sizes: Sizes, v: Tensor, out: Tensor | None, made: list[Made]) -> tuple[Tensor, Tensor]:
     """o [B, T, HS, V] for the caller, and the tensor [L, HS, V] that the kernel writes (not a view of o where out is
-    not aligned: copy it back)."""
+    not aligned: copy it back). made: gets o where it is new."""
     shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
-    o = torch.empty(shape, dtype=v.dtype, device=v.device) if out is None else out
+    o = make(made, functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
     written = o.view(sizes.num_tokens, *shape[2:])
     size = written.element_size()
     if out is not None and (

@@ -64,8 +64,8 @@ def kernel_weights_dtype(weights: torch.Tensor | None) -> str | None:
     return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
 
 
-def kernel_weights(weights: torch.Tensor | None) -> torch.Tensor | None:
-    return weights if weights is None or weights.dtype == torch.bfloat16 else weights.float()
+def kernel_weights(weights: torch.Tensor) -> torch.Tensor:
+    return weights if weights.dtype == torch.bfloat16 else weights.float()
 
 
 def as_int32(values: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def indexer_topk(
     cu_seqlen_ks. A row with at most topk visible keys lists all of them, whatever their scores.
     workspace_bytes: float32 scores held at a time; None = VLLM_SPARSE_INDEXER_MAX_LOGITS_MB. It must hold one row.
     max_seqlen_k: a bound on the length of all ranges; a row of scores then has that many columns instead of Nk.
-    backend: of the logits; the selection has no kernel yet and runs on the reference.
+    backend: of the logits; "reference" is of the selection too, which else runs on whatever backend has a kernel.
 
     ValueError or TypeError names the argument, before anything is written.
     """
@@ -117,7 +117,7 @@ def paged_indexer_topk(
     workspace_bytes: float32 scores held at a time; None = VLLM_SPARSE_INDEXER_MAX_LOGITS_MB. It must hold one sequence's
         next_n rows.
     max_context_len: a bound on the lengths; None = what block_tables can address (max_pages * page_size).
-    backend: of the logits; the selection has no kernel yet and runs on the reference.
+    backend: of the logits; "reference" is of the selection too, which else runs on whatever backend has a kernel.
 
     ValueError or TypeError names the argument, before anything is written. No host read: it can be captured in a CUDA
     graph, and lengths may change between replays.

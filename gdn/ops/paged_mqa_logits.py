@@ -1,5 +1,7 @@
 """Indexer logits of paged decode: `gdn.paged_mqa_logits` and its DeepGEMM-shaped forms."""
 
+import functools
+
 import torch
 
 from gdn import reference, runtime
@@ -22,8 +24,11 @@ from gdn.ops._logits_checks import (
     kernel_weights_dtype,
     reading_allowed,
 )
+from gdn.ops._memo import Made, Memo, make
 from gdn.problems import PagedMqaLogitsProblem
 from gdn.runtime import env
+
+_memo = Memo()
 
 
 def paged_mqa_logits(
@@ -73,6 +78,16 @@ def paged_mqa_logits(
             q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out_dtype, backend
         )
         return traced
+    tensors = (q, block_tables, cache, weights, context_lens, out)
+    flags = (
+        max_context_len, type(max_context_len), scale, type(scale), relu, type(relu), clean_logits, type(clean_logits),
+        out_dtype, backend,
+    )  # fmt: skip
+    repeated: torch.Tensor | None = _memo.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+
+    switches = env.current()
     check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
     device = q.device
     batch, next_n, num_heads, head_dim = q.shape
@@ -88,7 +103,7 @@ def paged_mqa_logits(
     check_flag("relu", relu)
     check_flag("clean_logits", clean_logits)
     check_out(out, [batch * next_n, max_context_len], out_dtype, device)
-    if env.current().validate and reading_allowed(device):
+    if switches.validate and reading_allowed(device):
         check_pages(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
@@ -122,14 +137,20 @@ def paged_mqa_logits(
             out_dtype=out_dtype,
             out=out,
         )
+    made: list[Made] = []
     if out is None:
-        out = torch.empty(batch * next_n, max_context_len, dtype=out_dtype, device=device)
+        out = make(made, functools.partial(torch.empty, batch * next_n, max_context_len, dtype=out_dtype, device=device))
     nothing_cached = cache.shape[0] == 0 or block_tables.shape[1] == 0
     if nothing_cached and clean_logits:
         out.fill_(-torch.inf)
     if batch == 0 or max_context_len == 0 or nothing_cached:
         return out
-    prepared.launch(aligned(q), flat_pages(cache), kernel_weights(weights), as_int32(context_lens), block_tables, out, scale)
+    lengths = make(made, as_int32, context_lens)
+    if weights is not None:
+        weights = make(made, kernel_weights, weights)
+    arguments = (aligned(q), flat_pages(cache), weights, lengths, block_tables, out, scale)
+    prepared.launch(*arguments)
+    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (q, cache))
     return out
 
 

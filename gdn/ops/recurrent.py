@@ -1,14 +1,19 @@
 """Public operator: the gated delta rule token by token, for decode and speculative decoding."""
 
+import functools
+
 import torch
 
 from gdn.ops import _delta_rule, _library
 from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._memo import Made, Memo, make
 from gdn.problems import RecurrentProblem
 from gdn.reference import delta_rule as reference
 from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
+
+_memo = Memo()
 
 
 def fused_recurrent_gated_delta_rule(
@@ -86,6 +91,20 @@ def fused_recurrent_gated_delta_rule(
             returned = new_state if output_final_state and not disable_state_update else None
         return (o if out is None else out), returned
 
+    tensors = (
+        q, cu_seqlens, k, v, g, beta, initial_state, ssm_state_indices, num_accepted_tokens, A_log, dt_bias,
+        final_state_indices, parent_token, rounding_seed, out,
+    )  # fmt: skip
+    flags = (
+        scale, type(scale), inplace_final_state, type(inplace_final_state), use_qk_l2norm_in_kernel, state_v_first,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, output_final_state, disable_state_update, null_slot, type(null_slot),
+        backend,
+    )  # fmt: skip
+    repeated: tuple[Tensor, Tensor | None] | None = _memo.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+
+    switches = env.current()
     sizes = _delta_rule.check_tokens(
         q, k, v, g, beta, scale, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
     )
@@ -93,7 +112,7 @@ def fused_recurrent_gated_delta_rule(
         sizes, q, initial_state, inplace_final_state, state_v_first, ssm_state_indices, num_accepted_tokens,
         final_state_indices, parent_token, rounding_seed,
     )  # fmt: skip
-    if env.current().validate:
+    if switches.validate:
         _validate(
             sizes, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, final_state_indices, parent_token, null_slot
         )
@@ -128,36 +147,41 @@ def fused_recurrent_gated_delta_rule(
         )  # fmt: skip
 
     device = q.device
+    made: list[Made] = []
     final_state: Tensor | None = None
     if writes and is_inplace:
         final_state = initial_state
     elif writes:
         shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-        final_state = torch.empty(shape, dtype=torch.float32, device=device)
+        final_state = make(made, functools.partial(torch.empty, shape, dtype=torch.float32, device=device))
     returned = (initial_state if is_inplace else final_state) if output_final_state else None
-    o, written = _delta_rule.output(sizes, v, out)
+    o, written = _delta_rule.output(sizes, v, out, made)
     if sizes.num_tokens == 0 or sizes.num_sequences == 0:
         o.zero_()
         if not is_inplace:
             _delta_rule.pass_through(initial_state, None, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, made)
     indices = ssm_state_indices
     if indices is None and is_inplace:
-        indices, null_slot = _delta_rule.row_indices(sizes.num_sequences, device), -1
+        indices, null_slot = make(made, functools.partial(_delta_rule.row_indices, sizes.num_sequences, device)), -1
     if indices is not None and final_state_indices is not None:
         final_state_indices = final_state_indices.to(indices.dtype)
     if not is_inplace and initial_state is not None:
         initial_state = _delta_rule.aligned_state(initial_state)
-    prepared.launch(
+    arguments = (
         tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
-        None if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32), final_state, final_state_indices,
+        None if num_accepted_tokens is None else make(made, _delta_rule.as_int32, num_accepted_tokens), final_state,
+        final_state_indices,
         tokens.cu_seqlens, None if parent_token is None else parent_token.contiguous(),
         rounding_seed if is_rounded else None, written, sizes.k_dim**-0.5 if scale is None else float(scale), null_slot,
     )  # fmt: skip
+    prepared.launch(*arguments)
     if out is not None:
         _delta_rule.finish(o, written)
+    aligned = (q, k, v, initial_state, out)
+    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (o, returned), made, aligned)
     return o, returned
 
 

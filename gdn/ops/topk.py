@@ -4,8 +4,9 @@ import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES, check_count
+from gdn.problems import TopkProblem
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -48,8 +49,23 @@ def topk_indices(
     if sorted_by not in ("index", "score"):
         bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
     check_indices_out(out, rows, k, device)
-    runtime.reference_only("topk", backend)
-    return reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+    problem = TopkProblem(
+        dtype=dtype_name(logits.dtype),
+        starts_dtype=dtype_name(row_starts.dtype) if row_starts is not None else None,
+        ends_dtype=dtype_name(row_ends.dtype) if row_ends is not None else None,
+        sorted_by=sorted_by,
+        k=k,
+        num_rows=rows,
+        num_columns=logits.shape[1],
+    )
+    prepared = runtime.prepare(problem, device, backend)
+    if prepared.launch is None:
+        return reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+    if out is None:
+        out = torch.empty(rows, k, dtype=torch.int32, device=device)
+    if rows and k:
+        prepared.launch(logits, row_starts, row_ends, out)
+    return out
 
 
 def expand_topk_groups(

@@ -22,7 +22,16 @@ from gdn.runtime import compiled, devices, env, log, registry, select, toolchain
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Found
 
-__all__ = ["Choice", "Explained", "Prepared", "explain_problem", "explaining", "prepare", "reference_only"]
+__all__ = [
+    "Choice",
+    "Explained",
+    "Prepared",
+    "explain_problem",
+    "explaining",
+    "is_explaining",
+    "prepare",
+    "reference_only",
+]
 
 _MEMO_LIMIT = 4096
 _ANY_CUDA = torch.device("cuda")  # names no index: the current device
@@ -124,6 +133,7 @@ class Explained(BaseException):
 
 
 _explaining: ContextVar[bool] = ContextVar("gdn_explaining", default=False)
+is_explaining = _explaining.get  # no function of its own: every eager call asks
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ _DECODE_INDEXER = Preference("VLLM_QSA_DECODE_USE_TL_INDEXER", {"true": "tilelan
 _ATTENTION = {backend: backend for backend in BACKENDS}
 
 _OPERATORS = (
-    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "tilelang"), (_BLADNN,)),
+    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "tilelang", "cute"), (_BLADNN,)),
     Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "tilelang", "cute"), (_BLADNN,)),
     Operator("gdn_decode", ("fused_gdn_decode",)),
     Operator("gating", ("fused_gdn_gating",), _modules("gating", "cute")),
@@ -65,10 +65,10 @@ _OPERATORS = (
     Operator(
         "paged_mqa_logits",
         ("paged_mqa_logits", "fp8_paged_mqa_logits"),
-        _modules("paged_mqa_logits", "tilelang"),
+        _modules("paged_mqa_logits", "tilelang", "cute"),
         (_DECODE_INDEXER,),
     ),
-    Operator("topk", ("topk_indices",)),
+    Operator("topk", ("topk_indices",), _modules("topk", "cute")),
     Operator("indexer_topk", ("indexer_topk",), composed_of=("mqa_logits", "topk")),
     Operator("paged_indexer_topk", ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(

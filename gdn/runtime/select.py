@@ -24,6 +24,8 @@ INVARIANT_SIZES = {
     "num_columns": 32768,
     "batch": 64,
     "max_context_len": 32768,
+    "num_rows": 4096,
+    "k": 2048,
 }
 
 
@@ -121,7 +123,7 @@ def _general_refusal(problem: Problem, spec: DeviceSpec | None, device_name: str
     if spec is None:
         reasons.append(f"requires an SM90 (Hopper) GPU, got {device_name}")
     dtype = getattr(problem, "dtype", None)
-    if dtype in ("float32", "float64"):
+    if dtype in ("float32", "float64") and problem.op != "topk":  # logits are float32
         reasons.append(f"requires 16-bit or FP8 inputs, got {dtype}")
     return reasons
 

@@ -10,7 +10,7 @@ import torch
 from autotune import cases, shapes
 from gdn import reference
 from gdn.device import H100
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.runtime import Explained, Prepared, explaining
 from gdn.testing import timing
 
@@ -29,6 +29,8 @@ def _small(shape: shapes.Shape) -> shapes.Shape:
         return replace(shape, problem=replace(problem, num_queries=70, num_keys=130, num_columns=130))
     if isinstance(problem, PagedMqaLogitsProblem):
         return replace(shape, problem=replace(problem, batch=3, max_context_len=150))
+    if isinstance(problem, TopkProblem):
+        return replace(shape, problem=replace(problem, num_rows=5, num_columns=70, k=9))
     lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
     heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
     return replace(
@@ -83,16 +85,22 @@ def _paged(tensors: tuple[Any, ...], problem: Any) -> None:
     reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
 
 
+def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
+    logits, starts, ends, out = tensors
+    reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
+
+
 _BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
     "chunk": _chunk,
     "recurrent": _recurrent,
     "mqa_logits": _mqa,
     "paged_mqa_logits": _paged,
+    "topk": _topk,
 }
 
 
 def _out_of(op: str, tensors: tuple[Any, ...]) -> torch.Tensor:
-    out: torch.Tensor = tensors[{"chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5}[op]]
+    out: torch.Tensor = tensors[{"chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5, "topk": 3}[op]]
     return out
 
 
@@ -119,7 +127,7 @@ def test_the_reference_passes(shape: shapes.Shape) -> None:
 @pytest.mark.parametrize("shape", _one_per_static_key())
 def test_a_wrong_element_and_a_forgotten_one_fail(shape: shapes.Shape) -> None:
     case = cases.make(shape, CPU, H100)
-    for value in (1e4, torch.nan):
+    for value in (1e4, -2 if shape.op == "topk" else torch.nan):
         with pytest.raises(cases.WrongResult):
             case.check(_prepared(shape, lambda tensors, value=value: _out_of(shape.op, tensors)[0, :1].fill_(value)))  # type: ignore[misc]
 

@@ -16,6 +16,7 @@ from gdn.problems import (
     RecurrentProblem,
     RmsNormGatedProblem,
     SplitProblem,
+    TopkProblem,
 )
 
 
@@ -28,7 +29,9 @@ class Expectation:
 def expectation(problem: Problem, backend: str) -> Expectation:
     """TypeError for an operator without an expectation, so that none goes unchecked."""
     if isinstance(problem, ChunkProblem):
-        return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=("QGMMA", "HMMA"))
+        # CuTe merges the 16 x 16 blocks of the inverse by mma.sync on purpose: they are below a warpgroup matmul's 64 rows.
+        none_of = ("QGMMA", "HMMA") if backend == "tilelang" else ("QGMMA",)
+        return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=none_of)
     if isinstance(problem, RecurrentProblem):
         # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
         width = "{0}.128" if problem.state_dtype == "float32" else "{0}.64|{0}.128"
@@ -37,6 +40,10 @@ def expectation(problem: Problem, backend: str) -> Expectation:
     if isinstance(problem, LogitsProblem):
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
+    if isinstance(problem, TopkProblem):
+        # Scores in accesses of four, and counts whose lanes of one bin are added up by the hardware.
+        load = "LDG.128" if problem.dtype == "float32" else "LDG.64"
+        return Expectation({load: 1, "ATOMS.POPC.INC": 1}, none_of=("HGMMA", "QGMMA", "HMMA"))
     # The steps only move memory: rows in 16-byte accesses, several at once.
     tensor_cores = ("HGMMA", "QGMMA", "HMMA")
     if isinstance(problem, ConvolutionProblem):

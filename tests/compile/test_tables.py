@@ -26,6 +26,7 @@ PROBLEMS: dict[str, Any] = {
         problems.RmsNormGatedProblem,
         problems.MqaLogitsProblem,
         problems.PagedMqaLogitsProblem,
+        problems.TopkProblem,
     )
 }
 

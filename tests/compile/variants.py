@@ -18,6 +18,7 @@ from gdn.problems import (
     RecurrentProblem,
     RmsNormGatedProblem,
     SplitProblem,
+    TopkProblem,
 )
 from tests.compile import pairwise
 
@@ -128,6 +129,13 @@ AXES: dict[str, Axes] = {
     "mqa_logits": _LOGITS_AXES | {"packed": [False, True]},
     "paged_mqa_logits": _LOGITS_AXES
     | {"page_size": [64, 16, 544], "drafts": [(1, False), (2, True), (4, False)]},  # next_n, per-draft lengths
+    "topk": {
+        "dtype": ["float32", "bfloat16"],
+        "bounds": [(None, None), ("int32", "int32"), (None, "int64"), ("int64", None)],  # dtypes of starts and ends
+        "sorted_by": ["index", "score"],
+        "k": [2048, 4096],
+        "num_columns": [32768, 2048, 131072],  # each compiles other tiles
+    },
 }
 
 
@@ -220,6 +228,10 @@ def problem(op: str, row: Row) -> Problem | None:
         if row["has_rounding"] and not (delta["state_dtype"] == "bfloat16" and delta["index_dtype"] and delta["has_final_state"]):
             return None  # only a stored bf16 state is rounded
         return RecurrentProblem(**delta, has_rounding=row["has_rounding"], num_tokens=128, num_sequences=128)
+    if op == "topk":
+        starts_dtype, ends_dtype = row["bounds"]
+        sizes = {"k": row["k"], "num_rows": 4096, "num_columns": row["num_columns"]}
+        return TopkProblem(row["dtype"], starts_dtype, ends_dtype, row["sorted_by"], **sizes)
     logits = _logits_fields(row)
     if op == "mqa_logits":
         return MqaLogitsProblem(**logits, packed=row["packed"], num_queries=4096, num_keys=32768, num_columns=32768)

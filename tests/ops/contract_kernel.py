@@ -4,6 +4,7 @@
 packing, constants, allocation, argument order.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ class ContractKernel:
 
     def prepare(self, problem: Problem, device: torch.device, backend: str | None) -> Prepared:
         self.problem = problem
-        launch = self.chunk if isinstance(problem, ChunkProblem) else self.recurrent
+        kernel: Callable[..., None] = self.chunk if isinstance(problem, ChunkProblem) else self.recurrent
+
+        def launch(*tensors: Any) -> None:
+            self.problem = problem  # a prepared kernel may be launched again after another was
+            kernel(*tensors)
+
         return Prepared("tilelang", None, WORKSPACE_BYTES, launch, Choice(problem.op, "tilelang"))
 
     def chunk(

@@ -11,7 +11,7 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
 
@@ -39,7 +39,8 @@ class StandIn:
 
     def prepare(self, problem, device, backend=None):
         self.problems.append(problem)
-        launch = self.ragged if isinstance(problem, MqaLogitsProblem) else self.paged
+        kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
+        launch = kinds[type(problem)]
         choice = runtime.Choice(problem.op, "tilelang")
         return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
 
@@ -60,6 +61,18 @@ class StandIn:
             q, k, weights, starts, ends, k_scale=k_scale, scale=scale, relu=p.relu,
             max_seqlen_k=p.num_columns if p.packed else None, out=out,
         )  # fmt: skip
+
+    def topk(self, p, logits, starts, ends, out):
+        self.launches += 1
+        assert p.num_rows and p.k
+        assert tuple(logits.shape) == (p.num_rows, p.num_columns) and logits.stride(1) == 1
+        assert str(logits.dtype) == f"torch.{p.dtype}"
+        for bound, dtype in ((starts, p.starts_dtype), (ends, p.ends_dtype)):
+            assert (bound is None) == (dtype is None)
+            if bound is not None:
+                assert tuple(bound.shape) == (p.num_rows,) and str(bound.dtype) == f"torch.{dtype}"
+        assert tuple(out.shape) == (p.num_rows, p.k) and out.stride(1) == 1 and out.dtype == torch.int32
+        reference.topk_indices(logits, p.k, starts, ends, sorted_by=p.sorted_by, out=out)
 
     def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale):
         self.launches += 1
@@ -172,5 +185,29 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
     arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
     got = gdn.indexer_topk(*arguments, 16, k_scale=inputs.k_scale, workspace_bytes=150 * 75 * 4)
     # Steps of 128 rows, not of the 150 that fit: slices of the ranges stay aligned.
-    assert stand_in.problems == [dataclasses.replace(problem, num_queries=rows) for rows in (128, 128, 44)]
+    logits = [problem for problem in stand_in.problems if isinstance(problem, MqaLogitsProblem)]
+    assert logits == [dataclasses.replace(problem, num_queries=rows) for rows in (128, 128, 44)]
+    selections = [problem for problem in stand_in.problems if isinstance(problem, TopkProblem)]
+    assert [(one.num_rows, one.num_columns, one.k) for one in selections] == [(rows, 75, 16) for rows in (128, 128, 44)]
     assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
+
+
+@pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
+@pytest.mark.parametrize("ends", [None, torch.int64])
+@pytest.mark.parametrize("sorted_by", ["index", "score"])
+def test_topk(stand_in, sorted_by, ends, starts):
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))[:, 3:45]
+    first = torch.arange(-2, 4, dtype=starts) if starts else None
+    last = torch.arange(60, 0, -10, dtype=ends)[:, None].expand(6, 2)[:, 0] if ends else None
+    wide = torch.full((6, 12), 77, dtype=torch.int32)
+    got = gdn.topk_indices(logits, 9, first, last, sorted_by=sorted_by, out=wide[:, 2:11])
+    assert stand_in.launches == 1 and got.data_ptr() == wide[:, 2:].data_ptr()
+    assert torch.equal(got, reference.topk_indices(logits, 9, first, last, sorted_by=sorted_by))
+    assert bool((wide[:, [0, 1, 11]] == 77).all())
+    assert torch.equal(gdn.topk_indices(logits, 9, first, last, sorted_by=sorted_by), got)
+
+
+@pytest.mark.parametrize(("shape", "k"), [((0, 5), 3), ((4, 5), 0)])
+def test_topk_of_nothing_launches_nothing(stand_in, shape, k):
+    assert gdn.topk_indices(torch.zeros(shape), k).shape == (shape[0], k)
+    assert stand_in.launches == 0

@@ -79,16 +79,16 @@ def test_explain_without_a_gpu():
     result = gdn("explain", "chunk", "--device", "cpu")
     assert result.exit_code == 0 and "chunk: reference, by no SM90 (Hopper) GPU" in result.output
     result = gdn("explain", "indexer_topk", "--device", "cpu")
-    assert "mqa_logits: reference" in result.output and "topk: reference, by no kernel yet" in result.output
+    assert "mqa_logits: reference" in result.output and "topk: reference, by no SM90 (Hopper) GPU" in result.output
 
 
 def test_explain_hands_an_order_for_the_whole_to_its_parts(switch: Callable[..., env.Switches]):
     switch(GDN_BACKEND_INDEXER_TOPK="cute")
     result = gdn("explain", "indexer_topk", "--device", "h100")
-    assert "mqa_logits: cute, by the argument" in result.output and "topk: reference, by no kernel yet" in result.output
+    assert "mqa_logits: cute, by the argument" in result.output and "topk: cute, by the argument" in result.output
     result = gdn("explain", "indexer_topk", "--device", "h100", "--backend", "reference")
     assert "mqa_logits: reference" in result.output and "topk: reference, by the argument" in result.output
-    assert gdn("explain", "topk", "--backend", "cute").exit_code == 2
+    assert gdn("explain", "topk", "--backend", "cute", "--device", "cpu").exit_code == 2
 
 
 def test_explain_takes_fields_models_and_ranks():

@@ -1,0 +1,187 @@
+"""`python -m autotune.host_cost`: CPU microseconds of an eager call with out= and, for the delta rule, a pool.
+
+The time from the call until it returns; the device runs behind. Without a Hopper GPU the compiled functions are replaced
+by an empty one of tvm-ffi and the tensors are on the CPU: all that Python and tvm-ffi do is measured, the launch itself is
+not. Each operator is called with the same metadata again and again (`repeated`) and with a length never seen (`first`:
+checks, problem and choice of tiles; kernels are compiled and loaded before).
+"""
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import gdn
+from autotune import shapes
+from gdn.device import H100
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
+from gdn.runtime import compiled, devices, env, prepare, toolchain
+from gdn.testing import inputs, inputs_logits
+
+Call = Callable[[], object]
+
+_CALLS_BETWEEN_SYNCS = 50  # a full queue of launches would make the host wait for the device
+
+
+@dataclass(frozen=True)
+class HostCost:
+    op: str
+    backend: str
+    repeated_us: float  # median of calls whose metadata was seen before
+    repeated_least_us: float
+    first_us: float  # median of calls whose token or key count is new
+    launch_us: float  # of repeated_us, the kernel module's launch: median on its own
+
+
+class _EmptyFunctions(dict[str, Callable[..., Any]]):
+    """Every entry of a compiled kernel: a tvm-ffi function that does nothing."""
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        import tvm_ffi
+
+        function: Callable[..., Any] = tvm_ffi.get_global_func("testing.nop")
+        self[name] = function
+        return function
+
+
+@contextlib.contextmanager
+def without_device() -> Iterator[None]:
+    """As if the CPU were an H100 whose kernels do nothing."""
+
+    def get(op: str, backend: str, module: Any, problem: Problem, config: Any) -> compiled.Compiled:
+        return compiled.Compiled(functions, problem, config)
+
+    functions = _EmptyFunctions()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(devices, "describe", lambda device: (H100, "no device")))
+        stack.enter_context(mock.patch.object(toolchain, "missing", lambda backend: None))
+        stack.enter_context(mock.patch.object(compiled, "get", get))
+        stack.callback(env.reload)  # forgets the empty kernels
+        env.reload()
+        yield
+
+
+# The operators whose repeated calls skip their checks: those that a model calls in every layer with kernels behind them.
+OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
+
+
+def problem_of(op: str, extra: int = 0) -> tuple[Problem, tuple[int, ...]]:
+    """The smallest shape of the tuner's, with `extra` more tokens or columns, and the lengths of its sequences: the host's
+    work does not depend on sizes, and small ones keep the device ahead of it."""
+    problem = min((shape.problem for shape in shapes.shapes(op)), key=lambda problem: problem.bytes_moved())
+    if isinstance(problem, ChunkProblem | RecurrentProblem):
+        lengths = (256 + extra, 255) if isinstance(problem, ChunkProblem) else (1 + extra, *[1] * 31)
+        return replace(problem, num_tokens=sum(lengths), num_sequences=len(lengths)), lengths
+    if isinstance(problem, MqaLogitsProblem):
+        return replace(problem, num_queries=128, num_keys=256 + extra, num_columns=256 + extra), ()
+    assert isinstance(problem, PagedMqaLogitsProblem)
+    return replace(problem, batch=8, max_context_len=256 + extra), ()
+
+
+def call_of(op: str, device: torch.device, backend: str | None, extra: int = 0) -> Call:
+    """One eager call of the public operator on small inputs."""
+    problem, lengths = problem_of(op, extra)
+    options: dict[str, Any] = {"backend": backend}
+    if isinstance(problem, ChunkProblem | RecurrentProblem):
+        is_recurrent = isinstance(problem, RecurrentProblem)
+        make: Any = inputs.recurrent_inputs if is_recurrent else inputs.chunk_inputs
+        function = gdn.fused_recurrent_gated_delta_rule if is_recurrent else gdn.chunk_gated_delta_rule
+        arguments = make(problem, device, lengths=lengths, strided=True)
+        heads, dim = problem.num_state_heads, problem.head_v_dim
+        options["out"] = torch.empty(1, sum(lengths), heads, dim, dtype=torch.bfloat16, device=device)
+        return lambda: function(**arguments, **options)
+    if isinstance(problem, MqaLogitsProblem):
+        made = inputs_logits.make_mqa_inputs(problem, device)
+        options |= {"k_scale": made.k_scale, "out": torch.empty(problem.num_queries, problem.num_columns, device=device)}
+        ragged = (made.q, made.k, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke)
+        return lambda: gdn.mqa_logits(*ragged, **options)
+    assert isinstance(problem, PagedMqaLogitsProblem)
+    pages = inputs_logits.make_paged_inputs(problem, device)
+    options["out"] = torch.empty(problem.batch * problem.next_n, problem.max_context_len, device=device)
+    paged = (pages.q, pages.cache, pages.weights, pages.context_lens, pages.block_tables, problem.max_context_len)
+    return lambda: gdn.paged_mqa_logits(*paged, **options)
+
+
+def _times_us(calls: list[Call], device: torch.device) -> list[float]:
+    found = []
+    for i, call in enumerate(calls):
+        if i % _CALLS_BETWEEN_SYNCS == 0 and device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        found.append((time.perf_counter_ns() - start) / 1e3)
+    return found
+
+
+def _launch_us(op: str, device: torch.device, backend: str | None, call: Call) -> float:
+    """What the kernel's launch costs by itself: the tensors that a call hands to it, launched again."""
+    problem, _ = problem_of(op)
+    handed: list[Any] = []
+    prepared = prepare(problem, device, backend)
+    assert prepared.launch is not None
+    spied = replace(prepared, launch=lambda *tensors: handed.append(tensors))
+    env.reload()  # no plan of this call: it must come through prepare
+    with contextlib.ExitStack() as stack:
+        for place in ("gdn.ops.chunk.prepare", "gdn.ops.recurrent.prepare", "gdn.runtime.prepare"):
+            stack.enter_context(mock.patch(place, lambda *_: spied))
+        call()
+    env.reload()
+    launch, tensors = prepared.launch, handed[0]
+    return statistics.median(_times_us([lambda: launch(*tensors)] * 1000, device))
+
+
+def measure(op: str, device: torch.device, backend: str | None = None, repeats: int = 2000, news: int = 50) -> HostCost:
+    problem, _ = problem_of(op)
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None:
+        raise ValueError(f"{op}: no kernel serves it here: {prepared.choice}")
+    call = call_of(op, device, backend)
+    launch_us = _launch_us(op, device, backend, call)
+    for _ in range(20):
+        call()
+    repeated = _times_us([call] * repeats, device)
+    fresh = [call_of(op, device, backend, extra) for extra in range(1, 1 + news)]
+    for one in fresh:  # another size may take other tiles, and those must be compiled
+        one()
+    env.reload()  # forgets what was chosen, keeps what was compiled
+    call()  # reads the tables
+    first = _times_us(fresh, device)
+    return HostCost(op, prepared.backend, statistics.median(repeated), min(repeated), statistics.median(first), launch_us)
+
+
+def main(
+    op: Annotated[str | None, typer.Argument(help="An operator; all if left out.")] = None,
+    backend: Annotated[str | None, typer.Option(help="tilelang or cute; what a call takes if left out.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Measure what an eager call costs the host."""
+    console = Console()
+    has_device = torch.cuda.is_available() and devices.spec(torch.device("cuda")) is not None
+    device = torch.device("cuda", torch.cuda.current_device()) if has_device else torch.device("cpu")
+    rows = []
+    with contextlib.nullcontext() if has_device else without_device():
+        for name in [op] if op is not None else OPERATORS:
+            rows.append(measure(name, device, backend))
+    title = torch.cuda.get_device_name() if has_device else "no GPU: the launch itself is not in these figures"
+    table = Table("operator", "backend", "repeated, us", "least, us", "of it launch, us", "first, us", title=title)
+    for row in rows:
+        figures = (row.repeated_us, row.repeated_least_us, row.launch_us, row.first_us)
+        table.add_row(row.op, row.backend, *(f"{figure:.1f}" for figure in figures))
+    console.print(table)
+    if json_file is not None:
+        found = {"device": title, "torch": str(torch.__version__), "rows": [row.__dict__ for row in rows]}
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,241 @@
+"""Calls seen before: an eager call like an earlier one skips the checks, the problem and the choice of a kernel.
+
+An operator that finds no plan takes its ordinary path and then hands `Memo.learn` what it passed to the kernel. From that
+comes a Plan: which of the call's tensors, which views of them, which constants and which tensors made anew (`make`: outputs,
+workspace, arguments in another dtype) are launched.
+The plan serves later calls that agree in
+
+    every argument that is no tensor               the flags, part of the key; with its type where equal is not the same (1, 1.0)
+    type, dtype, device, shape, strides of tensors  the guard
+    alignment of addresses                          of the tensors that kernels read by 16 bytes
+    the switches, and that nobody is explaining     so that GDN_VALIDATE, reload and explain do what they say
+
+so everything that the checks and the choice look at is the same, and what raised before finds no plan and raises again.
+Nothing is learned from a call with tensors of other origin, as copies for alignment: such calls take the ordinary path.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from gdn.runtime import env, is_explaining
+
+Tensor = torch.Tensor
+Made = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is no argument, what makes it, from what
+Guard = Callable[..., bool]
+
+ALIGNMENT = 16  # bytes
+_LIMIT = 2048  # keys kept: decode batches and prefill lengths of one process
+_PLANS_PER_KEY = 8
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags that are what they equal
+
+# torch's compiler checks its own assumptions with these, in C++. They are private: without them Python does the same.
+_PRIVATE: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_view: Callable[..., Tensor] = getattr(
+    _PRIVATE, "_reinterpret_tensor", lambda tensor, size, stride, _: torch.as_strided(tensor, size, stride)
+)
+
+
+def make(made: list[Made], maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    """maker(*sources), noted for `Memo.learn` where it is a new tensor. sources: arguments of the call."""
+    tensor = maker(*sources)
+    if all(tensor is not source for source in sources):
+        made.append((tensor, maker, sources))
+    return tensor
+
+
+class Plan:
+    """How the launch of a kernel follows from a call's tensors."""
+
+    __slots__ = (
+        "_absent", "_aligned", "_arguments", "_constants", "_given", "_guard", "_launch", "_makers", "_results", "_views",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor | None],
+        launch: Callable[..., None],
+        makers: Sequence[tuple[Callable[..., Tensor], tuple[int, ...]]],
+        constants: Sequence[Any],
+        views: Sequence[tuple[int, torch.Size, tuple[int, ...]]],
+        arguments: Sequence[int],
+        results: Sequence[int],
+        aligned: Sequence[int],
+    ) -> None:
+        """arguments, results: places in [*tensors, *made, *constants, *views]; makers: with the places that each makes its
+        tensor from; views: of a place, with size and strides; aligned: places of tensors."""
+        given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
+        self._given = itemgetter(*given)
+        self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+        self._aligned = itemgetter(*aligned)
+        self._launch = launch
+        self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
+        self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
+
+    def serves(self, tensors: tuple[Any, ...]) -> bool:
+        """Whether the tensors are like those that the plan was made for."""
+        for place in self._absent:
+            if tensors[place] is not None:
+                return False
+        if not self._guard(*self._given(tensors)):
+            return False
+        address = 0
+        for tensor in self._aligned(tensors):
+            address |= tensor.data_ptr()
+        return address % ALIGNMENT == 0
+
+    def run(self, tensors: tuple[Any, ...]) -> Any:
+        """Launches, and returns what the call returns."""
+        known = list(tensors)
+        for maker, places in self._makers:
+            known.append(maker(*[tensors[place] for place in places]))
+        known += self._constants
+        for place, size, stride in self._views:
+            known.append(_view(known[place], size, stride, 0))
+        self._launch(*self._arguments(known))
+        return self._results(known)
+
+
+class Memo:
+    """The plans of one operator, bounded; forgotten when the switches are read again."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, tuple[Plan, ...]] = {}
+        self._switches: env.Switches | None = None
+        self._lock = threading.Lock()  # of writers
+
+    def run(self, tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
+        """Launches and returns what the call returns, or None where no plan serves it.
+
+        tensors: every tensor argument, None where it was left out, always in the same order; the two whose shapes differ
+        most from call to call come first. flags: all other arguments.
+        """
+        if env.current() is not self._switches or is_explaining():
+            return None
+        try:
+            plans = self._plans.get(_key(tensors, flags), ())
+        except TypeError:  # a flag without a hash: the checks will say what is wrong
+            return None
+        for plan in plans:
+            if plan.serves(tensors):
+                return plan.run(tensors)
+        return None
+
+    def learn(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        flags: tuple[Any, ...],
+        switches: env.Switches,
+        launch: Callable[..., None],
+        arguments: Sequence[Any],
+        results: Sequence[Tensor | None],
+        made: Sequence[Made] = (),
+        aligned: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
+        aligned: tensors (two or more) whose addresses were found to be multiples of 16 bytes."""
+        if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
+            return
+        plan = _plan(tensors, launch, arguments, results, made, aligned)
+        if plan is None:
+            return
+        key = _key(tensors, flags)
+        with self._lock:
+            if switches is not self._switches:
+                self._plans.clear()
+                self._switches = switches
+            others = self._plans.pop(key, ())
+            while len(self._plans) >= _LIMIT:
+                del self._plans[next(iter(self._plans))]  # the oldest
+            self._plans[key] = (plan, *others)[:_PLANS_PER_KEY]
+
+
+def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
+    return getattr(tensors[0], "shape", None), getattr(tensors[1], "shape", None), flags
+
+
+def _plan(
+    tensors: tuple[Tensor | None, ...],
+    launch: Callable[..., None],
+    arguments: Sequence[Any],
+    results: Sequence[Tensor | None],
+    made: Sequence[Made],
+    aligned: Sequence[Tensor | None],
+) -> Plan | None:
+    """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
+    sources = [*tensors, *[tensor for tensor, _, _ in made]]
+    place_of = {id(source): place for place, source in enumerate(sources) if source is not None}
+    place_at = {source.data_ptr(): place for place, source in enumerate(tensors) if source is not None}
+    if len(place_at) < len([tensor for tensor in tensors if tensor is not None]):
+        return None  # the same memory twice: which one an argument came from cannot be told
+    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(made, len(tensors))}
+    constants: list[Any] = []
+    views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+    kinds: list[tuple[int, int]] = []  # of arguments and results: 0 source, 1 constant, 2 view; and its place there
+    for value in (*arguments, *results):
+        place = place_of.get(id(value))
+        if place is not None:
+            kinds.append((0, place))
+        elif not isinstance(value, Tensor):
+            kinds.append((1, len(constants)))
+            constants.append(value)
+        else:
+            place = place_at.get(value.data_ptr())
+            source = None if place is None else sources[place]
+            if place is None or source is None or source.dtype != value.dtype or value.numel() == 0:
+                return None
+            kinds.append((2, len(views)))
+            views.append((place, value.shape, value.stride()))
+    starts = (0, len(sources), len(sources) + len(constants))
+    places = [starts[kind] + place for kind, place in kinds]
+    must_align = {id(tensor) for tensor in aligned if tensor is not None}
+    return Plan(
+        tensors,
+        launch,
+        [(maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in made],
+        constants,
+        views,
+        places[: len(arguments)],
+        places[len(arguments) :],
+        [place for place, tensor in enumerate(tensors) if id(tensor) in must_align],
+    )
+
+
+@functools.cache
+def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
+    """torch's comparison of tensors with those it was made from, where it is there and does what is expected of it.
+
+    True where each tensor has the metadata of its model and no two are the same."""
+
+    def of_torch(tensors: Sequence[Tensor]) -> Guard:
+        guard: Guard = _PRIVATE.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return guard
+
+    try:
+        with torch.inference_mode(False):
+            first, second, third = (torch.empty(2, 3, device="cpu") for _ in range(3))  # a graph may be being captured
+            guard = of_torch([first, second])
+            others = (third[:1], third.half(), torch.empty(3, 2, device="cpu").T, third.to("meta"), [1.0], None, first)
+            is_trusted = guard(first, third) and not any(guard(first, other) for other in others)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        is_trusted = False
+    return of_torch if is_trusted else _python_guard
+
+
+def _python_guard(tensors: Sequence[Tensor]) -> Guard:
+    def metadata(tensor: Tensor) -> tuple[Any, ...]:
+        return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+    wanted = [metadata(tensor) for tensor in tensors]
+
+    def guard(*found: Any) -> bool:
+        if not all(isinstance(one, Tensor) for one in found) or len(set(map(id, found))) < len(found):
+            return False
+        return wanted == [metadata(one) for one in found]
+
+    return guard

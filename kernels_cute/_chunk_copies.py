@@ -1,0 +1,198 @@
+"""The warps of the fused chunk kernel that move data: K, Q, V in, gates, O out, and tiles to the other block of a pair.
+
+The barriers and who waits for whom stand in `_chunk_fused`.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from kernels_cute import _chunk_layouts as layouts
+from kernels_cute import _chunk_ptx as ptx
+from kernels_cute._chunk_shape import (
+    AUX_BYTES,
+    BETA,
+    BUFFERS,
+    CHUNK,
+    CUM,
+    LOG2E,
+    LOWEST_LOG_DECAY,
+    SOFTPLUS_THRESHOLD,
+    TILE_BYTES,
+    VECTOR_BYTES,
+)
+
+
+class CopyRoles:
+    """Methods of the copying warpgroup's warps; `self` is the FusedChunk."""
+
+    @cute.jit
+    def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece):
+        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0)
+        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        num_chunks = (length + (CHUNK - 1)) // CHUNK
+        for step in cutlass.range(num_chunks, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * self.key_bytes + self.value_bytes)
+            cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
+            if cutlass.const_expr(self.prefetch > 0):
+                if step + self.prefetch < num_chunks:
+                    cute.prefetch(k_atom, from_k[None, step + self.prefetch])
+                    cute.prefetch(q_atom, from_q[None, step + self.prefetch])
+                    cute.prefetch(v_atom, from_v[None, step + self.prefetch])
+
+    @cute.jit
+    def tiles(self, field, atom, tensor, columns: cutlass.Constexpr, begin, head, piece):
+        """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
+        layout = layouts.by_rows(self.dtype, CHUNK, columns, self.stages)
+        shared = field.get_tensor(layout.outer, swizzle=layout.inner)
+        rows = cute.domain_offset((begin, 0), tensor[None, None, head])
+        chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
+        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
+
+    @cute.jit
+    def store_warp(self, storage, out_atom, out_tensor, out, begin, length, head, piece):
+        """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
+        lane = cute.arch.lane_idx()
+        layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * self.stages)
+        shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
+        rows = cute.domain_offset((begin, 0), out_tensor[None, None, head])
+        source, target = cpasync.tma_partition(
+            out_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
+            cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
+        )  # fmt: skip
+        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+            stage, parity = step % self.stages, step // self.stages & 1
+            cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+            valid = length - step * CHUNK
+            for half in cutlass.range_constexpr(self.num_state):
+                if valid >= CHUNK:
+                    cute.copy(
+                        out_atom, source[None, stage * self.num_state + half], target[None, step, piece * self.num_state + half]
+                    )
+                else:
+                    tile = storage.v.data_ptr().toint() + (stage * self.num_state + half) * TILE_BYTES
+                    column = piece * self.columns + half * 64 + lane % 8 * 8
+                    for row in cutlass.range(lane // 8, valid, 4, unroll=1):
+                        offset = Int64(begin + step * CHUNK + row) * out.stride[0] + Int64(head) * out.stride[1] + column
+                        words = ptx.load_words(layouts.address(tile, row, lane % 8))
+                        ptx.store_global_words(out.iterator.toint() + 2 * offset, words)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+
+    @cute.jit
+    def zero_rows(self, out, bounds, sequence, begin, length, live_length, head, column0, warp, lane):
+        """Rows of a padding sequence, and this block's share of the rows beyond the last sequence."""
+        row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
+        zero = [Int32(0)] * 4
+        for i in cutlass.range(live_length + row, length, 16, unroll=1):
+            offset = Int64(begin + i) * out.stride[0] + Int64(head) * out.stride[1] + column
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
+        sequences = cute.size(bounds, mode=[0]) - 1
+        for i in cutlass.range(
+            Int32(bounds[sequences]) + sequence * 16 + row, cute.size(out, mode=[0]), sequences * 16, unroll=1
+        ):
+            offset = Int64(i) * out.stride[0] + Int64(head) * out.stride[1] + column
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
+
+    @cute.jit
+    def hand_over_warp(self, storage, length, rank):
+        """M, P and the vectors of this block's chunks to the other block of the pair."""
+        other = rank ^ 1
+        own = storage.ready.data_ptr() + rank
+        barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
+        for step in cutlass.range(rank, (length + (CHUNK - 1)) // CHUNK, 2, unroll=1):
+            cute.arch.mbarrier_wait(own, step // BUFFERS & 1)
+            with cute.arch.elect_one():
+                ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
+                for field, size in (
+                    (storage.m, self.parts * TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES)
+                ):  # fmt: skip
+                    source = field.data_ptr().toint() + rank * size
+                    ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
+
+    @cute.jit
+    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first):
+        """Cumulative log2 decays and beta of the chunks that this block prepares."""
+        lane = cute.arch.lane_idx()
+        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        minus_rate, bias = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(self.raw_gate):
+            minus_rate = -cute.math.exp(a_log[head])
+            bias = dt_bias[head]
+        gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
+        self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
+            half = step // self.aux_step % 2
+            half_turn = step // self.aux_step // 2 & 1
+            rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
+            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+            self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
+            cute.arch.mbarrier_arrive(gates_full + half)
+            self.load_gates(g, beta, gates, betas, begin, (step + self.aux_step) * CHUNK, length, head, lane)
+
+    @cute.jit
+    def load_gates(self, g, beta, gates, betas, begin, offset, length, head, lane):
+        """Lane l reads tokens 2 l and 2 l + 1 of the chunk."""
+        for i in cutlass.range_constexpr(2):
+            token = offset + 2 * lane + i
+            gates[i] = Float32(0.0)
+            betas[i] = Float32(0.0)
+            if token < length:
+                if cutlass.const_expr(self.has_gate):
+                    gates[i] = self.element(g, begin + token, head)
+                if cutlass.const_expr(self.has_beta):
+                    betas[i] = self.element(beta, begin + token, head)
+
+    @cute.jit
+    def element(self, x, token, head):
+        offset = Int64(token) * x.stride[0] + Int64(head) * x.stride[1]
+        return cute.make_tensor(x.iterator + offset, cute.make_layout(1))[0].to(Float32)
+
+    @cute.jit
+    def publish_gates(self, rows, gates, betas, minus_rate, bias, valid, lane):
+        """Cumulative log2 decays and beta; tokens past the end have g = 0 and beta = 0."""
+        logs = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        strengths = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        for i in cutlass.range_constexpr(2):
+            log_decay = gates[i]
+            if cutlass.const_expr(self.raw_gate):
+                raw = gates[i] + bias
+                softplus = raw
+                if raw <= SOFTPLUS_THRESHOLD:
+                    softplus = cute.math.log1p(cute.math.exp(raw))
+                log_decay = minus_rate * softplus
+            strength = Float32(1.0)
+            if cutlass.const_expr(self.has_beta):
+                strength = betas[i]
+                if cutlass.const_expr(self.raw_beta):
+                    strength = 1.0 / (1.0 + cute.math.exp(-betas[i]))
+            if 2 * lane + i >= valid:
+                log_decay, strength = Float32(0.0), Float32(0.0)
+            # A NaN gate stays NaN.
+            if log_decay < LOWEST_LOG_DECAY:
+                log_decay = Float32(LOWEST_LOG_DECAY)
+            logs[i] = log_decay * LOG2E
+            strengths[i] = strength
+        total = logs[0] + logs[1]
+        for power in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(total, 1 << power, mask_and_clamp=0)
+            if lane >= 1 << power:
+                total = total + before
+        before = cute.arch.shuffle_sync_up(total, 1, mask_and_clamp=0)
+        if lane == 0:
+            before = Float32(0.0)
+        first = before + logs[0]
+        ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, first, first + logs[1])
+        ptx.store_pair(rows + BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])

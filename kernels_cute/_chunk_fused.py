@@ -1,0 +1,319 @@
+"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block.
+
+With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms (1 where none are asked for)
+and all of M, P and the vectors computed here and never written to memory:
+
+    A    = (I + strict_lower(beta_i f_i f_j k_i . k_j))^-1
+    M    = A_ij exp(c_i - c_j) beta_j                     16-bit, as `parts` summands
+    P    = lower(scale fq_i f_j exp(c_i - c_j) q_i . k_j) 16-bit
+    U^T  = S^T K^T              O^T = S^T Q^T             S^T rounded to 16 bits, from registers
+    W^T  = V^T - exp(c) f U^T
+    Vn^T = W^T M^T
+    S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c) f) K
+    O^T  = exp(c) fq scale O^T + Vn^T P^T
+
+Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
+depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. With `paired` the two
+blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
+otherwise a block prepares every chunk itself, buffers in turn.
+
+    barrier             arrivals                                      waits
+    full[stage]         1: the copying lane, with the bytes           state, inverse, score
+    stored[stage]       128: state, O in the place of V               the storing warp
+    empty[stage]        1: the storing warp, O read                   the copying warp
+    ready[buffer]       256: inverse and score of this block; or      state; the handing warp
+                        1: the other block, with the bytes
+    taken[buffer]       4 a block that takes: a lane of a state warp  inverse, score
+    gates_full[half]    32: the gate warp                             inverse, score
+    factors_full[half]  128: inverse, key factors written             score
+    gates_free[half]    8: a lane of each inverse and score warp      the gate warp
+    named 1, 2, 3       128 threads: within inverse, score, state
+A state warp is done with K, Q and V of a stage, and waits for what inverse and score made of them, before its `stored`.
+`half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free
+has been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from kernels_cute import _chunk_layouts as layouts
+from kernels_cute import _chunk_ptx as ptx
+from kernels_cute._chunk_copies import CopyRoles
+from kernels_cute._chunk_shape import (
+    AUX_BYTES,
+    BUFFERS,
+    CHUNK,
+    SCRATCH_BYTES,
+    TILE_BYTES,
+    VECTOR_BYTES,
+    WARPGROUP,
+)
+from kernels_cute._chunk_state import StateRole
+from kernels_cute._chunk_tiles import TileRoles
+
+
+class FusedChunk(StateRole, TileRoles, CopyRoles):
+    """Everything here is known at compile time; sizes, strides and scalars arrive at launch."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        q_group: int,
+        k_group: int,
+        v_group: int,
+        dim: int,
+        dtype: Any,
+        has_gate: bool,
+        raw_gate: bool,
+        has_beta: bool,
+        raw_beta: bool,
+        normalize: bool,
+        v_first: bool,
+        pooled: bool,
+        has_initial: bool,
+        has_mask: bool,
+        has_final: bool,
+        has_final_indices: bool,
+        num_state: int,
+        paired: bool,
+        stages: int,
+        prefetch: int,
+        parts: int,
+        registers: tuple[int, int, int, int],
+    ):
+        self.heads, self.q_group, self.k_group, self.v_group = heads, q_group, k_group, v_group
+        self.dim, self.dtype = dim, dtype
+        self.has_gate, self.raw_gate = has_gate, raw_gate
+        self.has_beta, self.raw_beta = has_beta, raw_beta
+        self.normalize, self.v_first = normalize, v_first
+        self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
+        self.has_final, self.has_final_indices = has_final, has_final_indices
+        self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
+        self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
+        self.columns = 64 * num_state
+        self.slices = dim // self.columns
+        self.paired = paired
+        self.sharers = 2 if paired else 1  # blocks that take from a `taken`
+        self.aux_step = 2 if paired else 1  # chunks from one of this block's own to the next
+        self.threads = (num_state + 3) * WARPGROUP
+        self.key_bytes = CHUNK * dim * 2
+        self.value_bytes = CHUNK * self.columns * 2
+
+    @cute.jit
+    def launch(
+        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, bounds, out,
+        scale: Float32, null_slot: Int64, stream,
+    ):  # fmt: skip
+        row = layouts.by_rows(self.dtype, CHUNK, self.dim)
+        value = layouts.by_rows(self.dtype, CHUNK, self.columns)
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        q_atom, q_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(q), row, (CHUNK, self.dim))
+        k_atom, k_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(k), row, (CHUNK, self.dim))
+        v_atom, v_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(v), value, (CHUNK, self.columns))
+        tile = layouts.by_rows(self.dtype, CHUNK, 64)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        out_atom, out_tensor = cpasync.make_tiled_tma_atom(store, self.tokens(out), tile, (CHUNK, 64))
+        sequences = cute.size(bounds, mode=[0]) - 1
+        self.kernel(
+            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+            indices, mask, final, final_indices, bounds, out, scale, null_slot,
+        ).launch(
+            grid=(self.slices * self.heads * sequences, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.sharers, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def tokens(self, x):
+        """[tokens, heads, D] as (tokens, D, heads); strides are multiples of 16 bytes by contract."""
+        tokens, heads, dim = x.shape
+        token_stride = cute.assume(x.stride[0], divby=8)
+        # The stride of a single head is never used and may be anything.
+        head_stride = cute.assume(x.stride[1], divby=8) if cutlass.const_expr(heads > 1) else dim
+        return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
+
+    def storage_type(self):
+        stages, pieces = self.stages, self.dim // 64
+        tile = CHUNK * 64
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            stored: cute.struct.MemRange[Int64, stages]
+            ready: cute.struct.MemRange[Int64, BUFFERS]
+            taken: cute.struct.MemRange[Int64, BUFFERS]
+            gates_full: cute.struct.MemRange[Int64, 2]
+            factors_full: cute.struct.MemRange[Int64, 2]
+            gates_free: cute.struct.MemRange[Int64, 2]
+            vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
+            scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
+            m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
+            lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(
+        self,
+        out_atom: cute.CopyAtom,
+        out_tensor: cute.Tensor,
+        q_atom: cute.CopyAtom,
+        q_tensor: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_tensor: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tensor: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        a_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        initial: cute.Tensor,
+        indices: cute.Tensor,
+        mask: cute.Tensor,
+        final: cute.Tensor,
+        final_indices: cute.Tensor,
+        bounds: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        null_slot: Int64,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
+        block, _, _ = cute.arch.block_idx()
+        rank = block % 2  # in the pair
+        if warp == 0:
+            cpasync.prefetch_descriptor(q_atom)
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(v_atom)
+            cpasync.prefetch_descriptor(out_atom)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, WARPGROUP * self.num_state)
+                for buffer in cutlass.range_constexpr(BUFFERS):
+                    # Of a pair, block b fills buffer b of both.
+                    if cutlass.const_expr(self.paired):
+                        count = Int32(1)
+                        if rank == buffer:
+                            count = Int32(2 * WARPGROUP)
+                        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
+                    else:
+                        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, 2 * WARPGROUP)
+                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
+                    cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
+                    cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
+        # Above the diagonal M and P stay zero.
+        thread, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
+            ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
+        for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
+            ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.paired):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        piece = block % self.slices
+        head = block // self.slices % self.heads
+        sequence = block // (self.slices * self.heads)
+        begin = Int32(bounds[sequence])
+        length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
+        read_slot = Int64(sequence)
+        live_length = length
+        if cutlass.const_expr(self.pooled):
+            read_slot = Int64(indices[sequence])
+            if read_slot <= null_slot:
+                live_length = Int32(0)
+
+        if warp < 4 * self.num_state:
+            self.set_registers(self.state_registers)
+            self.state_warpgroup(
+                storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+                head, piece, read_slot, warp // 4, warp % 4,
+            )  # fmt: skip
+        elif warp < 4 * (self.num_state + 1):
+            self.set_registers(self.inverse_registers)
+            first = rank if cutlass.const_expr(self.paired) else Int32(0)
+            self.inverse_warpgroup(storage, live_length, first, warp % 4)
+        elif warp < 4 * (self.num_state + 2):
+            self.set_registers(self.score_registers)
+            first = rank if cutlass.const_expr(self.paired) else Int32(0)
+            self.score_warpgroup(storage, scale, live_length, first, warp % 4)
+        else:
+            self.set_registers(self.copy_registers)
+            copier = warp % 4
+            if copier == 0:
+                self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
+            if copier == 1:
+                first = rank if cutlass.const_expr(self.paired) else Int32(0)
+                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first)
+            if copier == 2:
+                self.store_warp(storage, out_atom, out_tensor, out, begin, live_length, head, piece)
+            if cutlass.const_expr(self.paired):
+                if copier == 3:
+                    self.hand_over_warp(storage, live_length, rank)
+        if cutlass.const_expr(self.paired):
+            # The other block may still write to this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def set_registers(self, count: int) -> None:
+        """What a thread has at launch is 65536 over the threads, in steps of 8."""
+        if count > 65536 // self.threads // 8 * 8:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
+
+    def product(self, columns: int, register_operand: bool, by_columns: bool = False) -> Any:
+        """The tiled m64 x columns x k16 instruction of one warpgroup."""
+        source = warpgroup.OperandSource.RMEM if register_operand else warpgroup.OperandSource.SMEM
+        major = OperandMajorMode.MN if by_columns else OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, major)
+        return cute.make_tiled_mma(op)
+
+    @cute.jit
+    def multiply(self, mma, sums, left, right, clear: cutlass.Constexpr):
+        """sums (+)= left right; operands (MMA, rows, k steps)."""
+        for step in cutlass.range_constexpr(cute.size(right, mode=[2])):
+            self.multiply_step(mma, sums, left, right, step, clear and step == 0)
+
+    def multiply_step(self, mma: Any, sums: Any, left: Any, right: Any, step: int, clear: bool) -> None:
+        """One k step of 16."""
+        mma.set(warpgroup.Field.ACCUMULATE, not clear)
+        cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
+
+    @cute.jit
+    def where(self, condition, value, other):
+        result = other
+        if condition:
+            result = value
+        return result
+
+    @cute.jit
+    def decay(self, exponent):
+        """2 ** exponent; above the diagonal, where the result is thrown away, the exponent may be positive."""
+        return cute.math.exp2(cute.arch.fmin(exponent, Float32(0.0)), fastmath=True)
+
+    def row_values(self, rows: Any, kind: int, row0: Any) -> tuple[Any, Any]:
+        """Of this lane's two rows of the tile."""
+        place = rows + kind * CHUNK * 4 + row0 * 4
+        return ptx.load_one(place), ptx.load_one(place + 32)

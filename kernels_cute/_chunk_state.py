@@ -1,0 +1,261 @@
+"""The state role of the fused chunk kernel: one warpgroup carries S^T of 64 V columns through a sequence.
+
+The maths, the barriers and who waits for whom stand in `_chunk_fused`.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from kernels_cute import _chunk_layouts as layouts
+from kernels_cute import _chunk_ptx as ptx
+from kernels_cute._chunk_shape import (
+    BUFFERS,
+    CHUNK,
+    KEY_TO_LAST,
+    STATE_BARRIER,
+    STATE_KEY,
+    STATE_QUERY,
+    TILE_BYTES,
+    VECTOR_BYTES,
+    VECTORS,
+    WARPGROUP,
+)
+
+
+class StateRole:
+    """Methods of the state warpgroup; `self` is the FusedChunk."""
+
+    @cute.jit
+    def state_warpgroup(
+        self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
+        head, piece, read_slot, half, warp,
+    ):  # fmt: skip
+        lane = cute.arch.lane_idx()
+        dim, parts = self.dim, self.parts
+        by_key = self.product(CHUNK, True)
+        by_token = self.product(dim, True, True)
+        key_layout = layouts.by_rows(self.dtype, CHUNK, dim, self.stages)
+        token_layout = layouts.by_columns(self.dtype, CHUNK, dim, self.stages)
+        keys = self.right(by_key, storage.k, key_layout)
+        queries = self.right(by_key, storage.q, key_layout)
+        tokens = self.right(by_token, storage.k, token_layout)
+        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS))
+        p_operand = self.right(by_key, storage.p, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
+
+        state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
+        state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
+        sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
+        decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
+        state_words = cute.recast_tensor(state_operand, Int32)
+        operand_words = cute.recast_tensor(operand, Int32)
+        decayed_words = cute.recast_tensor(decayed, Int32)
+
+        row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
+        pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
+        column0 = piece * self.columns + half * 64 + warp * 16  # the warp's first V column
+        full = storage.full.data_ptr()
+        ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
+        vectors = storage.vectors.data_ptr().toint() + pair * 8
+        # Lane l names row l % 8 of matrix l // 8; matrices alternate between the warp's two halves of 8 columns.
+        matrix_row = lane % 8 + lane // 16 * 8
+        value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
+        value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
+        self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+
+        # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
+        # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
+        # U of the next chunk goes ahead of this one's output. One U too many is issued: it reads whatever lies in shared
+        # memory and is dropped. Where the loop closes nothing is in flight, else ptxas would serialise every product.
+        num_chunks = (live_length + (CHUNK - 1)) // CHUNK
+        if num_chunks > 0:
+            cute.arch.mbarrier_wait(full, 0)
+        self.issue_keys(by_key, sums, state, state_operand, state_words, keys, Int32(0))
+        warpgroup.wait_group(0)
+        for step in cutlass.range(num_chunks, unroll=1):
+            stage, following = step % self.stages, (step + 1) % self.stages
+            buffer, turn = step % BUFFERS, step // BUFFERS & 1
+            valid = cutlass.min(live_length - step * CHUNK, CHUNK)
+            vector = vectors + buffer * VECTOR_BYTES
+            half_steps = dim // 32
+            cute.arch.mbarrier_wait(ready + buffer, turn)
+            # What the next steps need is asked for before the products that keep this warp waiting are issued.
+            values = [
+                ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
+            ]
+            factors = self.load_factors(vector, STATE_KEY)
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(half_steps):
+                self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
+            warpgroup.commit_group()
+
+            # W and M
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                for m in cutlass.range_constexpr(2):
+                    n = 2 * i + m
+                    for side in cutlass.range_constexpr(2):
+                        value0, value1 = ptx.unpack(self.dtype, values[i][2 * m + side])
+                        operand_words[2 * n + side] = ptx.pack(
+                            self.dtype,
+                            value0 - factors[n][0] * sums[4 * n + 2 * side],
+                            value1 - factors[n][1] * sums[4 * n + 2 * side + 1],
+                        )
+                if valid < 16 * (i + 1):
+                    self.mask_words(operand_words, i, valid, pair)
+                warpgroup.fence()
+                for part in cutlass.range_constexpr(parts):
+                    tile = m_operand[None, None, None, part, buffer]
+                    self.multiply_step(by_key, new, operand, tile, i, i == 0 and part == 0)
+            warpgroup.commit_group()
+            for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
+                self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
+            warpgroup.commit_group()
+            last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
+            for i in cutlass.range_constexpr(dim // 2):
+                state[i] = state[i] * last
+            if cutlass.const_expr(self.paired):
+                if valid < CHUNK:
+                    # The block whose turn it was has done this for its own tile alone.
+                    self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
+            factors = self.load_factors(vector, KEY_TO_LAST)
+            warpgroup.wait_group(1)
+
+            # S
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                for m in cutlass.range_constexpr(2):
+                    n = 2 * i + m
+                    for side in cutlass.range_constexpr(2):
+                        place = 4 * n + 2 * side
+                        decayed_words[2 * n + side] = ptx.pack(
+                            self.dtype, new[place] * factors[n][0], new[place + 1] * factors[n][1]
+                        )
+                warpgroup.fence()
+                self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
+            warpgroup.commit_group()
+
+            # O
+            factors = self.load_factors(vector, STATE_QUERY)
+            for i in cutlass.range_constexpr(CHUNK // 4):
+                operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
+            warpgroup.wait_group(1)
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                for side in cutlass.range_constexpr(2):
+                    for odd in cutlass.range_constexpr(2):
+                        outputs[4 * n + 2 * side + odd] = outputs[4 * n + 2 * side + odd] * factors[n][odd]
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
+            warpgroup.commit_group()
+            if step + 1 < num_chunks:
+                cute.arch.mbarrier_wait(full + following, (step + 1) // self.stages & 1)
+            warpgroup.wait_group(1)
+            self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
+            warpgroup.wait_group(1)
+            # O, turned on its way to shared memory, takes the place of the V that this warp has read.
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
+                ptx.store_matrices(value_lane + (stage * self.value_bytes + i * 16 * layouts.ROW_BYTES), words, True)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
+            if lane == 0:
+                if cutlass.const_expr(self.paired):
+                    ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
+                else:
+                    cute.arch.mbarrier_arrive(taken + buffer)
+            warpgroup.wait_group(0)
+
+        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
+        self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+
+    def load_factors(self, vector: Any, kind: int) -> list[Any]:
+        """A row of vectors, as pairs for the columns of this lane."""
+        return [ptx.load_pair(vector + kind * CHUNK * 4 + n * 32) for n in range(CHUNK // 8)]
+
+    @cute.jit
+    def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
+        """U, while the state is being rounded."""
+        for i in cutlass.range_constexpr(self.dim // 16):
+            for j in cutlass.range_constexpr(4):
+                words[4 * i + j] = ptx.pack(self.dtype, state[8 * i + 2 * j], state[8 * i + 2 * j + 1])
+            warpgroup.fence()
+            self.multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def mask_words(self, words, i: cutlass.Constexpr, valid, pair):
+        """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
+        for m in cutlass.range_constexpr(2):
+            column = 16 * i + 8 * m + 2 * pair
+            for side in cutlass.range_constexpr(2):
+                place = 4 * i + 2 * m + side
+                if column + 1 >= valid:
+                    word = words[place] & 0xFFFF
+                    if column >= valid:
+                        word = Int32(0)
+                    words[place] = word
+
+    @cute.jit
+    def right(self, mma, field, layout):
+        """A shared-memory B operand, (MMA, columns, k steps, *outer)."""
+        thread = mma.get_slice(0)
+        return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+    @cute.jit
+    def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):
+        state.fill(0.0)
+        if cutlass.const_expr(self.has_initial):
+            starts = cutlass.Boolean(True)
+            if cutlass.const_expr(self.pooled):
+                starts = live_length > 0
+            if cutlass.const_expr(self.has_mask):
+                starts = starts & cutlass.Boolean(mask[sequence])
+            if starts:
+                source = self.state_pointer(initial, read_slot, head, row0, pair)
+                for n in cutlass.range_constexpr(self.dim // 8):
+                    for side in cutlass.range_constexpr(2):
+                        entries = self.state_pair(source, n, side)
+                        state[4 * n + 2 * side] = entries[0].to(Float32)
+                        state[4 * n + 2 * side + 1] = entries[1].to(Float32)
+
+    @cute.jit
+    def store_state(self, final, final_indices, state, sequence, head, read_slot, live_length, null_slot, row0, pair):
+        if cutlass.const_expr(self.has_final):
+            written = cutlass.Boolean(True)
+            write_slot = read_slot
+            if cutlass.const_expr(self.pooled):
+                written = live_length > 0
+            if cutlass.const_expr(self.has_final_indices):
+                if written:
+                    write_slot = Int64(final_indices[sequence])
+                    written = write_slot > null_slot
+            if written:
+                target = self.state_pointer(final, write_slot, head, row0, pair)
+                for n in cutlass.range_constexpr(self.dim // 8):
+                    for side in cutlass.range_constexpr(2):
+                        entries = self.state_pair(target, n, side)
+                        entries[0] = state[4 * n + 2 * side].to(final.element_type)
+                        entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+
+    @cute.jit
+    def state_pointer(self, states, slot, head, row0, pair):
+        """A lane's first entry of a head's state: V row row0, K column 2 * pair."""
+        offset = slot * states.stride[0] + Int64(head) * (self.dim * self.dim)
+        if cutlass.const_expr(self.v_first):
+            offset += Int64(row0) * self.dim + 2 * pair
+        else:
+            offset += Int64(pair) * (2 * self.dim) + row0
+        return states.iterator + offset
+
+    def state_pair(self, first, n: int, side: int) -> Any:
+        """Two neighbouring K entries, 8 n K columns and 8 * side V rows after the lane's first."""
+        if self.v_first:
+            return cute.make_tensor(first + (8 * side * self.dim + 8 * n), cute.make_layout(2))
+        return cute.make_tensor(first + (8 * n * self.dim + 8 * side), cute.make_layout(2, stride=self.dim))

@@ -1,0 +1,110 @@
+"""How the key tiles of a batch are dealt over blocks, from lengths that only the device knows.
+
+A job is a pass over one sequence: some of its drafts against all keys that one of them sees. The tiles of all jobs form one
+line, and every block takes a run of it. With several waves a block of wave w takes half of what one of wave w - 1 takes (the
+last two waves are alike): the hardware starts blocks in order, so multiprocessors that got through their first blocks sooner
+take more of the small ones, and all end together.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
+
+
+class Deal:
+    """The compile-time side; `lengths`, the clamp `limit` and the number of sequences arrive at launch."""
+
+    def __init__(self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int):
+        self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes  # tile_rows is a power of two
+        self.next_n, self.per_draft_lengths = next_n, per_draft_lengths
+        self.blocks = blocks  # of one wave
+
+    @cute.jit
+    def row_length(self, lengths, limit, sequence, draft):
+        """Keys that a draft sees; draft < next_n."""
+        length = Int32(0)
+        if cutlass.const_expr(self.per_draft_lengths):
+            line = cute.make_tensor(lengths.iterator + Int64(sequence) * lengths.stride[0], cute.make_layout(self.next_n))
+            length = line[draft]
+        else:
+            # Clamped before the subtraction, which would wrap at the most negative lengths.
+            length = cutlass.max(lengths[sequence], 0) + (draft - self.next_n + 1)
+        return cutlass.max(cutlass.min(length, limit), 0)
+
+    @cute.jit
+    def job_length(self, lengths, limit, job, jobs):
+        """Keys that some draft of a job sees, 0 beyond the last job. Loads stand outside of conditions and travel together."""
+        near = cutlass.min(job, jobs - 1)
+        sequence, first = near // self.passes, near % self.passes * self.drafts
+        length = Int32(0)
+        if cutlass.const_expr(self.per_draft_lengths):
+            for local in cutlass.range_constexpr(min(self.drafts, self.next_n)):
+                draft = cutlass.min(first + local, self.next_n - 1)
+                length = cutlass.max(length, self.row_length(lengths, limit, sequence, draft))
+        else:  # the last draft sees most
+            length = self.row_length(lengths, limit, sequence, cutlass.min(first + self.drafts, self.next_n) - 1)
+        if job >= jobs:
+            length = Int32(0)
+        return length
+
+    @cute.jit
+    def tiles(self, length):
+        return (length + (self.tile_rows - 1)) >> (self.tile_rows.bit_length() - 1)
+
+    @cute.jit
+    def run(self, total, waves):
+        """(first tile, tiles) of this block, of a line of `total` (Int64) tiles."""
+        block, _, _ = cute.arch.block_idx()
+        wave, place = block // self.blocks, block % self.blocks
+        start, count = Int32(0), Int32(0)
+        if wave < waves:
+            share = Int32(1)  # in units of a last block; all blocks hold blocks << (waves - 1) units
+            if wave < waves - 1:
+                share = Int32(1) << (waves - 2 - wave)
+            unit = self.blocks * ((Int32(1) << (waves - 1)) - (Int32(1) << (waves - 1 - wave))) + place * share
+            start = Int32((total * unit >> (waves - 1)) // self.blocks)
+            count = Int32((total * (unit + share) >> (waves - 1)) // self.blocks) - start
+        return start, count
+
+    @cute.jit
+    def likely_first(self, limit, jobs, waves):
+        """(job, tile) where this block's run starts if every sequence is as long as it can be. For prefetches only."""
+        tiles_each = cutlass.max(self.tiles(limit), 1)
+        start, _ = self.run(Int64(jobs) * tiles_each, waves)
+        return cutlass.min(start // tiles_each, jobs - 1), start % tiles_each
+
+    @cute.jit
+    def first_work(self, lengths, limit, jobs, waves, least: cutlass.Constexpr):
+        """(job, tile, tiles): where this block's run starts and how long it is. Of a whole warp; all lanes return the same."""
+        lane = cute.arch.lane_idx()
+        own = Int32(0)
+        for base in cutlass.range(lane, jobs, 32 * JOBS_AT_ONCE, unroll=1):
+            for part in cutlass.range_constexpr(JOBS_AT_ONCE):
+                own = own + self.tiles(self.job_length(lengths, limit, base + 32 * part, jobs))
+        total = cute.arch.warp_redux_sync(own, "add")
+
+        # Shorter sequences than the grid was made for: fewer waves, and the rest of the blocks stay idle.
+        while waves > 1 and (total >> (waves - 1)) < least * self.blocks:
+            waves = waves - 1
+        start, count = self.run(Int64(total), waves)
+
+        job, tile = Int32(0), Int32(0)
+        if count > 0:
+            before, base = Int32(0), Int32(0)
+            while before <= start:  # ends: before reaches total, which is beyond start
+                own = self.tiles(self.job_length(lengths, limit, base + lane, jobs))
+                upto = own
+                for power in cutlass.range_constexpr(5):
+                    other = cute.arch.shuffle_sync_up(upto, 1 << power, mask_and_clamp=0)
+                    if lane >= 1 << power:
+                        upto = upto + other
+                low = before + upto - own
+                if start >= low and start < low + own:  # in one lane at most
+                    job, tile = base + lane, start - low
+                before = before + cute.arch.shuffle_sync(upto, 31)
+                base = base + 32
+            job = cute.arch.warp_redux_sync(job, "max")
+            tile = cute.arch.warp_redux_sync(tile, "max")
+        return job, tile, count

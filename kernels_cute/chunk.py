@@ -1,0 +1,266 @@
+"""Gated delta rule by chunks of 64 tokens: prefill, in one launch.
+
+Per sequence and state head, with S [K, V] float32, c the inclusive cumulative sum of g inside a chunk and
+G_ij = exp(c_i - c_j) for i >= j, else 0:
+
+    A  = (I + strict_lower(diag(beta) K K^T))^-1
+    Vn = (A * G * beta_column) (V - exp(c) * (K S))
+    O  = scale * (exp(c) * (Q S) + (G * (Q K^T)) Vn)
+    S  = exp(c_last) S + K^T (exp(c_last - c) * Vn)
+
+L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.problems.ChunkProblem` is the
+contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
+states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
+
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
+_chunk_layouts.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from kernels_cute import _build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from gdn.device import DeviceSpec
+from gdn.problems import ChunkProblem
+from kernels_cute._chunk_fused import FusedChunk
+from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+
+ENTRY = "gdn_cute_chunk"
+_HEAD_DIMS = (64, 128)
+_GATE_DTYPES = ("float32", "bfloat16", "float16")
+_CUTE_DTYPES: dict[str, Any] = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+    "bool": cutlass.Boolean,
+}
+_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
+# Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
+# its threads; with less than this ptxas spills, or serialises the products.
+_REGISTERS = (240, 136, 96, 40)
+
+
+@dataclass(frozen=True)
+class Config:
+    paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
+    stages: int  # chunks of q, k, v in shared memory: more hide the way from memory through M and P
+    prefetch: int  # chunks ahead of a copy that the L2 cache is asked for; 0 = none
+    m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
+
+
+def refusal(problem: ChunkProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if k != v or k not in _HEAD_DIMS:
+        return f"requires K = V of 64 or 128, got K={k}, V={v}"
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
+    if problem.state_dtype not in ("float32", "bfloat16"):
+        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
+    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
+        if dtype is not None and dtype not in _GATE_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
+        if heads < 1 or problem.num_state_heads % heads:
+            return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
+    if problem.has_checkpoints:
+        return "requires a call without checkpoint_offsets, got checkpoints"
+    return None
+
+
+def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
+    stage = CHUNK * 2 * (2 * problem.head_k_dim + 64)
+    tiles = BUFFERS * (config.m_parts + 1) + 1
+    rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
+    return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
+
+
+def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    return (
+        (not config.paired or problem.head_v_dim == 128)
+        and config.stages >= 2
+        and config.prefetch >= 0
+        and config.m_parts in (1, 2)
+        and _shared_bytes(problem, config) <= device.shared_bytes_per_block
+    )
+
+
+def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
+    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
+    return Config(paired=problem.head_v_dim == 128, stages=4, prefetch=0, m_parts=2 if problem.dtype == "bfloat16" else 1)
+
+
+def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
+    """m_parts is not searched: it decides accuracy, not only time."""
+    return [config for config in _space(problem, device) if fits(problem, config, device)]
+
+
+def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
+    parts = default_config(problem, device).m_parts
+    for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
+        yield Config(paired, stages, prefetch, parts)
+
+
+def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
+    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem))}
+
+
+def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
+    heads = problem.num_state_heads
+    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
+    return FusedChunk(
+        heads=heads,
+        q_group=heads // problem.num_q_heads,
+        k_group=heads // problem.num_k_heads,
+        v_group=heads // problem.num_v_heads,
+        dim=problem.head_k_dim,
+        dtype=_CUTE_DTYPES[problem.dtype],
+        has_gate=has_gate,
+        raw_gate=has_gate and problem.use_gate,
+        has_beta=has_beta,
+        raw_beta=has_beta and problem.use_beta_sigmoid,
+        normalize=problem.use_qk_l2norm,
+        v_first=problem.state_v_first,
+        pooled=problem.pooled,
+        has_initial=problem.has_initial_state,
+        has_mask=problem.has_mask,
+        has_final=problem.has_final_state,
+        has_final_indices=problem.has_final_indices,
+        num_state=1,
+        paired=config.paired,
+        stages=config.stages,
+        prefetch=config.prefetch,
+        parts=config.m_parts,
+        registers=_REGISTERS,
+    )
+
+
+def _arguments(problem: ChunkProblem) -> list[Any]:
+    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens.
+
+    Strides carry no divisibility: the launch check would also test those of dims of size 1, which may be anything.
+    """
+    heads = problem.num_state_heads
+    num_tokens = cute.sym_int()
+
+    def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) -> Any:
+        strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
+        return make_fake_tensor(_CUTE_DTYPES[dtype], shape, stride=tuple(strides), assumed_align=align)
+
+    def bounds() -> Any:
+        return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)
+
+    def tokens(count: int, dim: int) -> Any:
+        return fake(problem.dtype, num_tokens, count, dim, last=1, align=16)
+
+    def gate(dtype: str | None) -> Any:
+        return bounds() if dtype is None else fake(dtype, num_tokens, heads)
+
+    def per_head() -> Any:
+        return fake("float32", heads, last=1) if problem.use_gate and problem.gate_dtype is not None else bounds()
+
+    def state(dtype: str | None) -> Any:
+        if dtype is None:
+            return bounds()
+        inner = (problem.head_k_dim, problem.head_v_dim)
+        return fake(dtype, cute.sym_int64(), heads, *(inner[::-1] if problem.state_v_first else inner), last=1)
+
+    def rows(dtype: str | None) -> Any:
+        return bounds() if dtype is None else fake(dtype, cute.sym_int())
+
+    final_dtype = problem.state_dtype if problem.pooled else "float32"
+    return [
+        tokens(problem.num_q_heads, problem.head_k_dim),
+        tokens(problem.num_k_heads, problem.head_k_dim),
+        tokens(problem.num_v_heads, problem.head_v_dim),
+        gate(problem.gate_dtype),
+        gate(problem.beta_dtype),
+        per_head(),
+        per_head(),
+        state(problem.state_dtype if problem.has_initial_state else None),
+        rows(problem.index_dtype),
+        rows("bool" if problem.has_mask else None),
+        state(final_dtype if problem.has_final_state else None),
+        rows(problem.index_dtype if problem.has_final_indices else None),
+        bounds(),
+        tokens(heads, problem.head_v_dim),
+        cutlass.Float32(1.0),
+        cutlass.Int64(-1),
+    ]
+
+
+def launch(
+    compiled: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any,
+    dt_bias: Any,
+    initial_state: Any,
+    state_indices: Any,
+    has_initial_state: Any,
+    final_state: Any,
+    final_state_indices: Any,
+    cu_seqlens: Any,
+    checkpoint_offsets: Any,
+    checkpoint_slots: Any,
+    out: Any,
+    workspace: Any,
+    scale: float,
+    null_slot: int,
+) -> None:
+    problem: ChunkProblem = compiled.problem
+    num_sequences = cu_seqlens.shape[0] - 1
+    if q.shape[0] == 0 or num_sequences == 0:  # an empty tensor has no address to pass
+        out.zero_()
+        _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
+        return
+    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
+    has_gate = problem.gate_dtype is not None
+    raw = has_gate and problem.use_gate
+    compiled.functions[ENTRY](
+        q,
+        k,
+        v,
+        g if has_gate else absent,
+        beta if problem.beta_dtype is not None else absent,
+        A_log if raw else absent,
+        dt_bias if raw else absent,
+        initial_state if problem.has_initial_state else absent,
+        state_indices if problem.pooled else absent,
+        has_initial_state if problem.has_mask else absent,
+        final_state if problem.has_final_state else absent,
+        final_state_indices if problem.has_final_indices else absent,
+        cu_seqlens,
+        out,
+        scale,
+        null_slot,
+    )
+
+
+def _states_without_tokens(problem: ChunkProblem, initial_state: Any, mask: Any, final_state: Any, num_sequences: int) -> None:
+    """A call without tokens leaves a pool alone; new final states are what the sequences start from."""
+    if problem.pooled or final_state is None:
+        return
+    if initial_state is None:
+        final_state.zero_()
+        return
+    final_state.copy_(initial_state)
+    if mask is not None:
+        final_state.masked_fill_(mask[:num_sequences].logical_not().view(-1, 1, 1, 1), 0.0)

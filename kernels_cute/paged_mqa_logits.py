@@ -1,0 +1,214 @@
+"""Paged indexer logits (decode) on the tensor cores, FP8 or bf16; for draft d of sequence b and key t:
+
+    out[b * next_n + d, t] = scale * k_scale[t] * sum_h w[b * next_n + d, h] * relu(q[b, d, h] . k[t])    else -inf
+
+    q [B, next_n, H, D] e4m3 or bf16          cache [pages, page_size * (D + 4)] uint8 (a page's values, then its float32
+    weights [B * next_n, H] float32 or bf16   scales) or [pages, page_size * D] as q, any page stride of 16 bytes
+    context_lens [B] or [B, next_n] int32     block_tables [B, max_pages] int32     out [B * next_n, W] float32 or bf16
+
+The kernel, its warp roles and its barriers: _logits_paged.py; the deal of work over blocks: _logits_deal.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, PagedMqaLogitsProblem
+from kernels_cute._build import library
+from kernels_cute._logits_layouts import QUERIES_PER_GROUP
+from kernels_cute._logits_paged import KEY_ROWS, QUERY_STAGES, REGISTERS, PagedLogits
+
+ENTRY = "gdn_cute_paged_mqa_logits"
+MAX_HEADS = 64
+HEAD_DIMS = (64, 128)
+MAX_COLUMNS = 256  # of one instruction
+SPARE_REGISTERS = 32  # of a math thread, beside accumulators and weights
+MIN_TILES = 8  # of a block: fewer are not worth its start
+DTYPES: dict[str, Any] = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    math_warpgroups: int  # 64 keys of a tile each
+    blocks_per_sm: int  # that run side by side
+    key_stages: int  # key tiles in flight, of one block
+    waves: int  # rounds of ever smaller blocks, a power of two apart: the faster multiprocessors take more of the last ones
+    num_sms: int  # of the device
+
+
+def refusal(problem: PagedMqaLogitsProblem) -> str | None:
+    if problem.num_heads % 2 or not 2 <= problem.num_heads <= MAX_HEADS:
+        return f"requires an even number of indexer heads from 2 to {MAX_HEADS}, got {problem.num_heads}"
+    if problem.num_kv_heads != 1:
+        return f"requires one key head, got {problem.num_kv_heads}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"requires head_dim 64 or 128, got {problem.head_dim}"
+    if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
+        return f"requires float8_e4m3fn or bfloat16 queries and keys, got {problem.dtype}"
+    if problem.weights_dtype not in (None, "float32", "bfloat16"):
+        return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
+    if problem.out_dtype not in ("float32", "bfloat16"):
+        return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
+    if problem.page_size < 4 or problem.page_size % 4:
+        return f"requires a page_size that is a multiple of 4, got {problem.page_size}"
+    if problem.next_n < 1:
+        return f"requires next_n of at least 1, got {problem.next_n}"
+    return None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the drafts of a sequence become columns."""
+
+    lanes_per_query: int  # of a quad
+    groups: int  # of 4 / lanes_per_query drafts, in one pass
+    passes: int  # over a sequence's keys
+    columns: int  # queries x heads of one pass
+
+
+def shape_of(problem: PagedMqaLogitsProblem) -> Shape:
+    """The fewest columns in all, then the fewest shuffles."""
+    heads, shapes = problem.num_heads, []
+    for lanes in (1, 2, 4):
+        if heads % (2 * lanes):
+            continue
+        group_drafts = QUERIES_PER_GROUP // lanes
+        groups = -(-problem.next_n // group_drafts)
+        passes = -(-groups // (MAX_COLUMNS // (group_drafts * heads)))
+        groups = -(-groups // passes)
+        shapes.append(Shape(lanes, groups, passes, groups * group_drafts * heads))
+    return min(shapes, key=lambda shape: (shape.passes * shape.columns, shape.lanes_per_query))
+
+
+def _shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    columns = shape_of(problem).columns
+    row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
+    tile = KEY_ROWS * config.math_warpgroups
+    drafts = columns // problem.num_heads
+    tables = QUERY_STAGES * (16 + 16 + drafts * 4 + columns * 4) + 16 * config.key_stages
+    scales = 4 * tile * config.key_stages if problem.has_k_scale else 16
+    # Each table may be padded to 128 bytes, and the tiles start at a multiple of 1024.
+    return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + tile * config.key_stages) * row_bytes
+
+
+def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
+    registers = REGISTERS.get((config.math_warpgroups, config.blocks_per_sm))
+    if registers is None or config.key_stages < 2 or not 1 <= config.waves <= 8 or config.num_sms < 1:
+        return False
+    columns = shape_of(problem).columns
+    held = columns // 2 + (columns // 4 if problem.weights_dtype else 0) + SPARE_REGISTERS
+    # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
+    room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
+    # The assembler measures a wgmma's accumulators against the registers at launch, all else against those of math threads.
+    accumulates = columns // 2 + SPARE_REGISTERS <= registers.launch
+    return accumulates and held <= registers.math and _shared_bytes(problem, config) <= room
+
+
+def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
+    """Two small blocks a multiprocessor: while one starts or ends the other keeps memory busy."""
+    for groups, blocks in ((1, 2), (2, 1)):
+        for stages in (10, 8, 6, 5, 4, 3, 2):
+            config = Config(groups, blocks, stages, 5, device.num_sms)
+            if fits(problem, config, device):
+                return config
+    raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
+
+
+def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
+    return [config for config in _space(device) if fits(problem, config, device)]
+
+
+def _space(device: DeviceSpec) -> Iterator[Config]:
+    for (groups, blocks), stages, waves in product(REGISTERS, (12, 10, 7, 5, 3), (1, 5, 7)):
+        yield Config(groups, blocks, stages, waves, device.num_sms)
+
+
+def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
+    shape = shape_of(problem)
+    kernel = PagedLogits(
+        num_heads=problem.num_heads,
+        head_dim=problem.head_dim,
+        fp8=problem.dtype == "float8_e4m3fn",
+        has_k_scale=problem.has_k_scale,
+        has_weights=problem.weights_dtype is not None,
+        relu=problem.relu,
+        clean=problem.clean,
+        page_size=problem.page_size,
+        next_n=problem.next_n,
+        per_draft_lengths=problem.per_draft_lengths,
+        lanes_per_query=shape.lanes_per_query,
+        groups=shape.groups,
+        passes=shape.passes,
+        math_warpgroups=config.math_warpgroups,
+        blocks_per_sm=config.blocks_per_sm,
+        key_stages=config.key_stages,
+        num_sms=config.num_sms,
+    )
+    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+
+
+def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
+    """The fake tensors of a launch. Absent weights are stood in for by block_tables, which the kernel then never reads as
+    such."""
+    dtype = DTYPES[problem.dtype]
+    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+    q = make_fake_tensor(
+        dtype,
+        (cute.sym_int(), cute.sym_int(), problem.num_heads, problem.head_dim),
+        stride=(cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1),
+        assumed_align=16,
+    )
+    page_bytes = problem.page_size * (problem.head_dim + 4 * problem.has_k_scale)
+    cache = _matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16)
+    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _table()
+    lengths = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
+    if problem.per_draft_lengths:
+        lengths = _matrix(cutlass.Int32, problem.next_n)
+    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
+    return [q, cache, weights, lengths, _table(), out, cutlass.Int32(0), cutlass.Int32(1), cutlass.Float32(1.0)]
+
+
+def _table() -> Any:
+    return _matrix(cutlass.Int32, cute.sym_int())
+
+
+def _matrix(dtype: Any, columns: Any, align: int | None = None) -> Any:
+    return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1), assumed_align=align)
+
+
+def waves(problem: PagedMqaLogitsProblem, config: Config, batch: int, limit: int) -> int:
+    """Rounds of blocks that a grid needs at most, from what the host knows of lengths."""
+    tiles = batch * shape_of(problem).passes * -(-limit // (KEY_ROWS * config.math_warpgroups))
+    blocks = config.num_sms * config.blocks_per_sm
+    rounds = 1
+    while rounds < config.waves and tiles >> rounds >= MIN_TILES * blocks:
+        rounds += 1
+    return rounds
+
+
+def launch(compiled: Any, q: Any, cache: Any, weights: Any, context_lens: Any, block_tables: Any, out: Any, scale: float) -> None:
+    problem = compiled.problem
+    if out.shape[0] == 0 or out.shape[1] == 0:
+        return
+    if cache.shape[0] == 0 or block_tables.shape[1] == 0:  # no page, so no key: a descriptor cannot describe an empty tensor
+        if problem.clean:
+            out.fill_(float("-inf"))
+        return
+    limit = min(out.shape[1], block_tables.shape[1] * problem.page_size)
+    rounds = waves(problem, compiled.config, q.shape[0], limit)
+    weights = block_tables if weights is None else weights
+    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, rounds, scale)

@@ -1,0 +1,148 @@
+"""Exact, deterministic top-k of rows of logits.
+
+    of row i, columns [row_starts[i], row_ends[i]): the k largest scores, of equal ones the smaller columns, as
+    column - row_starts[i], ascending or by descending score, -1 behind them; NaN and -inf never, -0.0 as 0.0
+
+    logits [rows, n] float32 or bf16        row_starts, row_ends [rows] int32 or int64        out [rows, k] int32
+
+The kernel: _topk_rows.py.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from gdn.device import DeviceSpec
+from gdn.problems import TopkProblem
+from kernels_cute._build import library
+from kernels_cute._topk_rows import BINS, MOST_COLUMNS, SPARE_QUADS, TopkRows
+
+ENTRY = "gdn_cute_topk"
+ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
+MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
+INDEX_DTYPES: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64}
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # of a block, which works on one row
+    unroll: int  # quads of scores that a thread has in flight
+    blocks_per_sm: int  # caps registers so that so many blocks fit
+    kept_columns: int  # of a row whose upper key halves stay in shared memory (2 bytes each); what is beyond is read twice
+    list_entries: int  # undecided columns that the list takes (4 bytes each); more of them cost another read of the row
+    max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
+
+
+ANY_SIZE = Config(1024, 4, 1, 0, 8192, MOST_COLUMNS)
+
+
+def refusal(problem: TopkProblem) -> str | None:
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"requires float32 or bfloat16 logits, got {problem.dtype}"
+    if problem.num_columns > MOST_COLUMNS:
+        return f"requires at most {MOST_COLUMNS} columns, got {problem.num_columns}"
+    if problem.sorted_by == "score" and problem.k > MOST_SORTED:
+        return f"requires k up to {MOST_SORTED} where sorted by score, got {problem.k}"
+    return None
+
+
+def _shared_bytes(config: Config) -> int:
+    kept = 8 * (config.kept_columns // 4 + SPARE_QUADS) if config.kept_columns else 0
+    return max(kept, 4 * config.list_entries) + 4 * BINS + config.max_columns // 8 + 16 + 4 * config.list_entries + 4 * 40 + 64
+
+
+def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
+    return (
+        config.threads in (256, 512, 1024)
+        and config.unroll in (1, 2, 4, 8)
+        and config.blocks_per_sm >= 1
+        and config.blocks_per_sm * config.threads <= 2048
+        and config.list_entries % 2048 == 0
+        # The list also holds what is sorted, and all that one digit of the index leaves undecided.
+        and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
+        and config.kept_columns % 32 == 0
+        and config.max_columns % 32 == 0
+        and config.kept_columns <= config.max_columns <= MOST_COLUMNS
+        and config.blocks_per_sm * (_shared_bytes(config) + 1024) <= device.shared_bytes_per_block + 1024
+    )
+
+
+def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
+    for config in (
+        Config(256, 1, 4, 2048, 2048, 2048),
+        Config(512, 2, 3, 8192, 4096, 8192),
+        Config(512, 4, 2, 32768, 6144, 32768),
+        Config(1024, 4, 1, 65536, 8192, 65536),
+        Config(1024, 4, 1, 65536, 8192, 131072),
+    ):
+        if problem.num_columns <= config.max_columns:
+            return config
+    return ANY_SIZE
+
+
+def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
+    default = default_config(problem, device)
+    capacity = default.max_columns
+    space = [
+        Config(threads, unroll, blocks, kept, entries, capacity)
+        for threads, unroll, blocks, kept, entries in product(
+            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({0, default.kept_columns}), sorted({4096, default.list_entries})
+        )
+    ]
+    return [default] + [config for config in space if config != default and fits(problem, config, device)]
+
+
+def workspace_bytes(problem: TopkProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
+    entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
+    return {name: library(name, _kernel(problem, tiles).launch, *_arguments(problem)) for name, tiles in entries.items()}
+
+
+def _kernel(problem: TopkProblem, config: Config) -> TopkRows:
+    return TopkRows(
+        is_float32=problem.dtype == "float32",
+        has_starts=problem.starts_dtype is not None,
+        has_ends=problem.ends_dtype is not None,
+        by_score=problem.sorted_by == "score",
+        threads=config.threads,
+        unroll=config.unroll,
+        blocks_per_sm=config.blocks_per_sm,
+        kept_columns=config.kept_columns,
+        list_entries=config.list_entries,
+        max_columns=config.max_columns,
+    )
+
+
+def _arguments(problem: TopkProblem) -> list[Any]:
+    """The fake tensors of a launch. An absent bound is stood in for by out, which is then not read."""
+    rows, dtype = cute.sym_int(), cutlass.Float32 if problem.dtype == "float32" else cutlass.BFloat16
+
+    def matrix(element: Any) -> Any:
+        return make_fake_tensor(element, (rows, cute.sym_int()), stride=(cute.sym_int64(), 1))
+
+    def bound(name: str | None) -> Any:
+        if name is None:
+            return matrix(cutlass.Int32)
+        return make_fake_tensor(INDEX_DTYPES[name], (rows,), stride=(cute.sym_int64(),))
+
+    return [matrix(dtype), bound(problem.starts_dtype), bound(problem.ends_dtype), matrix(cutlass.Int32)]
+
+
+def launch(compiled: Any, logits: Any, row_starts: Any, row_ends: Any, out: Any) -> None:
+    if out.shape[0] == 0 or out.shape[1] == 0:
+        return
+    if logits.shape[1] == 0:  # no address to pass
+        out.fill_(-1)
+        return
+    config = compiled.config
+    entry = ANY_ENTRY if logits.shape[1] > config.max_columns and config != ANY_SIZE else ENTRY
+    compiled.functions[entry](
+        logits, out if row_starts is None else row_starts, out if row_ends is None else row_ends, out
+    )

@@ -1,0 +1,71 @@
+"""The places to which the copy engine writes queries and keys are those that the matmul reads, for every element."""
+
+import importlib
+from typing import Any
+
+import pytest
+
+# head count, head_dim, FP8, lanes of a quad a query takes, groups of queries
+QUERIES = [(64, 128, True, 1, 1), (64, 128, True, 4, 3), (16, 64, True, 2, 2), (6, 128, False, 1, 2), (40, 64, False, 4, 1)]
+# keys of a tile, keys of a piece, head_dim, FP8
+KEYS = [(64, 64, 128, True), (128, 16, 128, True), (64, 4, 128, True), (128, 32, 128, False), (64, 64, 64, False)]
+STAGES = 2
+
+
+def _traced(check: Any) -> None:
+    """Layouts exist only while a function is traced."""
+    importlib.import_module("kernels_cute._build")  # sets the DSL's target before its first import
+    import cutlass
+    import cutlass.cute as cute
+
+    layouts = importlib.import_module("kernels_cute._logits_layouts")
+    done = []
+
+    @cute.jit
+    def trace() -> None:
+        check(layouts, cute, cutlass)
+        done.append(True)
+
+    cute.compile(trace)
+    assert done == [True]
+
+
+@pytest.mark.parametrize(("heads", "dim", "fp8", "lanes", "groups"), QUERIES)
+def test_queries(heads: int, dim: int, fp8: bool, lanes: int, groups: int) -> None:
+    def check(layouts: Any, cute: Any, cutlass: Any) -> None:
+        dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
+        drafts, run = 4 // lanes, 2 * lanes
+        columns = groups * drafts * heads
+        written = layouts.query_layout(dtype, heads, dim, groups, STAGES, lanes)
+        read = layouts.operand_layout(dtype, columns, dim, STAGES)
+        assert str(written.inner) == str(read.inner)
+        seen = set()
+        for stage in range(STAGES):
+            for group in range(groups):
+                for draft in range(drafts):
+                    for head in range(heads):
+                        # Lane t of a quad holds columns 8j + 2t and 8j + 2t + 1: of one draft, and heads of one residue.
+                        column = group * drafts * heads + 8 * (head // run) + 2 * (lanes * draft + head % run // 2) + head % 2
+                        seen.add((stage, column))
+                        for x in range(0, dim, 21):
+                            place = cute.crd2idx((head % run, draft, head // run, x, group, stage), written.outer)
+                            assert place == cute.crd2idx((column, x, stage), read.outer), (head, draft, x)
+        assert len(seen) == STAGES * columns
+
+    _traced(check)
+
+
+@pytest.mark.parametrize(("rows", "piece", "dim", "fp8"), KEYS)
+def test_keys(rows: int, piece: int, dim: int, fp8: bool) -> None:
+    def check(layouts: Any, cute: Any, cutlass: Any) -> None:
+        dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
+        written = layouts.piece_layout(dtype, rows, piece, dim, STAGES)
+        read = layouts.operand_layout(dtype, rows, dim, STAGES)
+        assert str(written.inner) == str(read.inner)
+        for stage in range(STAGES):
+            for row in range(rows):
+                for x in range(0, dim, 21):
+                    place = cute.crd2idx((row % piece, x, 0, row // piece, stage), written.outer)
+                    assert place == cute.crd2idx((row, x, stage), read.outer), (row, x)
+
+    _traced(check)

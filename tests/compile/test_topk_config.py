@@ -1,0 +1,49 @@
+"""Top-k: configurations fit at every size, and rows beyond a configuration run with the entry that takes any."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdn.device import H100
+from gdn.problems import TopkProblem
+
+pytest.importorskip("cutlass")
+from kernels_cute import topk  # noqa: E402  (needs the DSL)
+
+PROBLEM = TopkProblem("float32", None, "int32", "score", k=2048, num_rows=64, num_columns=32768)
+COLUMNS = (0, 1, 2048, 2049, 8192, 32768, 32769, 65536, 131072, 131073, 2**20)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_configurations_fit(columns: int) -> None:
+    problem = replace(PROBLEM, num_columns=columns)
+    default, found = topk.default_config(problem, H100), topk.configs(problem, H100)
+    assert topk.refusal(problem) is None
+    assert topk.fits(problem, default, H100) and default in found and default.max_columns >= columns
+    assert len(found) == len(set(found)) and all(topk.fits(problem, config, H100) for config in found)
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097)])
+def test_refusals(field: str, value: Any) -> None:
+    assert f"got {value}" in (topk.refusal(replace(PROBLEM, **{field: value})) or "")
+
+
+@pytest.mark.parametrize(("columns", "entry"), [(1, topk.ENTRY), (32768, topk.ENTRY), (32769, topk.ANY_ENTRY)])
+def test_the_tensors_decide_which_entry_runs(columns: int, entry: str) -> None:
+    called: list[tuple[str, tuple[Any, ...]]] = []
+    names = (topk.ENTRY, topk.ANY_ENTRY)
+    functions = {name: lambda *tensors, name=name: called.append((name, tensors)) for name in names}
+    compiled = SimpleNamespace(functions=functions, problem=PROBLEM, config=topk.default_config(PROBLEM, H100))
+    logits, ends, out = torch.zeros(3, columns), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    topk.launch(compiled, logits, None, ends, out)
+    ((name, tensors),) = called
+    assert name == entry and [id(one) for one in tensors] == [id(one) for one in (logits, out, ends, out)]
+
+
+def test_nothing_to_read_is_written_without_a_launch() -> None:
+    out = torch.zeros(3, 5, dtype=torch.int32)
+    topk.launch(SimpleNamespace(functions={}), torch.zeros(3, 0), None, None, out)
+    assert bool((out == -1).all())
