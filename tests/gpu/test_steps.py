@@ -244,6 +244,32 @@ def test_prefill_checkpoints(order: str, device: torch.device) -> None:
     run_prefill(Case(order=order, index_dtype=torch.int64), device, checkpoints=2)
 
 
+@pytest.mark.parametrize("case", CASES[1::3], ids=case_name)
+def test_prefill_checkpoints_of_variants(case: Case, device: torch.device) -> None:
+    run_prefill(case, device, checkpoints=2)
+
+
+def test_prefill_continues_from_a_checkpoint(device: torch.device) -> None:
+    """The rest of a prompt behind a checkpoint's window is the rest of the whole prompt, bit for bit."""
+    case = Case(lengths=(201, 70), dim=256, padding=0, strided=False)
+    make = Maker(case, device)
+    x, filters = make.tokens(), make.filter()
+    pool = make.pool(8, 3)
+    fresh = torch.tensor([False, False], device=device)
+    targets = torch.tensor([[2, 3, 4], [5, 6, 7]], device=device)
+    offsets = torch.tensor([[64, 128, 192], [64, 0, 128]], device=device)
+    whole_prompt = gdn.causal_conv1d_fn(
+        x, **filters, conv_states=pool, query_start_loc=make.offsets(), has_initial_state=fresh, backend="cute",
+        cache_indices=torch.tensor([0, 1], device=device), checkpoint_offsets=offsets, checkpoint_slots=targets,
+    )  # fmt: skip
+    for slot, start, end in ((2, 64, 201), (3, 128, 201), (4, 192, 201), (5, 201 + 64, 271)):
+        rest = gdn.causal_conv1d_fn(
+            x[start:end], **filters, conv_states=pool.clone(), cache_indices=torch.tensor([slot], device=device), backend="cute"
+        )  # fmt: skip
+        assert same_bits(rest, whole_prompt[start:end])
+    assert bool(pool[6:].isnan().all()), "a checkpoint of no tokens, or beyond the sequence, was written"
+
+
 def test_prefill_a_checkpoint_in_the_sequences_own_slot(device: torch.device) -> None:
     arguments = prefill(Case(), device, checkpoints=2)
     arguments["checkpoint_slots"][4, 0] = arguments["cache_indices"][4]
@@ -402,6 +428,39 @@ def test_decode_speculative(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("case", CASES[::2], ids=case_name)
 def test_decode_tree(case: Case, device: torch.device) -> None:
     run_decode(replace(case, lengths=DECODE), device, spec=4, tree=True)
+
+
+def test_decode_tree_equals_its_paths(device: torch.device) -> None:
+    """Every node of a tree gives what its path gives as a line of tokens; so does the step after an accepted node."""
+    dim, parents = 256, [-1, 0, 0, 1, 2, 4]
+    case = Case(lengths=(len(parents),), dim=dim, padding=0, strided=False)
+    make = Maker(case, device)
+    x, filters = make.tokens(), make.filter()
+    start, following = make.normal(dim, 3), make.normal(1, dim)
+    pool = make.pool(9, 3)
+    pool[2] = start
+    columns = torch.tensor([[1, 2, 3, 4, 5, 6]], device=device)
+    tree = gdn.causal_conv1d_update(
+        x, pool, **filters, conv_state_indices=columns, query_start_loc=make.offsets(), backend="cute",
+        num_accepted_tokens=torch.tensor([2], dtype=torch.int32, device=device),
+        parent_token=torch.tensor(parents, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        own = start[None].clone()
+        line = [gdn.causal_conv1d_update(x[i : i + 1], own, **filters, backend="cute") for i in path]
+        assert same_bits(tree[node : node + 1], line[-1])
+        assert same_bits(pool[node + 1], own[0])
+        after = gdn.causal_conv1d_update(following, own, **filters, backend="cute")
+        found = gdn.causal_conv1d_update(
+            following, pool.clone(), **filters, conv_state_indices=columns, backend="cute",
+            num_accepted_tokens=torch.tensor([node + 1], dtype=torch.int32, device=device),
+            parent_token=torch.tensor([-1], dtype=torch.int32, device=device),
+        )  # fmt: skip
+        assert same_bits(found, after)
+    assert bool(pool[[0, 7, 8]].isnan().all()), "a slot of no node was written"
 
 
 def test_decode_columns_without_accepted(device: torch.device) -> None:
