@@ -19,6 +19,11 @@ PROBLEMS: dict[str, Any] = {
     for cls in (
         problems.ChunkProblem,
         problems.RecurrentProblem,
+        problems.Conv1dProblem,
+        problems.Conv1dUpdateProblem,
+        problems.SplitProblem,
+        problems.GatingProblem,
+        problems.RmsNormGatedProblem,
         problems.MqaLogitsProblem,
         problems.PagedMqaLogitsProblem,
         problems.TopkProblem,

@@ -213,7 +213,7 @@ def test_explaining_raises_before_anything_is_compiled(problem: FakeProblem):
         runtime.prepare(problem, CPU, "cute")
     assert caught.value.choice.backend == "cute" and caught.value.problem is problem
     with pytest.raises(runtime.Explained) as caught, runtime.explaining():
-        runtime.reference_only("conv1d")
+        runtime.reference_only("expand_topk_groups")
     assert caught.value.choice.backend == "reference"
     assert compiled.compilations() == before and not Path(problem.journal).exists()
     assert not isinstance(caught.value, Exception)  # operators that catch errors let it pass
@@ -230,13 +230,13 @@ def test_explaining_is_of_one_thread(problem: FakeProblem):
 
 
 def test_operators_without_a_kernel(switch: Callable[..., env.Switches]):
-    assert runtime.reference_only("conv1d").backend == "reference"
-    assert runtime.reference_only("conv1d", "reference").decided_by == "the argument"
-    with pytest.raises(ValueError, match="'cute' was ordered for conv1d"):
-        runtime.reference_only("conv1d", "cute")
-    switch(GDN_BACKEND_CONV1D="cute")
-    with pytest.raises(ValueError, match="GDN_BACKEND_CONV1D=cute"):
-        runtime.reference_only("conv1d")
+    assert runtime.reference_only("expand_topk_groups").backend == "reference"
+    assert runtime.reference_only("expand_topk_groups", "reference").decided_by == "the argument"
+    with pytest.raises(ValueError, match="'cute' was ordered for expand_topk_groups"):
+        runtime.reference_only("expand_topk_groups", "cute")
+    switch(GDN_BACKEND_EXPAND_TOPK_GROUPS="cute")
+    with pytest.raises(ValueError, match="GDN_BACKEND_EXPAND_TOPK_GROUPS=cute"):
+        runtime.reference_only("expand_topk_groups")
 
 
 def test_threads_share_one_compilation(problem: FakeProblem):
