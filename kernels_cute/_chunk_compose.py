@@ -1,9 +1,9 @@
 """The second launch of a split call: the fused kernel on segments, each from a state that its blocks compose themselves.
 
 With the summaries of the first launch (_chunk_segments, _chunk_summary) a block of segment s computes, for its own V columns,
-S_1 = h_0 and S_(i+1) = P_i S_i + h_i up to S_s in the state warpgroup's registers, before its first chunk. P_i comes by bulk copies
-into the room of the K and Q stages and is read as K is; S^T and P are pairs of bfloat16 summands, of whose four products the
-smallest is left out.
+S_1 = h_0 and S_(i+1) = P_i S_i + h_i up to S_s in the state warpgroup's registers, before its first chunk. P_i comes by bulk
+copies into the room of the K and Q stages and is read as K is; S^T and P are pairs of bfloat16 summands, of whose four products
+the smallest is left out.
 
     barrier             arrivals                                      waits
     brought[buffer]     1: the copying lane, with the bytes           state

@@ -13,8 +13,8 @@ may have no segment.
 The workspace holds per slot and state head a summary, 8 D^2 bytes: with S_s the state before segment s,
 S_(s+1) = P_s S_s + h_s.
     h  float32, in the order of a state warpgroup's registers: [64 V columns][n = 8 K columns][warp][lane][4]
-    P  transposed, as two bfloat16 summands (hi, lo), each D / 64 tiles of 64 rows in the swizzled order of a K tile, so that it is
-       a tile of shared memory byte for byte
+    P  transposed, as two bfloat16 summands (hi, lo), each D / 64 tiles of 64 rows in the swizzled order of a K tile: byte for
+       byte what stands in shared memory later
 A sequence's last segment needs no summary: its h is the state before the whole sequence, which the blocks of the last segment
 may overwrite in the pool before those of the first one have read it.
 """

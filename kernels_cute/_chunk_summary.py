@@ -8,9 +8,9 @@ sequence's own), P with V = 0 from the identity. A segment has only whole chunks
     Vn^T = W^T M^T
     S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c) f) K
 
-At D = 128 the two blocks of a head and segment are a cluster: block 0 runs h, block 1 runs P, with two state warpgroups of 64 columns
-each, and block b prepares the chunks of parity b for both. At D = 64 one block has a warpgroup for each. The other warpgroups: inverse
-(M, as in the fused kernel), and one whose warps copy K and V in, make the gates, the vectors, and hand over.
+At D = 128 the two blocks of a head and segment are a cluster: block 0 runs h, block 1 runs P, with two state warpgroups of 64
+columns each, and block b prepares the chunks of parity b for both. At D = 64 one block has a warpgroup for each. The other
+warpgroups: inverse (M, as in the fused kernel), and one whose warps copy K and V in, make the gates, the vectors, and hand over.
 
     barrier             arrivals                                      waits
     full[stage]         1: the copying lane, with the bytes           state, inverse

@@ -18,7 +18,7 @@ _chunk_summary.py (first launch), _chunk_compose.py (second).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -34,6 +34,7 @@ from gdn.problems import ChunkProblem
 from kernels_cute import _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
+from kernels_cute._chunk_plan import default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
@@ -113,7 +114,8 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
-    return Config(paired=problem.head_v_dim == 128, stages=4, prefetch=0, m_parts=2 if problem.dtype == "bfloat16" else 1)
+    parts = 2 if problem.dtype == "bfloat16" else 1
+    return Config(paired=problem.head_v_dim == 128, stages=4, prefetch=0, m_parts=parts, segment=default_segment(problem, device))
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -122,9 +124,11 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    parts = default_config(problem, device).m_parts
+    default = default_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, parts)
+        yield Config(paired, stages, prefetch, default.m_parts, 0)
+    for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
+        yield replace(default, segment=segment, prefetch=prefetch)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
