@@ -74,6 +74,20 @@ def store_global_words(address: Any, values: Any) -> None:
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
 
 
+def load_global_four(address: Any) -> Any:
+    return cute.arch.inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[address]
+    )
+
+
+def store_global_four(address: Any, values: Any) -> None:
+    cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_global_word(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:
     """sums [16, 8] float32 + left [16, 16] right [16, 8], fragments of mma.sync of 16-bit elements."""
     name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
@@ -117,6 +131,14 @@ def copy_in_cluster(target: Any, source: Any, num_bytes: Any, barrier: Any) -> N
     """Shared memory of this block to that of another, which counts the bytes on its barrier."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, num_bytes, barrier],
+    )
+
+
+def copy_from_global(target: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
+    """Global memory to shared memory of this block, whose barrier counts the bytes."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, num_bytes, barrier],
     )
 

@@ -22,6 +22,7 @@ BLOCK = 16  # diagonal blocks of the inverse
 COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 ROW_PITCH = 96  # bytes of a row of an inverted diagonal block
 SCRATCH_BYTES = BLOCK * ROW_PITCH
+START_BARRIERS = 5
 NORM_EPS = 1e-6
 SOFTPLUS_THRESHOLD = 20.0
 LOG2E = 1.4426950408889634

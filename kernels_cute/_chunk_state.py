@@ -32,7 +32,7 @@ class StateRole:
     @cute.jit
     def state_warpgroup(
         self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
-        head, piece, read_slot, half, warp,
+        head, piece, read_slot, half, warp, segment,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         dim, parts = self.dim, self.parts
@@ -67,7 +67,10 @@ class StateRole:
         matrix_row = lane % 8 + lane // 16 * 8
         value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
         value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
-        self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+        if cutlass.const_expr(segment is None):
+            self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+        else:
+            self.start_of_segment(storage, initial, mask, state, head, segment, column0 + row, pair, piece, warp, lane)
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
         # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
@@ -172,8 +175,18 @@ class StateRole:
                     cute.arch.mbarrier_arrive(taken + buffer)
             warpgroup.wait_group(0)
 
-        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
-        self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+        if cutlass.const_expr(segment is None):
+            self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
+            self.zero_rows(out, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+            self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns + half * 64, warp, lane)
+        else:
+            if segment.index == segment.count - 1:
+                self.store_state(
+                    final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair
+                )
+            self.zero_rows(out, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+            if segment.index == 0:
+                self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns + half * 64, warp, lane)
 
     def load_factors(self, vector: Any, kind: int) -> list[Any]:
         """A row of vectors, as pairs for the columns of this lane."""
