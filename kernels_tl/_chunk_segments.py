@@ -326,7 +326,6 @@ def starts(problem: ChunkProblem) -> Any:
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     pooled = problem.pooled
     wide = head_k > HALF
-    halves = head_k // HALF
     slices = head_v // PANEL
     dtype = TRANSITION_DTYPE
 

@@ -22,8 +22,8 @@ Few sequences x heads leave SMs idle in the chain. Then sequences are cut into s
 `chunk_starts` the states themselves. The chain has a block per segment.
 
 Workspace: tiles [slots, HS, m_parts + 1, 64, 64] of the tokens' dtype (the summands of A * G * beta, then G * Q K^T), vectors
-[slots, HS, 4, 64] float32, and with segments: starts [segment slots, HS, V, K] float32 and transitions [segment slots, HS, 2, K, K]
-bfloat16.
+[slots, HS, 4, 64] float32, and with segments: starts [segment slots, HS, V, K] float32 and transitions
+[segment slots, HS, 2, K, K] bfloat16.
 """
 
 from dataclasses import dataclass, field, replace
