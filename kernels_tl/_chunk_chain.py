@@ -39,7 +39,10 @@ from kernels_tl._chunk_types import (
     ROW_STATE_KEY,
     ROW_STATE_QUERY,
     bounds_tensor,
+    find_segment,
     row_tensor,
+    starts_tensor,
+    state_loader,
     state_tensor,
     token_tensor,
 )
@@ -67,8 +70,11 @@ def transposed_accumulator(columns: int) -> Any:
     return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
 
 
-def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
-    """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup)."""
+def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: bool = False) -> Any:
+    """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup).
+
+    split: a block works on a segment of a sequence. Without, `segment_starts` and `segment` are not read.
+    """
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
     heads_per_k = heads // problem.num_k_heads
@@ -96,6 +102,11 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
     final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+    segment_slots = T.dynamic("num_segment_slots")
+    segment_start_type = starts_tensor(segment_slots, problem) if split else bounds_tensor(bounds, problem)
+    pieces = segment_slots if split else bounds - 1
+
+    load_state = state_loader(problem, columns)
 
     @T.macro
     def load_v(source, target, barriers, stage, token, head, column_begin):
@@ -144,9 +155,11 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
         out: out_type,
         tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
+        segment_starts: segment_start_type,
         null_slot: T.int32,
+        segment: T.int32,
     ):
-        with T.Kernel(slices, bounds - 1, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, sequence, head):
+        with T.Kernel(slices, pieces, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, piece, head):
             k_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             q_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
@@ -181,6 +194,7 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
             out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_rows = T.alloc_fragment((rows, PANEL), dtype)
             last = T.alloc_local((1,), "float32")
+            place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
             live = T.alloc_var("bool", init=True)
@@ -198,14 +212,24 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                 }
             )
 
-            sequence_begin = T.cast(cu_seqlens[sequence], "int32")
-            length = T.cast(cu_seqlens[sequence + 1], "int32") - sequence_begin
-            first_slot = sequence_begin // CHUNK + sequence
+            if split:
+                find_segment(cu_seqlens, bounds, piece, segment, place)
+            sequence = place[0] if split else piece
+            index = place[1] if split else 0
+            whole_begin = T.cast(cu_seqlens[sequence], "int32")
+            whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
+            rest = whole_length - index * segment * CHUNK if split else whole_length
+            sequence_begin = whole_begin + index * segment * CHUNK if split else whole_begin
+            length = T.min(rest, segment * CHUNK) if split else whole_length
+            first_slot = whole_begin // CHUNK + sequence + index * segment if split else whole_begin // CHUNK + sequence
+            only = whole_length <= segment * CHUNK if split else True  # the sequence is one segment
             column_begin = v_slice * columns
             read_slot = T.cast(sequence, "int64")
             if pooled:
                 read_slot = T.cast(indices[sequence], "int64")
                 live = length > 0 and read_slot > T.cast(null_slot, "int64")
+            elif split:
+                live = index == 0 or length > 0  # else nobody's slot
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
 
             if tx >= math_threads:
@@ -278,27 +302,20 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
                 T.clear(state_fragment)
                 if wide:
                     T.clear(state_high_fragment)
-                if has_initial:
-                    starts = live
-                    if has_mask:
-                        if live:
-                            starts = mask[sequence]
-                    if starts:
+                if split:
+                    if live and not only:
                         for i, j in T.Parallel(columns, HALF):
-                            if v_first:
-                                state_fragment[i, j] = T.cast(initial_state[read_slot, head, column_begin + i, j], "float32")
-                            else:
-                                state_fragment[i, j] = T.cast(initial_state[read_slot, head, j, column_begin + i], "float32")
+                            state_fragment[i, j] = segment_starts[piece, head, column_begin + i, j]
                         if wide:
                             for i, j in T.Parallel(columns, HALF):
-                                if v_first:
-                                    state_high_fragment[i, j] = T.cast(
-                                        initial_state[read_slot, head, column_begin + i, HALF + j], "float32"
-                                    )
-                                else:
-                                    state_high_fragment[i, j] = T.cast(
-                                        initial_state[read_slot, head, HALF + j, column_begin + i], "float32"
-                                    )
+                                state_high_fragment[i, j] = segment_starts[piece, head, column_begin + i, HALF + j]
+                if has_initial:
+                    starts = (live and only) if split else live
+                    if has_mask:
+                        if (live and only) if split else live:
+                            starts = mask[sequence]
+                    if starts:
+                        load_state(initial_state, read_slot, head, column_begin, state_fragment, state_high_fragment)
 
                 T.copy(state_fragment, state_operand)
                 if wide:
@@ -401,13 +418,15 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int) -> Any:
 
                 if num_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
-                    rest = length - (num_chunks - 1) * CHUNK
-                    if rest < CHUNK:
+                    valid_rows = length - (num_chunks - 1) * CHUNK
+                    if valid_rows < CHUNK:
                         for i, j in T.Parallel(columns, CHUNK):
-                            if j < rest:
+                            if j < valid_rows:
                                 row = T.cast(begin + j, "int64")
                                 out[row, head, column_begin + i] = out_rows[i // PANEL * CHUNK + j, i % PANEL]
 
+                if split:
+                    live = live and rest <= segment * CHUNK  # the last segment
                 if has_final:
                     write_slot = read_slot
                     if has_final_indices:

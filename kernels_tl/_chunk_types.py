@@ -1,7 +1,8 @@
-"""What the two launches of the chunk kernel share: tile constants, parameter types, and where a chunk's slot lies.
+"""What the launches of the chunk kernel share: tile constants, parameter types, and where slots lie.
 
 A chunk slot is a row of the workspace. Sequence n owns the slots from `cu_seqlens[n] // 64 + n` on: consecutive sequences
 never overlap, `ceil(L / 64) + N` slots are enough, and finding the sequence of a slot needs no prefix sum over lengths.
+Segment slots are the same thing with the tokens of a segment in place of 64.
 """
 
 from typing import Any
@@ -17,11 +18,29 @@ ROW_STATE_KEY = 0  # exp(c) * |k|^-1: factor of K S
 ROW_KEY_TO_LAST = 1  # exp(c_last - c) * |k|^-1: factor of Vn before it enters the state
 ROW_STATE_QUERY = 2  # exp(c) * |q|^-1 * scale: factor of Q S
 ROW_LAST = 3  # element 0: exp(c_last), the decay of the whole chunk
+TRANSITION_DTYPE = "bfloat16"  # of a segment's transition, whatever the tokens are: keys that are not normalised make it large
 
 
-def num_slots(num_tokens: int, num_sequences: int) -> int:
-    """Chunk slots that a call needs at most, whatever the lengths are."""
-    return -(-num_tokens // CHUNK) + num_sequences
+def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
+    """Slots of pieces of so many chunks that a call needs at most, whatever the lengths are."""
+    return -(-num_tokens // (CHUNK * chunks)) + num_sequences
+
+
+@T.macro
+def find_segment(cu_seqlens, bounds, slot, segment, place):
+    """Of a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
+
+    The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. What lies behind its segments is nobody's.
+    """
+    place[0] = 0
+    place[1] = T.max(bounds - 2, 0)
+    while place[0] < place[1]:
+        middle = (place[0] + place[1] + 1) // 2
+        if T.cast(cu_seqlens[middle], "int32") // (segment * CHUNK) + middle <= slot:
+            place[0] = middle
+        else:
+            place[1] = middle - 1
+    place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (segment * CHUNK) - place[0]
 
 
 def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -> Any:
@@ -65,3 +84,34 @@ def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | Non
     head_stride = T.dynamic(f"{name}_head_stride", "int64")
     shape = (T.dynamic(f"{name}_slots", "int64"), problem.num_state_heads, *inner)
     return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)
+
+
+def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
+    """[segment slots, HS, V, K] float32: the state that a segment starts from, V first."""
+    return T.Tensor((segment_slots, problem.num_state_heads, problem.head_v_dim, problem.head_k_dim), "float32")
+
+
+def transitions_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
+    """[segment slots, HS, 2, K before, K after] bfloat16: what a segment makes of the states before it, as two summands."""
+    return T.Tensor((segment_slots, problem.num_state_heads, 2, problem.head_k_dim, problem.head_k_dim), TRANSITION_DTYPE)
+
+
+def state_loader(problem: ChunkProblem, columns: int) -> Any:
+    """A macro that reads V columns of a given state into the halves of a transposed fragment."""
+    v_first, wide = problem.state_v_first, problem.head_k_dim > HALF
+
+    @T.macro
+    def load_state(source, slot, head, column_begin, low_fragment, high_fragment):
+        for i, j in T.Parallel(columns, HALF):
+            if v_first:
+                low_fragment[i, j] = T.cast(source[slot, head, column_begin + i, j], "float32")
+            else:
+                low_fragment[i, j] = T.cast(source[slot, head, j, column_begin + i], "float32")
+        if wide:
+            for i, j in T.Parallel(columns, HALF):
+                if v_first:
+                    high_fragment[i, j] = T.cast(source[slot, head, column_begin + i, HALF + j], "float32")
+                else:
+                    high_fragment[i, j] = T.cast(source[slot, head, HALF + j, column_begin + i], "float32")
+
+    return load_state

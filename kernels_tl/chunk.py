@@ -17,11 +17,16 @@ scale * G * (Q K^T) and the row factors, into the workspace. `chunk_chain` (_chu
 slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
 on comes from cu_seqlens on the device: the grids are sized by shapes alone.
 
-Workspace: tiles [slots, HS, m_parts + 1, 64, 64] of the tokens' dtype (the summands of A * G * beta, then G * Q K^T), then
-vectors [slots, HS, 4, 64] float32.
+Few sequences x heads leave SMs idle in the chain. Then sequences are cut into segments, and two launches in between
+(_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
+`chunk_starts` the states themselves. The chain has a block per segment.
+
+Workspace: tiles [slots, HS, m_parts + 1, 64, 64] of the tokens' dtype (the summands of A * G * beta, then G * Q K^T), vectors
+[slots, HS, 4, 64] float32, and with segments: starts [segment slots, HS, V, K] float32 and transitions
+[segment slots, HS, 2, K, K] bfloat16.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +36,8 @@ from gdn.problems import DTYPE_BYTES, ChunkProblem
 from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
 from kernels_tl._chunk_prepare import prepare
-from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, num_slots
+from kernels_tl._chunk_segments import starts, summaries
+from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots
 
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -43,6 +49,9 @@ class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
+    # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
+    # A scalar of the launch; only whether there are segments is compiled in.
+    segment: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -68,7 +77,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if config.columns not in (64, 128) or problem.head_v_dim % config.columns:
         return False
-    if config.stages not in (2, 3) or config.m_parts not in (1, 2):
+    if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
@@ -78,26 +87,38 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
     config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1)
-    return config if fits(problem, config, device) else replace(config, stages=2)
+    config = config if fits(problem, config, device) else replace(config, stages=2)
+    return replace(config, segment=_fastest_segment(problem, device))
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
-    parts = default_config(problem, device).m_parts
-    space = [Config(columns, stages, parts) for columns in (64, 128) for stages in (2, 3)]
+    default = default_config(problem, device)
+    space = [replace(default, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
+    # Segments pay where the default has them; about its length, and never so short that its steps outweigh its chunks.
+    lengths = {max(default.segment * quarters // 4, 4) for quarters in (2, 3, 4, 5, 6, 8)} if default.segment else set()
+    space += [replace(default, segment=segment) for segment in sorted(lengths)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    return {
-        "chunk_prepare": _build.library(prepare(problem, config.m_parts), pass_configs=_OWN_BARRIERS),
-        "chunk_chain": _build.library(chain(problem, config.m_parts, config.columns, config.stages), pass_configs=_OWN_BARRIERS),
+    split = config.segment > 0
+    parts = config.m_parts
+    functions = {
+        "chunk_prepare": prepare(problem, parts),
+        "chunk_chain": chain(problem, parts, config.columns, config.stages, split),
     }
+    if split:
+        functions |= {"chunk_summaries": summaries(problem, parts), "chunk_starts": starts(problem)}
+    return {name: _build.library(function, pass_configs=_OWN_BARRIERS) for name, function in functions.items()}
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    slots = num_slots(problem.num_tokens, problem.num_sequences)
-    return slots * problem.num_state_heads * (_tile_bytes(problem, config) + _VECTOR_BYTES)
+    heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
+    size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem, config) + _VECTOR_BYTES)
+    if config.segment:
+        size += num_slots(tokens, sequences, config.segment) * heads * (_start_bytes(problem) + _transition_bytes(problem))
+    return size
 
 
 def launch(
@@ -135,12 +156,12 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
-    heads, parts = problem.num_state_heads, config.m_parts
+    heads, parts, segment = problem.num_state_heads, config.m_parts, config.segment
     slots = num_slots(num_tokens, num_sequences)
-    split = slots * heads * _tile_bytes(problem, config)
-    end = split + slots * heads * _VECTOR_BYTES
-    tiles = workspace[:split].view(q.dtype).view(slots, heads, parts + 1, CHUNK, CHUNK)
-    vectors = workspace[split:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
+    end_of_tiles = slots * heads * _tile_bytes(problem, config)
+    end = end_of_tiles + slots * heads * _VECTOR_BYTES
+    tiles = workspace[:end_of_tiles].view(q.dtype).view(slots, heads, parts + 1, CHUNK, CHUNK)
+    vectors = workspace[end_of_tiles:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
     compiled.functions["chunk_prepare"](
         q,
         k,
@@ -158,26 +179,84 @@ def launch(
     )
     if num_sequences == 0:
         return
+    first_states = given(initial_state, problem.has_initial_state)
+    mask = given(has_initial_state, problem.has_mask)
+    segment_starts = cu_seqlens
+    if segment:
+        segment_slots = num_slots(num_tokens, num_sequences, segment)
+        end_of_starts = end + segment_slots * heads * _start_bytes(problem)
+        segment_starts = workspace[end:end_of_starts].view(torch.float32)
+        segment_starts = segment_starts.view(segment_slots, heads, problem.head_v_dim, problem.head_k_dim)
+    if num_tokens > segment * CHUNK > 0:  # else no sequence has two segments
+        end = end_of_starts + segment_slots * heads * _transition_bytes(problem)
+        transitions = workspace[end_of_starts:end].view(getattr(torch, TRANSITION_DTYPE))
+        transitions = transitions.view(segment_slots, heads, 2, problem.head_k_dim, problem.head_k_dim)
+        compiled.functions["chunk_summaries"](
+            k, v, first_states, indices, mask, cu_seqlens, tiles, vectors, segment_starts, transitions, null_slot, segment
+        )
+        compiled.functions["chunk_starts"](indices, cu_seqlens, segment_starts, transitions, null_slot, segment)
     compiled.functions["chunk_chain"](
         q,
         k,
         v,
-        given(initial_state, problem.has_initial_state),
+        first_states,
         indices,
-        given(has_initial_state, problem.has_mask),
+        mask,
         given(final_state, problem.has_final_state),
         given(final_state_indices, problem.has_final_indices),
         cu_seqlens,
         out,
         tiles,
         vectors,
+        segment_starts,
         null_slot,
+        segment,
     )
 
 
 # The kernels name every barrier themselves: the compiler's own would stand in each chunk of the chain.
 _OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
 _VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
+_LONGEST_SEGMENT = 1 << 20  # its tokens fit an int32
+# Of the model that chooses segments; microseconds, 128 key columns.
+_CHAIN_US = 1.2  # a chunk of the chain
+_SUMMARY_US = 1.3  # a chunk of a summary, both halves of a head on one SM
+_START_US = 1.05  # a segment of the starts
+_LAUNCH_US = 4.0  # of a launch: beginning, first copies, end
+_MOST_SEGMENTS = 64
+
+
+def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
+    """By a model of the launches behind `chunk_prepare`, for sequences of equal lengths; 0 unless segments win clearly."""
+    sequences = max(problem.num_sequences, 1)
+    chunks = -(-problem.num_tokens // (CHUNK * sequences))
+    heads, slices = sequences * problem.num_state_heads, problem.head_v_dim // 64
+
+    def rounds(blocks: int) -> int:
+        return -(-blocks // device.num_sms)
+
+    best, time = 0, 0.85 * (rounds(heads * slices) * chunks * _CHAIN_US + _LAUNCH_US)
+    for count in range(2, _MOST_SEGMENTS + 1):
+        segment = -(-chunks // count)
+        segments = -(-chunks // segment)
+        if segments < 2:
+            break
+        split = rounds(heads * slices * segments) * segment * _CHAIN_US
+        split += rounds(heads * (2 * segments - 3)) * segment * _SUMMARY_US
+        split += (segments - 2) * _START_US + 3 * _LAUNCH_US
+        if split < time:
+            best, time = segment, split
+    return best
+
+
+def _start_bytes(problem: ChunkProblem) -> int:
+    """Bytes of the start of one segment slot and head."""
+    return problem.head_v_dim * problem.head_k_dim * 4
+
+
+def _transition_bytes(problem: ChunkProblem) -> int:
+    """Bytes of the transition of one segment slot and head."""
+    return 2 * problem.head_k_dim * problem.head_k_dim * DTYPE_BYTES[TRANSITION_DTYPE]
 
 
 def _tile_bytes(problem: ChunkProblem, config: Config) -> int:

@@ -1,12 +1,14 @@
 """The variants of each operator that its kernels must compile for: axes of dtypes, layouts and flags -> problems.
 
 Axes that only make sense together (which state tensors there are) are one axis of whole combinations, so that almost
-every row is a call that the public operators accept.
+every row is a call that the public operators accept. Some axes change the configuration, not the problem.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gdn.device import H100
 from gdn.problems import (
     ChunkProblem,
     Conv1dProblem,
@@ -24,6 +26,7 @@ from tests.compile import pairwise
 
 Axes = Mapping[str, Sequence[Any]]
 Row = pairwise.Row
+Variant = tuple[Problem, Any]  # a problem and its configuration, None = the analytic default
 
 
 def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool) -> Row:
@@ -53,7 +56,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
         _state(True, True, "int32", has_mask=False, has_checkpoints=True),
         _state(True, True, "int64", True, has_mask=True, has_checkpoints=True),
     ],
+    "segment": [0, 16],  # of the configuration, where a backend has it: whole sequences, or in segments of so many chunks
 }
+_CONFIG_AXES = ("segment",)
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
@@ -254,15 +259,22 @@ def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row
     return allowed
 
 
-def _problems(op: str, rows: Iterator[Row]) -> Iterator[Problem]:
-    return (made for row in rows if (made := problem(op, row)) is not None)
+def _variants(op: str, rows: Iterator[Row], module: Any) -> Iterator[Variant]:
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    in_config = [name for name in _CONFIG_AXES if name in AXES[op] and name in fields]
+    for row in rows:
+        made = problem(op, row)
+        if made is None:
+            continue
+        changes = {name: row[name] for name in in_config}
+        yield made, dataclasses.replace(module.default_config(made, H100), **changes) if changes else None
 
 
-def cover(op: str, refusal: Callable[[Problem], str | None]) -> list[Problem]:
-    """Problems that a backend serves and that hold every pair of axis values it serves."""
-    return list(_problems(op, iter(pairwise.pairwise(AXES[op], _allowed(op, refusal)))))
+def cover(op: str, module: Any) -> list[Variant]:
+    """Variants that a backend's module serves and that hold every pair of axis values it serves."""
+    return list(_variants(op, iter(pairwise.pairwise(AXES[op], _allowed(op, module.refusal))), module))
 
 
-def product(op: str, refusal: Callable[[Problem], str | None]) -> list[Problem]:
-    """Every problem of the axes that a backend serves."""
-    return list(_problems(op, pairwise.full(AXES[op], _allowed(op, refusal))))
+def product(op: str, module: Any) -> list[Variant]:
+    """Every variant of the axes that a backend's module serves."""
+    return list(_variants(op, pairwise.full(AXES[op], _allowed(op, module.refusal)), module))

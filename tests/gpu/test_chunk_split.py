@@ -20,7 +20,7 @@ from tests.gpu.delta_rule import copied, judge, run
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = ["cute"]  # those whose Config has `segment`
+BACKENDS = ["cute", "tilelang"]  # those whose Config has `segment`
 FUNCTION = "chunk_gated_delta_rule"
 SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 128, 129, 64, 256, 700, 0, 257, 384]

@@ -1,0 +1,72 @@
+"""Segments of the TileLang chunk kernel, as far as they need no GPU: compiled code, defaults, slots, workspace."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gdn.device import H100
+from gdn.problems import ChunkProblem
+from gdn.runtime import compiled
+from gdn.testing.inputs import chunk_problem
+
+chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
+
+
+def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int = 1) -> ChunkProblem:
+    return chunk_problem(
+        num_q_heads=num_k_heads, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=128, head_v_dim=128,
+        dtype="bfloat16", num_tokens=num_tokens, num_sequences=num_sequences,
+    )  # fmt: skip
+
+
+def test_only_whether_there_are_segments_is_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(function: Any, **options: Any) -> bytes:
+        return bytes(function.script(), "utf-8")
+
+    monkeypatch.setattr(chunk._build, "library", script)
+    problem = _problem(4, 8, 8192)
+    config = chunk.default_config(problem, H100)
+    whole, short, long = (chunk.compile(problem, dataclasses.replace(config, segment=segment)) for segment in (0, 3, 64))
+    assert short == long
+    assert set(whole) == {"chunk_prepare", "chunk_chain"} and set(short) == {*whole, "chunk_summaries", "chunk_starts"}
+    assert whole["chunk_prepare"] == short["chunk_prepare"] and whole["chunk_chain"] != short["chunk_chain"]
+    keys = [
+        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, segment=segment))
+        for segment in (0, 3, 64)
+    ]
+    assert keys[0] != keys[1] == keys[2]
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "sequences", "segment"),
+    [
+        ((4, 8), 8192, 1, 16), ((4, 8), 32768, 1, 64), ((2, 4), 32768, 1, 32),  # all SMs have a segment
+        ((16, 32), 8192, 1, 0), ((16, 32), 32768, 1, 0),  # the halves of a head are enough blocks
+        ((4, 8), 8192, 64, 0), ((4, 8), 512, 1, 0),  # so are many sequences, and few chunks are not worth two launches
+    ],
+)  # fmt: skip
+def test_default(heads: tuple[int, int], tokens: int, sequences: int, segment: int) -> None:
+    assert chunk.default_config(_problem(*heads, tokens, sequences), H100).segment == segment
+
+
+def test_configs_hold_the_default_and_whole_sequences() -> None:
+    for problem in (_problem(4, 8, 8192), _problem(16, 32, 8192)):
+        space = chunk.configs(problem, H100)
+        assert chunk.default_config(problem, H100) in space and len(space) == len(set(space))
+        assert all(chunk.fits(problem, config, H100) for config in space)
+        assert any(config.segment == 0 for config in space)
+
+
+@pytest.mark.parametrize("piece", [64, 128, 192])
+def test_slots_of_sequences_do_not_overlap(piece: int) -> None:
+    """Every sequence, the empty ones too, owns a slot for each of its pieces and at least one."""
+    from kernels_tl._chunk_types import CHUNK, num_slots
+
+    lengths = [0, 1, piece, 0, piece + 1, piece - 1, 5 * piece, 0, 0, 7 * piece + 3, 1]
+    begin, end = 0, 0
+    for n, length in enumerate(lengths):
+        first = begin // piece + n
+        assert first >= end
+        begin, end = begin + length, first + max(-(-length // piece), 1)
+    assert end <= num_slots(sum(lengths), len(lengths), piece // CHUNK)
