@@ -40,8 +40,8 @@ class SplitChunk(Segments, FusedChunk):
 
     @cute.jit
     def launch(
-        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, bounds, out, workspace,
-        scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, stream,
+        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
+        workspace, scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, stream,
     ):  # fmt: skip
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
@@ -59,7 +59,7 @@ class SplitChunk(Segments, FusedChunk):
         )  # fmt: skip
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, bounds, out, workspace, scale, null_slot, segment_tokens,
+            indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, segment_tokens,
         ).launch(
             grid=(self.slices * self.heads * slots, 1, 1),
             block=(self.threads, 1, 1),
@@ -88,6 +88,8 @@ class SplitChunk(Segments, FusedChunk):
         mask: cute.Tensor,
         final: cute.Tensor,
         final_indices: cute.Tensor,
+        offsets: cute.Tensor,
+        targets: cute.Tensor,
         bounds: cute.Tensor,
         out: cute.Tensor,
         workspace: cute.Tensor,
@@ -101,7 +103,7 @@ class SplitChunk(Segments, FusedChunk):
         if segment.exists:
             self.run(
                 out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-                indices, mask, final, final_indices, bounds, out, scale, null_slot, segment,
+                indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
             )  # fmt: skip
 
     def init_start(self, storage: Any) -> None:

@@ -80,6 +80,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         has_mask: bool,
         has_final: bool,
         has_final_indices: bool,
+        has_checkpoints: bool,
         num_state: int,
         paired: bool,
         stages: int,
@@ -94,6 +95,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         self.normalize, self.v_first = normalize, v_first
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
+        self.has_checkpoints = has_checkpoints
         self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.columns = 64 * num_state
@@ -107,7 +109,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
 
     @cute.jit
     def launch(
-        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, bounds, out,
+        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
         scale: Float32, null_slot: Int64, stream,
     ):  # fmt: skip
         q_atom, q_tensor = self.copy_in(q, self.dim)
@@ -117,7 +119,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         sequences = cute.size(bounds, mode=[0]) - 1
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, bounds, out, scale, null_slot,
+            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot,
         ).launch(
             grid=(self.slices * self.heads * sequences, 1, 1),
             block=(self.threads, 1, 1),
@@ -191,6 +193,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         mask: cute.Tensor,
         final: cute.Tensor,
         final_indices: cute.Tensor,
+        offsets: cute.Tensor,
+        targets: cute.Tensor,
         bounds: cute.Tensor,
         out: cute.Tensor,
         scale: Float32,
@@ -198,13 +202,13 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
     ):
         self.run(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, bounds, out, scale, null_slot, None,
+            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, None,
         )  # fmt: skip
 
     @cute.jit
     def run(
         self, out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-        indices, mask, final, final_indices, bounds, out, scale, null_slot, segment,
+        indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
     ):  # fmt: skip
         """The whole of a block; segment: what a block of a split call works on, None = a sequence."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -270,8 +274,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         if warp < 4 * self.num_state:
             self.set_registers(self.state_registers)
             self.state_warpgroup(
-                storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
-                head, piece, read_slot, warp // 4, warp % 4, segment,
+                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
+                live_length, sequence, head, piece, read_slot, warp // 4, warp % 4, segment,
             )  # fmt: skip
         elif warp < 4 * (self.num_state + 1):
             self.set_registers(self.inverse_registers)

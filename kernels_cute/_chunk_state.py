@@ -31,8 +31,8 @@ class StateRole:
 
     @cute.jit
     def state_warpgroup(
-        self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
-        head, piece, read_slot, half, warp, segment,
+        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
+        live_length, sequence, head, piece, read_slot, half, warp, segment,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         dim, parts = self.dim, self.parts
@@ -174,6 +174,10 @@ class StateRole:
                 else:
                     cute.arch.mbarrier_arrive(taken + buffer)
             warpgroup.wait_group(0)
+            if cutlass.const_expr(self.has_checkpoints):
+                if (step + 1) * CHUNK <= live_length:
+                    done = begin - Int32(bounds[sequence]) + (step + 1) * CHUNK
+                    self.store_checkpoints(final, offsets, targets, state, sequence, head, done, null_slot, column0 + row, pair)
 
         if cutlass.const_expr(segment is None):
             self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
@@ -250,12 +254,24 @@ class StateRole:
                     write_slot = Int64(final_indices[sequence])
                     written = write_slot > null_slot
             if written:
-                target = self.state_pointer(final, write_slot, head, row0, pair)
-                for n in cutlass.range_constexpr(self.dim // 8):
-                    for side in cutlass.range_constexpr(2):
-                        entries = self.state_pair(target, n, side)
-                        entries[0] = state[4 * n + 2 * side].to(final.element_type)
-                        entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+                self.write_state(final, write_slot, state, head, row0, pair)
+
+    @cute.jit
+    def store_checkpoints(self, final, offsets, targets, state, sequence, head, done, null_slot, row0, pair):
+        """The state after `done` tokens of the sequence, to every slot that asks for it; offsets, targets: [N, C]."""
+        for column in cutlass.range(cute.size(offsets, mode=[1]), unroll=1):
+            if Int32(offsets[sequence, column]) == done:
+                slot = Int64(targets[sequence, column])
+                if slot > null_slot:
+                    self.write_state(final, slot, state, head, row0, pair)
+
+    def write_state(self, final: Any, slot: Any, state: Any, head: Any, row0: Any, pair: Any) -> None:
+        target = self.state_pointer(final, slot, head, row0, pair)
+        for n in range(self.dim // 8):
+            for side in range(2):
+                entries = self.state_pair(target, n, side)
+                entries[0] = state[4 * n + 2 * side].to(final.element_type)
+                entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
 
     @cute.jit
     def state_pointer(self, states, slot, head, row0, pair):

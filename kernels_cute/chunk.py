@@ -81,8 +81,6 @@ def refusal(problem: ChunkProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
-    if problem.has_checkpoints:
-        return "requires a call without checkpoint_offsets, got checkpoints"
     return None
 
 
@@ -164,6 +162,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         has_mask=problem.has_mask,
         has_final=problem.has_final_state,
         has_final_indices=problem.has_final_indices,
+        has_checkpoints=problem.has_checkpoints,
         num_state=1,
         paired=config.paired,
         stages=config.stages,
@@ -206,6 +205,10 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
     def rows(dtype: str | None) -> Any:
         return bounds() if dtype is None else fake(dtype, cute.sym_int())
 
+    def checkpoints(dtype: str | None) -> Any:
+        return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else bounds()
+
+    columns = cute.sym_int()
     final_dtype = problem.state_dtype if problem.pooled else "float32"
     return [
         tokens(problem.num_q_heads, problem.head_k_dim),
@@ -220,6 +223,8 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         rows("bool" if problem.has_mask else None),
         state(final_dtype if problem.has_final_state else None),
         rows(problem.index_dtype if problem.has_final_indices else None),
+        checkpoints("int32"),
+        checkpoints(problem.index_dtype),
         bounds(),
         tokens(heads, problem.head_v_dim),
         *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
@@ -277,6 +282,8 @@ def launch(
         has_initial_state if problem.has_mask else absent,
         final_state if problem.has_final_state else absent,
         final_state_indices if problem.has_final_indices else absent,
+        checkpoint_offsets if problem.has_checkpoints else absent,
+        checkpoint_slots if problem.has_checkpoints else absent,
         cu_seqlens,
         out,
         *scalars,

@@ -1,7 +1,6 @@
 """The chunk operator with sequences cut into segments, against the float64 oracle."""
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +9,12 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.ops._memo import Memo
 from gdn.problems import ChunkProblem
-from gdn.runtime import devices, env
+from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, chunk_inputs
 from tests.gpu import cases
+from tests.gpu.conftest import Force
 from tests.gpu.delta_rule import copied, judge, run
 
 pytestmark = pytest.mark.gpu
@@ -25,29 +24,6 @@ FUNCTION = "chunk_gated_delta_rule"
 SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 128, 129, 64, 256, 700, 0, 257, 384]
 NULL_SEQUENCES = [6]
-Force = Callable[..., None]
-
-
-@pytest.fixture
-def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """force(segment=2): calls run with the default configuration less these fields, and no earlier call is remembered."""
-    operator = importlib.import_module("gdn.ops.chunk")
-
-    def set_fields(**fields: Any) -> None:
-        def prepare(problem: ChunkProblem, device: torch.device, backend: str) -> runtime.Prepared:
-            spec, _ = devices.describe(device)
-            assert spec is not None
-            module = runtime.candidates(problem.op)[backend].module
-            config = replace(module.default_config(problem, spec), **fields)
-            assert module.fits(problem, config, spec)
-            return runtime.prepare(problem, device, backend, config=config)
-
-        monkeypatch.setattr(operator, "prepare", prepare)
-        monkeypatch.setattr(operator, "_memo", Memo())
-
-    return set_fields
-
-
 def arguments_of(problem: ChunkProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
     """Ragged around the borders of segments, strided, padded; with a pool: a null slot, gaps and NaN around every state."""
     options: dict[str, Any] = {"lengths": LENGTHS, "strided": True, "padded_tokens": 200}
