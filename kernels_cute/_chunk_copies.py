@@ -71,6 +71,8 @@ class CopyRoles:
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+            # Here, not in the warps that wrote O: they would wait for it.
+            cute.arch.fence_proxy("async.shared", space="cta")
             valid = length - step * CHUNK
             for half in cutlass.range_constexpr(self.num_state):
                 if valid >= CHUNK:

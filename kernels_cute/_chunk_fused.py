@@ -19,7 +19,7 @@ otherwise a block prepares every chunk itself, buffers in turn.
 
     barrier             arrivals                                      waits
     full[stage]         1: the copying lane, with the bytes           state, inverse, score
-    stored[stage]       128: state, O in the place of V               the storing warp
+    stored[stage]       4: a lane of a state warp, O where V was      the storing warp
     empty[stage]        1: the storing warp, O read                   the copying warp
     ready[buffer]       256: inverse and score of this block; or      state; the handing warp
                         1: the other block, with the bytes
@@ -224,7 +224,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, WARPGROUP * self.num_state)
+                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4 * self.num_state)
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     # Of a pair, block b fills buffer b of both.
                     if cutlass.const_expr(self.paired):

@@ -32,6 +32,13 @@ def store_matrices(address: Any, values: Any, transposed: bool) -> None:
     )
 
 
+def transpose(word: Any) -> Any:
+    """An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
+    )
+
+
 def load_one(address: Any) -> Any:
     return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 

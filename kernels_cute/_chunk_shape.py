@@ -19,6 +19,7 @@ AUX_ROWS = 4  # rows of 64 float32 that inverse and score share, twice: cumulati
 CUM, BETA, KEY_FACTOR, QUERY_FACTOR = range(AUX_ROWS)
 AUX_BYTES = AUX_ROWS * CHUNK * 4
 BLOCK = 16  # diagonal blocks of the inverse
+HALF = 8  # and what of them is inverted by substitution
 COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 ROW_PITCH = 96  # bytes of a row of an inverted diagonal block
 SCRATCH_BYTES = BLOCK * ROW_PITCH

@@ -87,16 +87,16 @@ class StateRole:
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
             vector = vectors + buffer * VECTOR_BYTES
             half_steps = dim // 32
-            cute.arch.mbarrier_wait(ready + buffer, turn)
             # What the next steps need is asked for before the products that keep this warp waiting are issued.
             values = [
                 ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
             ]
-            factors = self.load_factors(vector, STATE_KEY)
             warpgroup.fence()
             for i in cutlass.range_constexpr(half_steps):
                 self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
             warpgroup.commit_group()
+            cute.arch.mbarrier_wait(ready + buffer, turn)
+            factors = self.load_factors(vector, STATE_KEY)
 
             # W and M
             for i in cutlass.range_constexpr(CHUNK // 16):
@@ -166,9 +166,9 @@ class StateRole:
             for i in cutlass.range_constexpr(CHUNK // 16):
                 words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
                 ptx.store_matrices(value_lane + (stage * self.value_bytes + i * 16 * layouts.ROW_BYTES), words, True)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
+            cute.arch.sync_warp()
             if lane == 0:
+                cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
                 if cutlass.const_expr(self.paired):
                     ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
                 else:
