@@ -115,9 +115,12 @@ def test_a_length_compiles_nothing_new() -> None:
     assert keys[8] == keys[16] != keys[0]
 
 
-def test_two_stages() -> None:
-    """Compositions of summaries go through as many buffers as there are stages; the cover has the default's."""
+def test_two_stages_and_no_prefetch() -> None:
+    """The cover has the default's: as many stages as fit, and a prefetch. Compositions go through the stages' buffers."""
     cover = variants.cover("chunk", chunk)
-    tasks = [(problem, replace(config, stages=2)) for problem, config in cover if config.segment][:2]
+    split, whole = (next(one for one in cover if bool(one[1].segment) == wanted) for wanted in (True, False))
+    tasks = [(problem, replace(config, stages=2)) for problem, config in (split, whole)]
+    tasks += [(problem, replace(config, prefetch=0)) for problem, config in (split, whole)]
+    assert all(config.stages > 2 and config.prefetch > 0 for _, config in (split, whole))
     failed = checks.failures("kernels_cute.chunk", "cute", tasks, H100)
-    assert len(tasks) == 2 and not failed, "\n".join(failed)
+    assert not failed, "\n".join(failed)
