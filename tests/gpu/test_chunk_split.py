@@ -78,7 +78,8 @@ def test_variants(
 @pytest.mark.parametrize("segment", [1, 3, 16])
 def test_segment_lengths(segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     force(segment=segment)
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[1500, 64 * segment, 64 * segment + 1, 0, 5])
+    lengths = [1500, 64 * segment, 64 * segment + 1, 0, 5]
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, null_sequences=[])
     before = copied(arguments)
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
