@@ -34,7 +34,7 @@ from gdn.problems import ChunkProblem
 from kernels_cute import _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
-from kernels_cute._chunk_plan import default_segment, segments_to_try
+from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
@@ -112,8 +112,14 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
-    parts = 2 if problem.dtype == "bfloat16" else 1
-    return Config(paired=problem.head_v_dim == 128, stages=4, prefetch=0, m_parts=parts, segment=default_segment(problem, device))
+    segment = default_segment(problem, device)
+    return Config(
+        paired=problem.head_v_dim == 128,
+        stages=4,
+        prefetch=default_prefetch(problem, segment),
+        m_parts=2 if problem.dtype == "bfloat16" else 1,
+        segment=segment,
+    )
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:

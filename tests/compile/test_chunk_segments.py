@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from gdn import runtime
 from gdn.device import H100
 from gdn.problems import ChunkProblem
-from gdn.runtime import compiled
+from gdn.runtime import compiled, select
+from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem
 
 chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
@@ -50,8 +52,37 @@ def test_default(heads: tuple[int, int], tokens: int, sequences: int, segment: i
     assert chunk.default_config(_problem(*heads, tokens, sequences), H100).segment == segment
 
 
+# Key and value heads, tokens -> us on an H100 by chunks of a segment.
+MEASURED = {
+    (4, 8, 8192): {0: 174.6, 16: 105.0, 32: 121.5, 64: 188.6},
+    (4, 8, 32768): {0: 678.0, 16: 420.0, 32: 349.0, 64: 306.7},
+    (2, 4, 32768): {0: 633.0, 16: 250.8, 32: 192.9, 64: 224.7},
+}
+
+
+@pytest.mark.parametrize("sizes", MEASURED, ids=str)
+def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) -> None:
+    times, (num_k_heads, num_v_heads, num_tokens) = MEASURED[sizes], sizes
+    segment = chunk.default_config(_problem(num_k_heads, num_v_heads, num_tokens), H100).segment
+    assert times[segment] <= 1.1 * min(times.values())
+
+
+def test_batch_invariance_fixes_the_length() -> None:
+    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    switches = Switches(batch_invariant=True, tuned="off")
+    wanted = chunk.default_config(_problem(4, 8, 32768), H100)
+    assert wanted.segment > 0
+    for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
+        choice = select.choose(_problem(4, 8, *sizes), H100, runtime.candidates("chunk"), switches, "tilelang")
+        assert choice.config == wanted
+
+
+def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
+    assert len({config.segment for config in chunk.configs(_problem(4, 8, 16100, 4), H100)}) > 3
+
+
 def test_configs_hold_the_default_and_whole_sequences() -> None:
-    for problem in (_problem(4, 8, 8192), _problem(16, 32, 8192)):
+    for problem in (_problem(4, 8, 8192), _problem(16, 32, 8192), _problem(4, 8, 16100, 4)):
         space = chunk.configs(problem, H100)
         assert chunk.default_config(problem, H100) in space and len(space) == len(set(space))
         assert all(chunk.fits(problem, config, H100) for config in space)

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from gdn import runtime
 from gdn.device import H100
 from gdn.problems import ChunkProblem
-from gdn.runtime import compiled
+from gdn.runtime import compiled, select
+from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem
 from tests.compile import checks, variants
 
@@ -41,19 +43,60 @@ def test_slots_are_distinct_and_enough() -> None:
             assert used[-1] < segments.num_slots(start + padding, len(lengths), size), (lengths, padding, size)
 
 
+# State heads, tokens, sequences -> us on an H100 by chunks of a segment.
+MEASURED = {
+    (8, 2048, 1): {0: 54.6, 8: 45.0},
+    (8, 8192, 1): {0: 204.0, 8: 120.7, 12: 124.7, 16: 82.0, 20: 88.9, 24: 98.7, 32: 118.8, 64: 208.6},
+    (8, 32768, 1): {0: 777.0, 16: 383.0, 32: 266.0, 64: 238.5, 128: 427.0},
+    (4, 8192, 1): {0: 200.0, 8: 66.9},
+    (4, 32768, 1): {0: 796.0, 16: 215.0, 32: 145.7, 36: 153.0, 64: 227.0},
+}
+
+
+@pytest.mark.parametrize("sizes", MEASURED, ids=str)
+def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) -> None:
+    times = MEASURED[sizes]
+    segment = chunk.default_config(problem_of(*sizes), H100).segment
+    assert times[segment] <= 1.1 * min(times.values())
+
+
 @pytest.mark.parametrize(
-    ("heads", "num_tokens", "is_split"), [(8, 8192, True), (2, 32768, True), (8, 512, False), (66, 8192, False)]
-)
-def test_the_default_splits_where_it_pays(heads: int, num_tokens: int, is_split: bool) -> None:
-    problem = problem_of(heads, num_tokens, 1)
+    ("heads", "num_tokens", "num_sequences", "is_split"),
+    [
+        (2, 32768, 1, True), (8, 512, 1, False),
+        (32, 8192, 1, False), (66, 8192, 1, False), (8, 65536, 16, False),  # most SMs have a block
+        (8, 16100, 4, True), (8, 16384, 4, True),  # of equal lengths nothing gained and little lost, of unequal ones half
+        (8, 1000, 4, False),
+    ],
+)  # fmt: skip
+def test_the_default_splits_where_it_pays(heads: int, num_tokens: int, num_sequences: int, is_split: bool) -> None:
+    problem = problem_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
     assert bool(config.segment) == is_split and chunk.fits(problem, config, H100)
     found = chunk.configs(problem, H100)
     assert config in found and len(found) == len(set(found)) and any(one.segment == 0 for one in found)
 
 
-def test_many_sequences_are_not_split() -> None:
-    assert chunk.default_config(problem_of(8, 65536, 16), H100).segment == 0
+def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
+    assert len({config.segment for config in chunk.configs(problem_of(8, 16100, 4), H100)}) > 3
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "num_sequences", "prefetch"),
+    [(32, 2048, 1, 2), (32, 1984, 1, 0), (32, 8192, 8, 0), (32, 16384, 8, 2), (8, 8192, 1, 0), (8, 32768, 1, 2)],
+)
+def test_blocks_with_many_chunks_ask_the_cache_ahead(heads: int, num_tokens: int, num_sequences: int, prefetch: int) -> None:
+    assert chunk.default_config(problem_of(heads, num_tokens, num_sequences), H100).prefetch == prefetch
+
+
+def test_batch_invariance_fixes_the_length() -> None:
+    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    switches = Switches(batch_invariant=True, tuned="off")
+    wanted = chunk.default_config(problem_of(8, 32768, 1), H100)
+    assert wanted.segment > 0
+    for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
+        choice = select.choose(problem_of(8, *sizes), H100, runtime.candidates("chunk"), switches, "cute")
+        assert choice.config == wanted
 
 
 def test_workspace() -> None:
@@ -72,9 +115,12 @@ def test_a_length_compiles_nothing_new() -> None:
     assert keys[8] == keys[16] != keys[0]
 
 
-def test_two_stages() -> None:
-    """Compositions of summaries go through as many buffers as there are stages; the cover has the default's."""
+def test_two_stages_and_no_prefetch() -> None:
+    """The cover has the default's: as many stages as fit, and a prefetch. Compositions go through the stages' buffers."""
     cover = variants.cover("chunk", chunk)
-    tasks = [(problem, replace(config, stages=2)) for problem, config in cover if config.segment][:2]
+    split, whole = (next(one for one in cover if bool(one[1].segment) == wanted) for wanted in (True, False))
+    tasks = [(problem, replace(config, stages=2)) for problem, config in (split, whole)]
+    tasks += [(problem, replace(config, prefetch=0)) for problem, config in (split, whole)]
+    assert all(config.stages > 2 and config.prefetch > 0 for _, config in (split, whole))
     failed = checks.failures("kernels_cute.chunk", "cute", tasks, H100)
-    assert len(tasks) == 2 and not failed, "\n".join(failed)
+    assert not failed, "\n".join(failed)

@@ -20,6 +20,7 @@ from tests.gpu.delta_rule import copied, judge, run
 pytestmark = pytest.mark.gpu
 
 BACKENDS = ["cute", "tilelang"]  # those whose Config has `segment`
+CUTE = ["cute"]  # test_chunk_segments.py has the like for TileLang, whose kernels compile long
 FUNCTION = "chunk_gated_delta_rule"
 SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 128, 129, 64, 256, 700, 0, 257, 384]
@@ -36,7 +37,7 @@ def arguments_of(problem: ChunkProblem, device: torch.device, **changes: Any) ->
     return arguments
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CUTE)
 @pytest.mark.parametrize("problem", cases.chunk_problems(), ids=cases.name)
 def test_variants(
     problem: ChunkProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
@@ -53,7 +54,8 @@ def test_variants(
 @pytest.mark.parametrize("segment", [1, 3, 16])
 def test_segment_lengths(segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     force(segment=segment)
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[1500, 64 * segment, 64 * segment + 1, 0, 5])
+    lengths = [1500, 64 * segment, 64 * segment + 1, 0, 5]
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, null_sequences=[])
     before = copied(arguments)
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
@@ -70,7 +72,7 @@ def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeyp
         judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CUTE)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_hard_inputs(
@@ -95,7 +97,16 @@ def test_a_state_that_lasts(backend: str, device: torch.device, monkeypatch: pyt
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("segment", [0, SEGMENT])
+def test_prefetch(segment: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
+    """What calls with many chunks a block compile."""
+    force(segment=segment, prefetch=2)
+    arguments = arguments_of(cases.MAIN_CHUNK, device)
+    before = copied(arguments)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, "cute"), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", CUTE)
 @pytest.mark.parametrize("head_dim", [128, 64])
 def test_repeats_give_the_same_bits(head_dim: int, backend: str, device: torch.device, force: Force) -> None:
     force(segment=SEGMENT)
@@ -111,7 +122,7 @@ def test_repeats_give_the_same_bits(head_dim: int, backend: str, device: torch.d
         assert same_bits(o, first[0]) and same_bits(pool, first[1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CUTE)
 def test_graph_replay_with_other_lengths(
     backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
