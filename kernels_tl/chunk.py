@@ -262,9 +262,9 @@ def _split_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[fl
 
 
 def _chunks_and_heads(problem: ChunkProblem) -> tuple[int, int]:
-    """Chunks of a sequence, and heads of all sequences."""
+    """Chunks of a sequence (one at least), and heads of all sequences."""
     sequences = max(problem.num_sequences, 1)
-    return -(-problem.num_tokens // (CHUNK * sequences)), sequences * problem.num_state_heads
+    return max(-(-problem.num_tokens // (CHUNK * sequences)), 1), sequences * problem.num_state_heads
 
 
 def _chain_time(problem: ChunkProblem, device: DeviceSpec, heads: int, chunks: int) -> float:

@@ -101,3 +101,11 @@ def test_slots_of_sequences_do_not_overlap(piece: int) -> None:
         assert first >= end
         begin, end = begin + length, first + max(-(-length // piece), 1)
     assert end <= num_slots(sum(lengths), len(lengths), piece // CHUNK)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 64])
+def test_a_call_that_needs_no_segments_has_a_default(num_tokens: int) -> None:
+    problem = _problem(2, 4, num_tokens)
+    config = chunk.default_config(problem, H100)
+    assert config.segment == 0 and config in chunk.configs(problem, H100)
+    assert chunk.workspace_bytes(problem, dataclasses.replace(config, segment=2)) >= 0

@@ -124,3 +124,11 @@ def test_two_stages_and_no_prefetch() -> None:
     assert all(config.stages > 2 and config.prefetch > 0 for _, config in (split, whole))
     failed = checks.failures("kernels_cute.chunk", "cute", tasks, H100)
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 64])
+def test_a_call_that_needs_no_segments_has_a_default(num_tokens: int) -> None:
+    problem = problem_of(4, num_tokens, 1)
+    config = chunk.default_config(problem, H100)
+    assert config.segment == 0 and config in chunk.configs(problem, H100)
+    assert chunk.workspace_bytes(problem, replace(config, segment=2)) >= 0

@@ -33,7 +33,7 @@ PROBLEMS = {
         head_k_dim=64, head_v_dim=64, dtype="float16", num_q_heads=4, num_v_heads=2, gate_dtype=None, beta_dtype=None,
     ),
     "64, outputs alone": chunk_problem(
-        head_k_dim=64, head_v_dim=64, dtype="bfloat16", has_final_state=False, index_dtype="int32", state_v_first=True,
+        head_k_dim=64, head_v_dim=64, dtype="bfloat16", has_final_state=False, state_v_first=True,
     ),
 }  # fmt: skip
 
