@@ -45,7 +45,7 @@ _DECODE_INDEXER = Preference("VLLM_QSA_DECODE_USE_TL_INDEXER", {"true": "tilelan
 _ATTENTION = {backend: backend for backend in BACKENDS}
 
 _OPERATORS = (
-    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "tilelang", "cute"), (_BLADNN,)),
+    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
     Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "tilelang", "cute"), (_BLADNN,)),
     Operator("gdn_decode", ("fused_gdn_decode",)),
     Operator("gating", ("fused_gdn_gating",), _modules("gating", "cute")),
