@@ -9,19 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gdn.problems import (
-    ChunkProblem,
-    Conv1dProblem,
-    Conv1dUpdateProblem,
-    GatingProblem,
-    MqaLogitsProblem,
-    PagedMqaLogitsProblem,
-    Problem,
-    RecurrentProblem,
-    RmsNormGatedProblem,
-    SplitProblem,
-    TopkProblem,
-)
+from gdn.cli.explain import example
+from gdn.models import QWEN3_NEXT_80B
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem, TopkProblem
 
 
 @dataclass(frozen=True)
@@ -156,37 +146,23 @@ def _topk(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32"
     return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
 
 
-def _convolution(heads: tuple[int, int]) -> dict[str, Any]:
-    """What both convolutions share: channels are neighbours in the pool, as engines for this card keep them."""
-    return {
-        "dim": 128 * (2 * heads[0] + heads[1]),
-        "width": 4,
-        "dtype": "bfloat16",
-        "weight_dtype": "bfloat16",
-        "bias_dtype": None,
-        "silu": True,
-        "state_dtype": "bfloat16",
-        "state_channels_contiguous": True,
-        "index_dtype": "int32",
-    }
+def _example(op: str, heads: tuple[int, int], **changes: Any) -> Any:
+    """A step's problem as a serving stack calls it, less these fields."""
+    num_k_heads, num_v_heads = heads
+    problem: Any = example(op, replace(QWEN3_NEXT_80B, num_k_heads=num_k_heads, num_v_heads=num_v_heads), fp8=True)
+    return replace(problem, **changes)
 
 
 def _conv1d(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
-    problem = Conv1dProblem(
-        **_convolution(heads),
-        cu_seqlens_dtype="int32",
-        has_mask=True,
-        checkpoint_dtype=None,
-        num_tokens=sum(lengths),
-        num_sequences=len(lengths),
-    )
+    problem = _example("conv1d", heads, num_tokens=sum(lengths), num_sequences=len(lengths))
     return Shape(f"{heads[0]}/{heads[1]} {label}", problem, lengths=tuple(lengths))
 
 
 def _conv1d_update(heads: tuple[int, int], batch: int, drafts: int = 0, tree: bool = False) -> Shape:
     tokens = 1 + drafts
-    problem = Conv1dUpdateProblem(
-        **_convolution(heads),
+    problem = _example(
+        "conv1d_update",
+        heads,
         cu_seqlens_dtype="int32" if drafts else None,
         has_columns=drafts > 0,
         has_accepted=drafts > 0,
@@ -199,19 +175,17 @@ def _conv1d_update(heads: tuple[int, int], batch: int, drafts: int = 0, tree: bo
 
 
 def _split(heads: tuple[int, int], num_tokens: int) -> Shape:
-    problem = SplitProblem(*heads, 128, 128, "bfloat16", "bfloat16", num_tokens=num_tokens)
-    return Shape(f"{heads[0]}/{heads[1]} {num_tokens}", problem)
+    return Shape(f"{heads[0]}/{heads[1]} {num_tokens}", _example("split", heads, num_tokens=num_tokens))
 
 
 def _gating(num_heads: int, num_tokens: int) -> Shape:
-    dtypes = {"a_dtype": "bfloat16", "b_dtype": "bfloat16", "A_log_dtype": "float32", "dt_bias_dtype": "float32"}
-    return Shape(f"{num_tokens} x {num_heads}", GatingProblem(num_heads=num_heads, **dtypes, num_tokens=num_tokens))
+    return Shape(f"{num_tokens} x {num_heads}", _example("gating", (num_heads, num_heads), num_tokens=num_tokens))
 
 
 def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> Shape:
     """strided: the gate is a slice of its projection; otherwise all rows lie behind each other, and are of one head."""
     heads, rows = (num_heads, num_tokens) if strided else (1, num_tokens * num_heads)
-    problem = RmsNormGatedProblem(heads, 128, "bfloat16", "bfloat16", "float32", sigmoid=False, num_tokens=rows)
+    problem = _example("rms_norm_gated", (num_heads, num_heads), num_heads=heads, num_tokens=rows)
     return Shape(f"{num_tokens} x {num_heads} x 128" + (", gate in its projection" if strided else ""), problem)
 
 

@@ -37,18 +37,11 @@ from kernels_cute._chunk_fused import FusedChunk
 from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+from kernels_cute._memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_CUTE_DTYPES: dict[str, Any] = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-    "bool": cutlass.Boolean,
-}
 _BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
@@ -156,7 +149,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         k_group=heads // problem.num_k_heads,
         v_group=heads // problem.num_v_heads,
         dim=problem.head_k_dim,
-        dtype=_CUTE_DTYPES[problem.dtype],
+        dtype=CUTE_DTYPES[problem.dtype],
         has_gate=has_gate,
         raw_gate=has_gate and problem.use_gate,
         has_beta=has_beta,
@@ -179,16 +172,9 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
 
 
 def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens.
-
-    Strides carry no divisibility: the launch check would also test those of dims of size 1, which may be anything.
-    """
+    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens."""
     heads = problem.num_state_heads
     num_tokens = cute.sym_int()
-
-    def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) -> Any:
-        strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
-        return make_fake_tensor(_CUTE_DTYPES[dtype], shape, stride=tuple(strides), assumed_align=align)
 
     def bounds() -> Any:
         return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)

@@ -25,6 +25,8 @@ FUNCTION = "chunk_gated_delta_rule"
 SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 128, 129, 64, 256, 700, 0, 257, 384]
 NULL_SEQUENCES = [6]
+
+
 def arguments_of(problem: ChunkProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
     """Ragged around the borders of segments, strided, padded; with a pool: a null slot, gaps and NaN around every state."""
     options: dict[str, Any] = {"lengths": LENGTHS, "strided": True, "padded_tokens": 200}
