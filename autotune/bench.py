@@ -1,5 +1,8 @@
-"""Times the public operators on the tuner's shapes and sets each beside what the device can do in this run."""
+"""Times the public operators on the tuner's shapes and sets each beside what the device can do in this run, beside its
+error against the exact answer and, if asked, beside other libraries.
+"""
 
+import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,12 +10,12 @@ from typing import Any
 import torch
 
 import gdn
-from autotune import cases, tuning
+from autotune import cases, peers, tuning
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem
 from gdn.runtime import prepare, registry
-from gdn.testing import timing
+from gdn.testing import inputs, timing
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Row:
     gbps: float  # useful bytes over the time
     tflops: float  # useful operations over the time
     captured: bool  # False: timed without a CUDA graph, host cost included
+    error: float  # the largest relative error of a head, as the tuner demands it
 
     @property
     def share_of_floor(self) -> float:
@@ -51,7 +55,9 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     prepared = prepare(shape.problem, device, backend)
     if prepared.launch is None:
         return None
-    timed = timing.Timed(cases.make(shape, device, spec).public_calls(backend))
+    case = cases.make(shape, device, spec)
+    error = case.check(prepared)
+    timed = timing.Timed(case.public_calls(backend))
     time_us = sorted(timed.sample_us() for _ in range(samples))[samples // 2]
     flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
@@ -66,7 +72,29 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
         gbps=num_bytes / time_us / 1e3,
         tflops=flops / time_us / 1e6,
         captured=timed.captured,
+        error=error,
     )
+
+
+def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
+    """Every way of every library, on inputs that rotate as ours do, and what went wrong."""
+    problem = shape.problem
+    if not isinstance(problem, ChunkProblem) or not libraries:
+        return [], []
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = timing.copies_beyond_l2(problem.bytes_moved(), spec.l2_bytes)
+    sets = [
+        peers.operands(problem, inputs.chunk_inputs(problem, device, 1 + copy, lengths=shape.lengths)) for copy in range(copies)
+    ]
+    rows, failures = [], []
+    for library in libraries:
+        try:
+            for same in zip(*(peers.peers(library, one) for one in sets), strict=True):
+                way = same[0]
+                rows.append(peers.PeerRow(shape.name, library, way.variant, way.norm, peers.time_us(same)))
+        except Exception as failed:  # a library that is not there, or refuses the shape
+            failures.append(f"{library}: {type(failed).__name__}: {failed}")
+    return rows, failures
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:
@@ -83,11 +111,13 @@ def run(
     spec: DeviceSpec,
     backend: str | None,
     every: bool,
+    libraries: Sequence[str],
     on_row: Callable[[Shape, str | None, Row | str], None],
 ) -> dict[str, Any]:
     """The whole measurement as JSON-ready data; on_row hears each row, or why there is none."""
     limits = timing.measure_limits()
     rows: list[Row] = []
+    peer_rows: list[peers.PeerRow] = []
     failures: list[dict[str, str]] = []
     for shape in shapes:
         for one in backends(shape.op, backend, every):
@@ -104,11 +134,17 @@ def run(
                 failures.append({"op": shape.op, "shape": shape.name, "backend": one or "auto", "why": why})
             on_row(shape, one, row if row is not None else why)
             torch.cuda.empty_cache()
+        timed, refused = measure_peers(shape, libraries, spec)
+        peer_rows += timed
+        failures += [{"op": shape.op, "shape": shape.name, "backend": "peer", "why": why} for why in refused]
+        torch.cuda.empty_cache()
     return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),
         "gdn": gdn.__version__,
         "limits": asdict(limits),
         "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in rows],
+        "peers": [asdict(row) for row in peer_rows],
         "failures": failures,
     }
