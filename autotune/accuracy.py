@@ -64,15 +64,15 @@ CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 }
 
 
-def measure(libraries: Sequence[str], on_error: Callable[[str], None]) -> list[Error]:
-    """Every case, every kernel of ours and every way that normalises of every library; on_error hears what failed."""
+def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]) -> list[Error]:
+    """Every case, the kernel of a backend or each of ours, and every way that normalises of every library; on_error hears what failed."""
     device = torch.device("cuda", torch.cuda.current_device())
     found: list[Error] = []
     for case, make in CASES.items():
         arguments = make(device)
         expected = oracle.oracle_of(arguments)
         assert expected.state is not None
-        for who, call in _calls(arguments, libraries, on_error):
+        for who, call in _calls(arguments, backend, libraries, on_error):
             try:
                 with torch.no_grad():
                     out, state = call()
@@ -85,7 +85,7 @@ def measure(libraries: Sequence[str], on_error: Callable[[str], None]) -> list[E
 
 
 def _calls(
-    arguments: dict[str, Any], libraries: Sequence[str], on_error: Callable[[str], None]
+    arguments: dict[str, Any], backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]
 ) -> list[tuple[str, peers.Call]]:
     def ours(backend: str) -> peers.Call:
         def call() -> peers.Outputs:
@@ -95,7 +95,7 @@ def _calls(
 
         return call
 
-    found = [(backend, ours(backend)) for backend in registry.operator("chunk").modules]
+    found = [(backend, ours(backend)) for backend in ([backend] if backend else registry.operator("chunk").modules)]
     operands = peers.operands(_problem(arguments["q"].shape[1]), arguments)
     for library in libraries:
         try:

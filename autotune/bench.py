@@ -3,8 +3,8 @@ error against the exact answer and, if asked, beside other libraries.
 """
 
 import datetime
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
     sets = [
         peers.operands(problem, inputs.chunk_inputs(problem, device, 1 + copy, lengths=shape.lengths)) for copy in range(copies)
     ]
+    # Some libraries keep what they work out on the host for a few tensors of lengths, and look nothing up while capturing.
+    sets = [replace(one, cu_seqlens=sets[0].cu_seqlens) for one in sets]
     rows, failures = [], []
     for library in libraries:
         try:
@@ -106,45 +108,47 @@ def backends(op: str, backend: str | None, every: bool) -> list[str | None]:
     return [backend]
 
 
-def run(
-    shapes: Sequence[Shape],
-    spec: DeviceSpec,
-    backend: str | None,
-    every: bool,
-    libraries: Sequence[str],
-    on_row: Callable[[Shape, str | None, Row | str], None],
-) -> dict[str, Any]:
-    """The whole measurement as JSON-ready data; on_row hears each row, or why there is none."""
-    limits = timing.measure_limits()
-    rows: list[Row] = []
-    peer_rows: list[peers.PeerRow] = []
-    failures: list[dict[str, str]] = []
-    for shape in shapes:
-        for one in backends(shape.op, backend, every):
+class Bench:
+    """A run over shapes: its limits are measured first, `measure` adds a shape, `found` is all there is so far."""
+
+    def __init__(self, spec: DeviceSpec, backend: str | None, every: bool, libraries: Sequence[str]) -> None:
+        self._spec, self._backend, self._every, self._libraries = spec, backend, every, libraries
+        self._limits = timing.measure_limits()
+        self._rows: list[Row] = []
+        self._peers: list[peers.PeerRow] = []
+        self._failures: list[dict[str, str]] = []
+
+    def measure(self, shape: Shape) -> list[str]:
+        """Returns what could not be timed, and why."""
+        failures = []
+        for one in backends(shape.op, self._backend, self._every):
             try:
-                row = measure(shape, limits, spec, one)
+                row = measure(shape, self._limits, self._spec, one)
             except Exception as failed:  # one broken kernel must not hide the others
-                row = None
-                why = f"{type(failed).__name__}: {failed}"
+                failures.append((one or "auto", f"{type(failed).__name__}: {failed}"))
             else:
-                why = "no kernel serves it"
-            if row is not None:
-                rows.append(row)
-            else:
-                failures.append({"op": shape.op, "shape": shape.name, "backend": one or "auto", "why": why})
-            on_row(shape, one, row if row is not None else why)
+                if row is not None:
+                    self._rows.append(row)
+                else:
+                    failures.append((one or "auto", "no kernel serves it"))
             torch.cuda.empty_cache()
-        timed, refused = measure_peers(shape, libraries, spec)
-        peer_rows += timed
-        failures += [{"op": shape.op, "shape": shape.name, "backend": "peer", "why": why} for why in refused]
+        timed, refused = measure_peers(shape, self._libraries, self._spec)
+        self._peers += timed
+        failures += [("peer", why) for why in refused]
         torch.cuda.empty_cache()
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": str(torch.__version__),
-        "gdn": gdn.__version__,
-        "limits": asdict(limits),
-        "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in rows],
-        "peers": [asdict(row) for row in peer_rows],
-        "failures": failures,
-    }
+        self._failures += [{"op": shape.op, "shape": shape.name, "backend": who, "why": why} for who, why in failures]
+        return [f"{shape.op} {shape.name} ({who}): {why}" for who, why in failures]
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "torch": str(torch.__version__),
+            "gdn": gdn.__version__,
+            "limits": asdict(self._limits),
+            "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in self._rows],
+            "peers": [asdict(row) for row in self._peers],
+            "failures": self._failures,
+        }

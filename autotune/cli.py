@@ -195,14 +195,15 @@ def bench(
             raise _fail(str(error)) from error
     with _progress() as progress:
         task = progress.add_task("measuring the device's limits", total=len(chosen))
-
-        def done(shape: shape_list.Shape, one: str | None, row: Any) -> None:
+        run = measuring.Bench(spec, backend, every, libraries)
+        for shape in chosen:
             progress.update(task, description=f"{shape.op} {shape.name}")
+            for failure in run.measure(shape):
+                progress.console.print(failure, markup=False)
             progress.advance(task)
-            if isinstance(row, str):
-                progress.console.print(f"{shape.op} {shape.name} ({one or 'auto'}): {row}", markup=False)
-
-        found = measuring.run(chosen, spec, backend, every, libraries, done)
+            if json_file is not None:  # after each shape: a run that is cut off keeps what it has
+                json_file.write_text(json.dumps(run.found, indent=1) + "\n", encoding="utf-8")
+    found = run.found
     limits = found["limits"]
     console.print(
         f"{found['device']}, torch {found['torch']}: copy {limits['copy_gbps'] / 1e3:.2f} TB/s, "
@@ -211,8 +212,6 @@ def bench(
     console.print(_bench_table(found))
     if readme is not None:
         report.write_into(readme, report.markdown(found))
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
 
 
@@ -240,7 +239,7 @@ def _bench_table(found: dict[str, Any]) -> Table:
 
 
 @app.command()
-def accuracy(with_peers: Peers = None) -> None:
+def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
     """Print the errors of the chunk kernels on easy and hard inputs, against the token recurrence in float64."""
     libraries = _libraries(with_peers)
     _spec()
@@ -249,7 +248,7 @@ def accuracy(with_peers: Peers = None) -> None:
     def failed(why: str) -> None:
         console.print(why, markup=False)
 
-    found = measuring.measure(libraries, failed)
+    found = measuring.measure(backend, libraries, failed)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption="largest error of a head: o / final state")
     names = list(dict.fromkeys(one.who for one in found))
     for heading in ("inputs", *names):
