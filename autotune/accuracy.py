@@ -65,7 +65,10 @@ CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 
 
 def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]) -> list[Error]:
-    """Every case, the kernel of a backend or each of ours, and every way that normalises of every library; on_error hears what failed."""
+    """Every case, the kernel of a backend or each of ours, and every way of every library that has the norm inside.
+
+    on_error hears what failed.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     found: list[Error] = []
     for case, make in CASES.items():
