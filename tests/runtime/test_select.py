@@ -33,8 +33,10 @@ class Attention(Problem):
 class Fake:
     """A kernel backend whose answers are given; counts how often it is asked to serve."""
 
-    def __init__(self, name: str, *, refuses: str | None = None, entries: Sequence[Tuned] = ()) -> None:
-        self.name, self.refuses, self.entries = name, refuses, entries
+    def __init__(
+        self, name: str, *, refuses: str | None = None, entries: Sequence[Tuned] = (), says: str | None = None
+    ) -> None:
+        self.name, self.refuses, self.entries, self.says = name, refuses, entries, says
         self.asked = 0
         self.seen: list[Problem] = []
 
@@ -49,6 +51,9 @@ class Fake:
     def default_config(self, problem: Problem, device: Any) -> str:
         self.seen.append(problem)
         return f"{self.name} default"
+
+    def note(self, problem: Problem) -> str | None:
+        return self.says
 
 
 def both(**changes: dict[str, Any]) -> dict[str, Fake]:
