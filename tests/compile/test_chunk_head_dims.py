@@ -128,7 +128,7 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
     return kernel
 
 
-@pytest.mark.parametrize("fields", STATES, ids=str)
+@pytest.mark.parametrize("fields", STATES)
 @pytest.mark.parametrize("dim", [4, 60, 100, 132])
 def test_composition(composed: Composed, dim: int, fields: dict[str, Any]) -> None:
     problem = problem_of(dim, fields)

@@ -114,6 +114,12 @@ def test_the_strongest_level_that_asks_decides(wishes: tuple[str | None, ...]):
     assert len(choice.switches) == len(switches)
 
 
+def test_what_the_chosen_kernel_says_of_itself_is_a_note():
+    available = both(cute={"says": "computed with head dim 128"}, tilelang={"says": "not chosen"})
+    assert pick(backend="cute", available=available).notes == ("computed with head dim 128",)
+    assert pick(backend="reference", available=available).notes == ()
+
+
 @pytest.mark.parametrize("source", ["argument", "GDN_BACKEND_RECURRENT"])
 def test_an_order_that_cannot_run_raises_with_every_reason(source: str):
     available = both(cute={"refuses": "requires head_dim 64, 128 or 256, got 96"})
