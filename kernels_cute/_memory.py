@@ -13,6 +13,7 @@ CUTE_DTYPES = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
     "uint8": cutlass.Uint8,
+    "bool": cutlass.Boolean,
 }
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 ACCESS_BYTES = 16  # the widest load and store
