@@ -15,6 +15,8 @@ states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
 _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
 _chunk_summary.py (first launch), _chunk_compose.py (second).
+
+Head dims other than 64 and 128: _chunk_stand_in.py.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
-from kernels_cute import _chunk_summary
+from kernels_cute import _chunk_stand_in, _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
 from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
@@ -40,6 +42,7 @@ from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, 
 from kernels_cute._memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
+RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
 _BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
@@ -62,8 +65,10 @@ class Config:
 def refusal(problem: ChunkProblem) -> str | None:
     """None where this kernel serves the problem, else why not."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if k != v or k not in _HEAD_DIMS:
-        return f"requires K = V of 64 or 128, got K={k}, V={v}"
+    if k != v or k % 4 or not 4 <= k <= _chunk_stand_in.LARGEST:
+        return f"requires K = V, a multiple of 4 up to {_chunk_stand_in.LARGEST}, got K={k}, V={v}"
+    if k > 128 and problem.has_checkpoints:
+        return f"requires head dims up to 128 with checkpoints, got {k}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
     if problem.state_dtype not in ("float32", "bfloat16"):
@@ -75,6 +80,11 @@ def refusal(problem: ChunkProblem) -> str | None:
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
     return None
+
+
+def note(problem: ChunkProblem) -> str | None:
+    """What a user should know of how the problem is served."""
+    return None if problem.head_k_dim in _HEAD_DIMS else _chunk_stand_in.note(problem)
 
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -92,6 +102,8 @@ def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return bool(_chunk_stand_in.kernel(problem).fits(_chunk_stand_in.stand_in(problem), config, device))
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
@@ -103,8 +115,13 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     )
 
 
-def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
+def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
+    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on.
+
+    Of other head dims, what the kernel that computes them takes: a Config, or the recurrent kernel's.
+    """
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.kernel(problem).default_config(_chunk_stand_in.stand_in(problem), device)
     segment = default_segment(problem, device)
     return Config(
         paired=problem.head_v_dim == 128,
@@ -115,8 +132,10 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     )
 
 
-def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
+def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
     """m_parts is not searched: it decides accuracy, not only time."""
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return list(_chunk_stand_in.kernel(problem).configs(_chunk_stand_in.stand_in(problem), device))
     return [config for config in _space(problem, device) if fits(problem, config, device)]
 
 
@@ -129,6 +148,8 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.workspace_bytes(problem, config)
     if config.segment == 0:
         return 0
     slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
@@ -136,6 +157,8 @@ def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.compile(problem, config)
     return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config.segment > 0))}
 
 
@@ -253,6 +276,12 @@ def launch(
     if q.shape[0] == 0 or num_sequences == 0:  # an empty tensor has no address to pass
         out.zero_()
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
+        return
+    if problem.head_k_dim not in _HEAD_DIMS:
+        _chunk_stand_in.launch(
+            compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
+            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
+        )  # fmt: skip
         return
     scalars: tuple[Any, ...] = (scale, null_slot)
     if compiled.config.segment:
