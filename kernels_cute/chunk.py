@@ -34,6 +34,7 @@ from gdn.problems import ChunkProblem
 from kernels_cute import _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
+from kernels_cute._chunk_items import places_limit
 from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
@@ -49,7 +50,7 @@ _CUTE_DTYPES: dict[str, Any] = {
     "int64": cutlass.Int64,
     "bool": cutlass.Boolean,
 }
-_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
+_BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (240, 136, 96, 40)
@@ -64,6 +65,8 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
+    # Clusters (pairs, or blocks alone) that work side by side, each on item after item; a scalar of the launch. Not with segments.
+    places: int = field(default=1, metadata={"compiled": lambda places: None})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -105,6 +108,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and config.segment >= 0
+        and 1 <= config.places <= places_limit(config.paired)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
         and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
@@ -119,7 +123,12 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
         prefetch=default_prefetch(problem, segment),
         m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
+        places=_places(problem.head_v_dim == 128, device),
     )
+
+
+def _places(paired: bool, device: DeviceSpec) -> int:
+    return min(device.num_sms // (2 if paired else 1), places_limit(paired))
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -130,7 +139,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     default = default_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, default.m_parts, 0)
+        yield Config(paired, stages, prefetch, default.m_parts, 0, _places(paired, device))
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
         yield replace(default, segment=segment, prefetch=prefetch)
 
@@ -236,7 +245,7 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else []),  # tokens of a segment, slots
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else [cutlass.Int32(1)]),  # tokens of a segment, slots; or places
     ]
 
 
@@ -272,6 +281,8 @@ def launch(
     if compiled.config.segment:
         tokens = CHUNK * compiled.config.segment
         scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+    else:
+        scalars = (*scalars, compiled.config.places)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate
