@@ -324,9 +324,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             if copier == 2:
                 while going:
                     item = self.take(storage, number, segment, head, piece)
-                    self.store_warp(
-                        storage, out_atom, out_tensor, out, item.begin, item.live_length, item.head, item.piece, base
-                    )
+                    self.store_warp(storage, out_atom, out_tensor, out, item.begin, item.live_length, item.head, item.piece, base)
                     number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
             if cutlass.const_expr(self.paired):
                 if copier == 3:

@@ -232,9 +232,7 @@ class Items:
         place = storage.records.data_ptr().toint() + record * RECORD_BYTES
         first, second = ptx.load_words(place), ptx.load_words(place + 16)
         read_slot = (Int64(second[3]) << 32) | (Int64(second[2]) & 0xFFFFFFFF)
-        return Item(
-            first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot
-        )
+        return Item(first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot)
 
     @cute.jit
     def note_record(self, storage, number):
@@ -254,9 +252,7 @@ class Items:
         return item
 
     def item_of(self, segment: Any, head: Any, piece: Any) -> Item:
-        return Item(
-            segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot
-        )
+        return Item(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
 
     @cute.jit
     def goes_on(self, item, segment):

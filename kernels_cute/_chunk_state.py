@@ -195,7 +195,6 @@ class StateRole:
                             final, offsets, targets, state, item.sequence, item.head, done, null_slot, row0, pair
                         )
 
-
             if cutlass.const_expr(segment is None):
                 # The next item's state is on its way while this one's goes.
                 next_item = self.read_record(storage, number + 1)

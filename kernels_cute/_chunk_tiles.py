@@ -44,8 +44,9 @@ class TileRoles:
 
     @cute.jit
     def inverse_warpgroup(self, storage, length, first, warp, base=0):
-        """M of chunks first, first + self.aux_step, ... of the sequence, before which the block had `base` chunks. Rows 16 warp .. of a tile are this warp's; of the
-        lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
+        """M of an item's chunks first, first + self.aux_step, ...; before the item the block had `base` chunks. Rows 16 warp ..
+        of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal
+        one, the rest stays zero."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4

@@ -12,8 +12,8 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
-_chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
+_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
 _chunk_summary.py (first launch), _chunk_compose.py (second).
 """
 
@@ -65,7 +65,7 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
-    # Clusters (pairs, or blocks alone) that work side by side, each on item after item; a scalar of the launch. Not with segments.
+    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; a scalar of the launch. Without segments.
     places: int = field(default=1, metadata={"compiled": lambda places: None})
 
 
