@@ -1,4 +1,5 @@
-"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block.
+"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block, one such item after the
+other (`_chunk_items`).
 
 With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms (1 where none are asked for)
 and all of M, P and the vectors computed here and never written to memory:
@@ -31,6 +32,9 @@ otherwise a block prepares every chunk itself, buffers in turn.
 A state warp is done with K, Q and V of a stage, and waits for what inverse and score made of them, before its `stored`.
 `half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free
 has been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
+
+Stages, buffers, halves and phases follow the count of chunks since the block began, over all of its items, so that copies,
+gates, M and P run ahead into the next item while the state ends the last. Both blocks of a pair have the same items.
 """
 
 from typing import Any
@@ -254,8 +258,11 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                     self.init_start(storage)
         thread, _, _ = cute.arch.thread_idx()
         is_sorted = Boolean(False)
+        cluster = block // self.sharers
         if cutlass.const_expr(segment is None):
             is_sorted = self.is_sorted(bounds)
+            # Asked for before the barriers below, which take as long as the answer.
+            first_item = self.describe(cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot)
             if is_sorted:
                 self.write_keys(storage, bounds, indices, null_slot, thread)
         # Above the diagonal M and P stay zero.
@@ -314,9 +321,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                     number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
             if copier == 1:
                 if cutlass.const_expr(segment is None):
-                    cluster = block // self.sharers
                     self.deal_and_gate(
-                        storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank
+                        storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank, first_item
                     )
                 else:
                     first = self.first_own(base, rank)

@@ -175,12 +175,18 @@ class Items:
         return rank, unit, own_sequence, own_unit
 
     @cute.jit
-    def deal_and_gate(self, storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank):
-        """All of the gate warp's work."""
+    def deal_and_gate(
+        self, storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank, item
+    ):  # fmt: skip
+        """All of the gate warp's work. item: the first one, where nothing is sorted."""
         clusters = self.num_clusters()
         loads = cute.make_rmem_tensor(cute.make_layout(_slots(self.paired) + 2), Int32)
-        sequence = self.sequence_at(storage, is_sorted, cluster // self.units)
-        self.write_record(storage, Int32(0), sequence, cluster % self.units, rank, bounds, indices, mask, null_slot)
+        if is_sorted:
+            sequence = self.sequence_at(storage, is_sorted, cluster // self.units)
+            sorted_item = self.describe(sequence, cluster % self.units, rank, bounds, indices, mask, null_slot)
+            self.write_record(storage, Int32(0), sorted_item)
+        else:
+            self.write_record(storage, Int32(0), item)
         self.start_loads(storage, loads, bounds, indices, null_slot, is_sorted)
         next_rank, next_unit = clusters // self.units, clusters % self.units
         number, base, going = Int32(0), Int32(0), Boolean(True)
@@ -192,17 +198,16 @@ class Items:
                 next_rank, next_unit, sequence, unit = self.deal(
                     storage, loads, bounds, indices, null_slot, is_sorted, cluster, next_rank, next_unit
                 )
-                self.write_record(storage, number, sequence, unit, rank, bounds, indices, mask, null_slot)
+                self.write_record(storage, number, self.describe(sequence, unit, rank, bounds, indices, mask, null_slot))
             first = self.first_own(base, rank)
             self.gate_warp(storage, g, beta, a_log, dt_bias, item.begin, item.live_length, item.head, first, base)
             base = base + self.num_chunks(item.live_length)
 
     @cute.jit
-    def write_record(self, storage, number, sequence, unit, rank, bounds, indices, mask, null_slot):
-        """The block's item `number`; rank: in the pair."""
-        record = number % RECORDS
-        begin, length, live_length, starts, head, piece = (Int32(0),) * 6
-        read_slot = Int64(sequence)
+    def describe(self, sequence, unit, rank, bounds, indices, mask, null_slot):
+        """An item; rank: of the block in the pair."""
+        begin, length, live_length, head, piece = (Int32(0),) * 5
+        read_slot, starts = Int64(sequence), Boolean(False)
         if sequence >= 0:
             begin = Int32(bounds[sequence])
             length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
@@ -211,17 +216,24 @@ class Items:
                 read_slot = Int64(indices[sequence])
                 if read_slot <= null_slot:
                     live_length = Int32(0)
-            if self.starts_from_initial(mask, sequence, live_length):
-                starts = Int32(1)
-            head = unit
-            piece = rank
+            starts = self.starts_from_initial(mask, sequence, live_length)
+            head, piece = unit, rank
             if cutlass.const_expr(not self.paired):
                 head, piece = unit // self.slices, unit % self.slices
+        return Item(sequence, head, piece, starts, begin, length, live_length, read_slot)
+
+    @cute.jit
+    def write_record(self, storage, number, item):
+        record = number % RECORDS
+        starts = Int32(0)
+        if item.starts:
+            starts = Int32(1)
         cute.arch.mbarrier_wait(storage.noted.data_ptr() + record, number // RECORDS & 1 ^ 1)
         if cute.arch.lane_idx() == 0:
             place = storage.records.data_ptr().toint() + record * RECORD_BYTES
-            ptx.store_words(place, (sequence, head, 2 * piece + starts, begin))
-            ptx.store_words(place + 16, (length, live_length, Int32(read_slot), Int32(read_slot >> 32)))
+            ptx.store_words(place, (item.sequence, item.head, 2 * item.piece + starts, item.begin))
+            slot = item.read_slot
+            ptx.store_words(place + 16, (item.length, item.live_length, Int32(slot), Int32(slot >> 32)))
             cute.arch.mbarrier_arrive(storage.dealt.data_ptr() + record)
 
     @cute.jit

@@ -92,7 +92,7 @@ class StateRole:
             row0 = item.piece * self.columns + column0 + row  # of this lane
             if num_chunks > 0:
                 cute.arch.mbarrier_wait(full + base % self.stages, base // self.stages & 1)
-            self.issue_keys(by_key, sums, state, state_operand, state_words, keys, base % self.stages)
+            self.issue_keys(by_key, sums, state, state_operand, state_words, keys, base % self.stages, False)
             warpgroup.wait_group(0)
             for step in cutlass.range(num_chunks, unroll=1):
                 count = base + step
@@ -224,12 +224,17 @@ class StateRole:
         return [ptx.load_pair(vector + kind * CHUNK * 4 + n * 32) for n in range(CHUNK // 8)]
 
     @cute.jit
-    def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
-        """U, while the state is being rounded."""
-        for i in cutlass.range_constexpr(self.dim // 16):
-            for j in cutlass.range_constexpr(4):
-                words[4 * i + j] = ptx.pack(self.dtype, state[8 * i + 2 * j], state[8 * i + 2 * j + 1])
+    def issue_keys(self, by_key, sums, state, operand, words, keys, stage, by_steps: cutlass.Constexpr = True):
+        """U, by steps while the state is being rounded."""
+        if cutlass.const_expr(not by_steps):
+            for i in cutlass.range_constexpr(self.dim // 4):
+                words[i] = ptx.pack(self.dtype, state[2 * i], state[2 * i + 1])
             warpgroup.fence()
+        for i in cutlass.range_constexpr(self.dim // 16):
+            if cutlass.const_expr(by_steps):
+                for j in cutlass.range_constexpr(4):
+                    words[4 * i + j] = ptx.pack(self.dtype, state[8 * i + 2 * j], state[8 * i + 2 * j + 1])
+                warpgroup.fence()
             self.multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
         warpgroup.commit_group()
 

@@ -13,8 +13,8 @@ contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | fl
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
 The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
-_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
-_chunk_summary.py (first launch), _chunk_compose.py (second).
+_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
+_chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
 """
 
 from collections.abc import Iterator
