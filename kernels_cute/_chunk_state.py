@@ -68,8 +68,9 @@ class StateRole:
         value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
         value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
         if cutlass.const_expr(segment is None):
-            self.read_state(initial, state, self.read_record(storage, Int32(0)), column0 + row, pair)
-            fresh = cute.make_rmem_tensor(state.layout, Float32)
+            fetched = cute.make_rmem_tensor(state.layout, Float32)
+            self.fetch_item(initial, fetched, self.read_record(storage, Int32(0)), column0 + row, pair)
+            self.settle_state(initial, fetched, state, pair)
         else:
             self.start_of_segment(
                 storage, initial, mask, state, head, segment, piece * self.columns + column0 + row, pair, piece, warp, lane
@@ -199,15 +200,14 @@ class StateRole:
                 # The next item's state is on its way while this one's goes.
                 next_item = self.read_record(storage, number + 1)
                 going = next_item.sequence >= 0
-                self.read_state(initial, fresh, next_item, column0 + row, pair)
+                self.fetch_item(initial, fetched, next_item, column0 + row, pair)
                 self.store_state(
                     final, final_indices, state, item.sequence, item.head, item.read_slot, item.live_length, null_slot, row0, pair
                 )
                 self.zero_rows(out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
                 self.zero_rows_beyond(out, end, sequences, item.sequence, item.head, first_column, warp, lane)
                 self.note_record(storage, number)
-                for i in cutlass.range_constexpr(dim // 2):
-                    state[i] = fresh[i]
+                self.settle_state(initial, fetched, state, pair)
             else:
                 going = Boolean(False)
                 if segment.index == segment.count - 1:
@@ -272,24 +272,50 @@ class StateRole:
     def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):
         starts = self.starts_from_initial(mask, sequence, live_length)
         self.fetch_state(initial, state, starts, read_slot, head, row0, pair)
+        self.settle_state(initial, state, state, pair)
 
     @cute.jit
-    def read_state(self, initial, state, item, block_row, pair):
-        """load_state of an item; block_row: the lane's first V row among the block's."""
+    def fetch_item(self, initial, fetched, item, block_row, pair):
+        """fetch_state of an item; block_row: the lane's first V row among the block's."""
         row0 = item.piece * self.columns + block_row
-        self.fetch_state(initial, state, item.starts, item.read_slot, item.head, row0, pair)
+        self.fetch_state(initial, fetched, item.starts, item.read_slot, item.head, row0, pair)
 
     @cute.jit
-    def fetch_state(self, initial, state, starts, read_slot, head, row0, pair):
-        state.fill(0.0)
+    def fetch_state(self, initial, fetched, starts, read_slot, head, row0, pair):
+        """Asks for a lane's entries of a state, in the order of memory; settle_state makes the state of it."""
+        fetched.fill(0.0)
         if cutlass.const_expr(self.has_initial):
             if starts:
-                source = self.state_pointer(initial, read_slot, head, row0, pair)
-                for n in cutlass.range_constexpr(self.dim // 8):
-                    for side in cutlass.range_constexpr(2):
-                        entries = self.state_pair(source, n, side)
-                        state[4 * n + 2 * side] = entries[0].to(Float32)
-                        state[4 * n + 2 * side + 1] = entries[1].to(Float32)
+                if cutlass.const_expr(self.is_wide(initial)):
+                    source = self.wide_address(initial, read_slot, head, row0, pair)
+                    for place in cutlass.range_constexpr(self.dim // 8):
+                        values = ptx.load_global_four(source + self.wide_offset(place))
+                        for i in cutlass.range_constexpr(4):
+                            fetched[4 * place + i] = values[i]
+                else:
+                    source = self.state_pointer(initial, read_slot, head, row0, pair)
+                    for n in cutlass.range_constexpr(self.dim // 8):
+                        for side in cutlass.range_constexpr(2):
+                            entries = self.state_pair(source, n, side)
+                            fetched[4 * n + 2 * side] = entries[0].to(Float32)
+                            fetched[4 * n + 2 * side + 1] = entries[1].to(Float32)
+
+    @cute.jit
+    def settle_state(self, initial, fetched, state, pair):
+        """The accumulators of what fetch_state asked for. May be the same registers."""
+        if cutlass.const_expr(self.has_initial and self.is_wide(initial)):
+            is_odd = pair % 2 == 1
+            for n in cutlass.range_constexpr(0, self.dim // 8, 2):
+                own = [fetched[4 * n + i] for i in range(8)]
+                for side in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(2):
+                        low, high = own[4 * side + i], own[4 * side + 2 + i]
+                        other = cute.arch.shuffle_sync_bfly(self.where(is_odd, low, high), 1)
+                        state[4 * n + 2 * side + i] = self.where(is_odd, other, low)
+                        state[4 * (n + 1) + 2 * side + i] = self.where(is_odd, high, other)
+        else:
+            for i in cutlass.range_constexpr(self.dim // 2):
+                state[i] = fetched[i]
 
     @cute.jit
     def store_state(self, final, final_indices, state, sequence, head, read_slot, live_length, null_slot, row0, pair):
@@ -314,13 +340,43 @@ class StateRole:
                 if slot > null_slot:
                     self.write_state(final, slot, state, head, row0, pair)
 
-    def write_state(self, final: Any, slot: Any, state: Any, head: Any, row0: Any, pair: Any) -> None:
-        target = self.state_pointer(final, slot, head, row0, pair)
-        for n in range(self.dim // 8):
-            for side in range(2):
-                entries = self.state_pair(target, n, side)
-                entries[0] = state[4 * n + 2 * side].to(final.element_type)
-                entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+    @cute.jit
+    def write_state(self, final, slot, state, head, row0, pair):
+        if cutlass.const_expr(self.is_wide(final)):
+            target = self.wide_address(final, slot, head, row0, pair)
+            is_odd = pair % 2 == 1
+            for n in cutlass.range_constexpr(0, self.dim // 8, 2):
+                for side in cutlass.range_constexpr(2):
+                    values = [None] * 4
+                    for i in cutlass.range_constexpr(2):
+                        first, second = state[4 * n + 2 * side + i], state[4 * (n + 1) + 2 * side + i]
+                        other = cute.arch.shuffle_sync_bfly(self.where(is_odd, first, second), 1)
+                        values[i] = self.where(is_odd, other, first)
+                        values[2 + i] = self.where(is_odd, second, other)
+                    ptx.store_global_four(target + self.wide_offset(n + side), values)
+        else:
+            target = self.state_pointer(final, slot, head, row0, pair)
+            for n in cutlass.range_constexpr(self.dim // 8):
+                for side in cutlass.range_constexpr(2):
+                    entries = self.state_pair(target, n, side)
+                    entries[0] = state[4 * n + 2 * side].to(final.element_type)
+                    entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+
+    # Where K is contiguous and entries are float32, two neighbouring lanes swap halves, so that each has 16 bytes in a row:
+    # of 16 K columns the even lanes have the first 8, the odd ones the last 8. It takes a quarter of the accesses.
+    def is_wide(self, states: Any) -> bool:
+        return self.v_first and states.element_type is Float32
+
+    @cute.jit
+    def wide_address(self, states, slot, head, row0, pair):
+        """Of a lane's first four."""
+        offset = slot * states.stride[0] + Int64(head) * (self.dim * self.dim)
+        offset += Int64(row0) * self.dim + pair % 2 * 8 + pair // 2 * 4
+        return states.iterator.toint() + offset * 4
+
+    def wide_offset(self, place: int) -> int:
+        """Bytes to a lane's four number `place`: 16 K columns and 8 V rows take turns."""
+        return place // 2 * 64 + place % 2 * 8 * self.dim * 4
 
     @cute.jit
     def state_pointer(self, states, slot, head, row0, pair):
