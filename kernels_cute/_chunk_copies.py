@@ -35,7 +35,7 @@ class CopyRoles:
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(num_chunks, unroll=1):
-            stage, parity = (base + step) % self.stages, (base + step) // self.stages & 1
+            stage, parity = self.stage_of(base + step)
             cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * self.key_bytes + self.value_bytes)
@@ -85,7 +85,7 @@ class CopyRoles:
             cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
         )  # fmt: skip
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
-            stage, parity = (base + step) % self.stages, (base + step) // self.stages & 1
+            stage, parity = self.stage_of(base + step)
             cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
             # Here, not in the warps that wrote O: they would wait for it.
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -133,7 +133,7 @@ class CopyRoles:
         own = storage.ready.data_ptr() + rank
         barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, 2, unroll=1):
-            cute.arch.mbarrier_wait(own, (base + step) // BUFFERS & 1)
+            cute.arch.mbarrier_wait(own, (base + step) >> 1 & 1)
             with cute.arch.elect_one():
                 ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
                 for field, size in (
@@ -155,8 +155,7 @@ class CopyRoles:
         gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
         self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
-            half = (base + step) // self.aux_step % 2
-            half_turn = (base + step) // self.aux_step // 2 & 1
+            half, half_turn = self.half_of(base + step)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
             self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)

@@ -343,6 +343,19 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
+    # Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would stand
+    # in every role's wait. Shifts are the same for both signs.
+    def stage_of(self, count: Any) -> tuple[Any, Any]:
+        """A chunk's stage, and the parity of that stage's turn."""
+        if self.stages & (self.stages - 1):
+            return count % self.stages, count // self.stages & 1
+        return count & (self.stages - 1), count >> (self.stages.bit_length() - 1) & 1
+
+    def half_of(self, count: Any) -> tuple[Any, Any]:
+        """The same of `half`."""
+        own = count >> (self.aux_step - 1)
+        return own & 1, own >> 1 & 1
+
     def set_registers(self, count: int) -> None:
         """What a thread has at launch is 65536 over the threads, in steps of 8."""
         if count > 65536 // self.threads // 8 * 8:

@@ -91,14 +91,16 @@ class StateRole:
             num_chunks = self.num_chunks(item.live_length)
             first_column = item.piece * self.columns + half * 64  # of the warpgroup
             row0 = item.piece * self.columns + column0 + row  # of this lane
+            first_stage, first_parity = self.stage_of(base)
             if num_chunks > 0:
-                cute.arch.mbarrier_wait(full + base % self.stages, base // self.stages & 1)
-            self.issue_keys(by_key, sums, state, state_operand, state_words, keys, base % self.stages, False)
+                cute.arch.mbarrier_wait(full + first_stage, first_parity)
+            self.issue_keys(by_key, sums, state, state_operand, state_words, keys, first_stage, False)
             warpgroup.wait_group(0)
             for step in cutlass.range(num_chunks, unroll=1):
                 count = base + step
-                stage, following = count % self.stages, (count + 1) % self.stages
-                buffer, turn = count % BUFFERS, count // BUFFERS & 1
+                stage, _ = self.stage_of(count)
+                following, following_parity = self.stage_of(count + 1)
+                buffer, turn = count & 1, count >> 1 & 1
                 valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
                 vector = vectors + buffer * VECTOR_BYTES
                 half_steps = dim // 32
@@ -135,8 +137,6 @@ class StateRole:
                     self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
                 warpgroup.commit_group()
                 last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
-                for i in cutlass.range_constexpr(dim // 2):
-                    state[i] = state[i] * last
                 if cutlass.const_expr(self.paired):
                     if valid < CHUNK:
                         # The block whose turn it was has done this for its own tile alone.
@@ -144,6 +144,8 @@ class StateRole:
                         cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
                 factors = self.load_factors(vector, KEY_TO_LAST)
+                for i in cutlass.range_constexpr(dim // 2):
+                    state[i] = state[i] * last
                 warpgroup.wait_group(1)
 
                 # S
@@ -173,7 +175,7 @@ class StateRole:
                     self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
                 warpgroup.commit_group()
                 if step + 1 < num_chunks:
-                    cute.arch.mbarrier_wait(full + following, (count + 1) // self.stages & 1)
+                    cute.arch.mbarrier_wait(full + following, following_parity)
                 warpgroup.wait_group(1)
                 self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
                 warpgroup.wait_group(1)

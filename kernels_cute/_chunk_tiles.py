@@ -75,10 +75,9 @@ class TileRoles:
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
             count = base + step
-            stage, parity = count % self.stages, count // self.stages & 1
-            buffer, turn = count % BUFFERS, count // BUFFERS & 1
-            half = count // self.aux_step % 2
-            half_turn = count // self.aux_step // 2 & 1
+            stage, parity = self.stage_of(count)
+            buffer, turn = count & 1, count >> 1 & 1
+            half, half_turn = self.half_of(count)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             valid = length - step * CHUNK
@@ -196,10 +195,9 @@ class TileRoles:
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
             count = base + step
-            stage, parity = count % self.stages, count // self.stages & 1
-            buffer, turn = count % BUFFERS, count // BUFFERS & 1
-            half = count // self.aux_step % 2
-            half_turn = count // self.aux_step // 2 & 1
+            stage, parity = self.stage_of(count)
+            buffer, turn = count & 1, count >> 1 & 1
+            half, half_turn = self.half_of(count)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
