@@ -92,6 +92,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         prefetch: int,
         parts: int,
         registers: tuple[int, int, int, int],
+        deals: bool = False,
     ):
         self.heads, self.q_group, self.k_group, self.v_group = heads, q_group, k_group, v_group
         self.dim, self.dtype = dim, dtype
@@ -103,6 +104,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         self.has_checkpoints = has_checkpoints
         self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
+        self.deals = deals  # blocks take item after item, else one is all that a block works on
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.paired = paired
@@ -249,20 +251,28 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
                     cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
-                if cutlass.const_expr(segment is None):
+                if cutlass.const_expr(self.deals):
                     for record in cutlass.range_constexpr(RECORDS):
                         cute.arch.mbarrier_init(storage.dealt.data_ptr() + record, 1)
                         # A lane of every warp: of state, inverse, score and the copying ones.
                         cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 4 * self.num_state + 10 + self.sharers)
-                else:
+                if cutlass.const_expr(segment is not None):
                     self.init_start(storage)
         thread, _, _ = cute.arch.thread_idx()
         is_sorted = Boolean(False)
         cluster = block // self.sharers
+        piece = block % self.slices
+        head = block // self.slices % self.heads
         if cutlass.const_expr(segment is None):
-            is_sorted = self.is_sorted(bounds)
             # Asked for before the barriers below, which take as long as the answer.
-            first_item = self.describe(cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot)
+            only = first_item = self.describe(
+                cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot
+            )
+        else:
+            only = self.item_of(segment, head, piece)
+        if cutlass.const_expr(self.deals):
+            only = None
+            is_sorted = self.is_sorted(bounds)
             if is_sorted:
                 self.write_keys(storage, bounds, indices, null_slot, thread)
         # Above the diagonal M and P stay zero.
@@ -270,9 +280,10 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
         for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)
-        if is_sorted:
-            cute.arch.sync_threads()
-            self.sort(storage, bounds, thread)
+        if cutlass.const_expr(self.deals):
+            if is_sorted:
+                cute.arch.sync_threads()
+                self.sort(storage, bounds, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.paired):
@@ -281,28 +292,26 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         else:
             cute.arch.sync_threads()
 
-        piece = block % self.slices
-        head = block // self.slices % self.heads
         # Every role counts items, and the chunks of those before.
         number, base, going = Int32(0), Int32(0), Boolean(True)
         if warp < 4 * self.num_state:
             self.set_registers(self.state_registers)
             self.state_warpgroup(
                 storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, warp // 4,
-                warp % 4, segment,
+                warp % 4, segment, only,
             )  # fmt: skip
         elif warp < 4 * (self.num_state + 1):
             self.set_registers(self.inverse_registers)
             while going:
-                item = self.take(storage, number, segment, head, piece)
+                item = self.take(storage, number, only)
                 self.inverse_warpgroup(storage, item.live_length, self.first_own(base, rank), warp % 4, base)
-                number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
+                number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         elif warp < 4 * (self.num_state + 2):
             self.set_registers(self.score_registers)
             while going:
-                item = self.take(storage, number, segment, head, piece)
+                item = self.take(storage, number, only)
                 self.score_warpgroup(storage, scale, item.live_length, self.first_own(base, rank), warp % 4, base)
-                number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
+                number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         else:
             self.set_registers(self.copy_registers)
             copier = warp % 4
@@ -310,34 +319,34 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                 if cutlass.const_expr(segment is not None):
                     self.bring_start(storage, head, segment)
                 while going:
-                    item = self.take(storage, number, segment, head, piece)
-                    if cutlass.const_expr(segment is None):
+                    item = self.take(storage, number, only)
+                    if cutlass.const_expr(self.deals):
                         if number > 0:
                             self.prefetch_state(initial, item)
                     self.copy_warp(
                         storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, item.begin, item.live_length, item.head,
                         item.piece, base,
                     )  # fmt: skip
-                    number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
+                    number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
             if copier == 1:
-                if cutlass.const_expr(segment is None):
+                if cutlass.const_expr(self.deals):
                     self.deal_and_gate(
                         storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank, first_item
                     )
                 else:
                     first = self.first_own(base, rank)
-                    self.gate_warp(storage, g, beta, a_log, dt_bias, segment.begin, segment.live_length, head, first)
+                    self.gate_warp(storage, g, beta, a_log, dt_bias, only.begin, only.live_length, only.head, first)
             if copier == 2:
                 while going:
-                    item = self.take(storage, number, segment, head, piece)
+                    item = self.take(storage, number, only)
                     self.store_warp(storage, out_atom, out_tensor, out, item.begin, item.live_length, item.head, item.piece, base)
-                    number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
+                    number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
             if cutlass.const_expr(self.paired):
                 if copier == 3:
                     while going:
-                        item = self.take(storage, number, segment, head, piece)
+                        item = self.take(storage, number, only)
                         self.hand_over_warp(storage, item.live_length, rank, self.first_own(base, rank), base)
-                        number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, segment)
+                        number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         if cutlass.const_expr(self.paired):
             # The other block may still write to this one's shared memory.
             cute.arch.cluster_arrive()

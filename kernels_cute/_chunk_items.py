@@ -191,7 +191,7 @@ class Items:
         next_rank, next_unit = clusters // self.units, clusters % self.units
         number, base, going = Int32(0), Int32(0), Boolean(True)
         while going:
-            item = self.take(storage, number)
+            item = self.take(storage, number, None)
             going = item.sequence >= 0
             number = number + 1
             if going:
@@ -254,23 +254,22 @@ class Items:
             cute.arch.mbarrier_arrive(storage.noted.data_ptr() + number % RECORDS)
 
     @cute.jit
-    def take(self, storage, number, segment=None, head=None, piece=None):
-        """The block's item `number`; of a split call the only one."""
-        if cutlass.const_expr(segment is None):
+    def take(self, storage, number, only):
+        """The block's item `number`."""
+        item = only
+        if cutlass.const_expr(only is None):
             item = self.read_record(storage, number)
             self.note_record(storage, number)
-        else:
-            item = self.item_of(segment, head, piece)
         return item
 
     def item_of(self, segment: Any, head: Any, piece: Any) -> Item:
         return Item(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
 
     @cute.jit
-    def goes_on(self, item, segment):
+    def goes_on(self, item, only):
         """Whether there may be another item after this one."""
         going = Boolean(False)
-        if cutlass.const_expr(segment is None):
+        if cutlass.const_expr(only is None):
             going = item.sequence >= 0
         return going
 

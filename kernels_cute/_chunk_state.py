@@ -32,7 +32,7 @@ class StateRole:
     @cute.jit
     def state_warpgroup(
         self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, half, warp,
-        segment,
+        segment, only,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         dim, parts = self.dim, self.parts
@@ -69,7 +69,10 @@ class StateRole:
         value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
         if cutlass.const_expr(segment is None):
             fetched = cute.make_rmem_tensor(state.layout, Float32)
-            self.fetch_item(initial, fetched, self.read_record(storage, Int32(0)), column0 + row, pair)
+            first_item = only
+            if cutlass.const_expr(only is None):
+                first_item = self.read_record(storage, Int32(0))
+            self.fetch_item(initial, fetched, first_item, column0 + row, pair)
             self.settle_state(initial, fetched, state, pair)
         else:
             self.start_of_segment(
@@ -84,10 +87,9 @@ class StateRole:
         # memory and is dropped. Where the loop closes nothing is in flight, else ptxas would serialise every product.
         number, base, going = Int32(0), Int32(0), Boolean(True)
         while going:
-            if cutlass.const_expr(segment is None):
+            item = only
+            if cutlass.const_expr(only is None):
                 item = self.read_record(storage, number)
-            else:
-                item = self.item_of(segment, head, piece)
             num_chunks = self.num_chunks(item.live_length)
             first_column = item.piece * self.columns + half * 64  # of the warpgroup
             row0 = item.piece * self.columns + column0 + row  # of this lane
@@ -198,7 +200,7 @@ class StateRole:
                             final, offsets, targets, state, item.sequence, item.head, done, null_slot, row0, pair
                         )
 
-            if cutlass.const_expr(segment is None):
+            if cutlass.const_expr(only is None):
                 # The next item's state is on its way while this one's goes.
                 next_item = self.read_record(storage, number + 1)
                 going = next_item.sequence >= 0
@@ -212,13 +214,17 @@ class StateRole:
                 self.settle_state(initial, fetched, state, pair)
             else:
                 going = Boolean(False)
-                if segment.index == segment.count - 1:
+                is_first, is_last = Boolean(True), Boolean(True)
+                if cutlass.const_expr(segment is not None):
+                    is_first, is_last = segment.index == 0, segment.index == segment.count - 1
+                if is_last:
                     self.store_state(
-                        final, final_indices, state, item.sequence, head, item.read_slot, item.live_length, null_slot, row0, pair
-                    )
-                self.zero_rows(out, item.begin, item.length, item.live_length, head, first_column, warp, lane)
-                if segment.index == 0:
-                    self.zero_rows_beyond(out, end, sequences, item.sequence, head, first_column, warp, lane)
+                        final, final_indices, state, item.sequence, item.head, item.read_slot, item.live_length, null_slot, row0,
+                        pair,
+                    )  # fmt: skip
+                self.zero_rows(out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
+                if is_first:
+                    self.zero_rows_beyond(out, end, sequences, item.sequence, item.head, first_column, warp, lane)
             number, base = number + 1, base + num_chunks
 
     def load_factors(self, vector: Any, kind: int) -> list[Any]:

@@ -35,7 +35,7 @@ from kernels_cute import _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
 from kernels_cute._chunk_items import places_limit
-from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
+from kernels_cute._chunk_plan import default_places, default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
@@ -54,6 +54,7 @@ _BARRIER_BYTES = 896  # most of the barriers, records and order, and of what ali
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (240, 136, 96, 40)
+_ALL_PLACES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
-    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; a scalar of the launch. Without segments.
-    places: int = field(default=1, metadata={"compiled": lambda places: None})
+    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; 0 = a cluster has one item, and there are
+    # as many as items. A scalar of the launch. Without segments.
+    places: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -108,7 +110,9 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and config.segment >= 0
-        and 1 <= config.places <= places_limit(config.paired)
+        and 0 <= config.places <= places_limit(config.paired)
+        # Inverse waits for every second fill of such a stage only, see the notes.
+        and not (config.places > 0 and config.paired and config.stages % 2 == 1)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
         and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
@@ -117,18 +121,16 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
     segment = default_segment(problem, device)
+    paired = problem.head_v_dim == 128
+    places = 0 if segment else default_places(problem, paired, device)
     return Config(
-        paired=problem.head_v_dim == 128,
+        paired=paired,
         stages=4,
-        prefetch=default_prefetch(problem, segment),
+        prefetch=default_prefetch(problem, segment, places),
         m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
-        places=_places(problem.head_v_dim == 128, device),
+        places=places,
     )
-
-
-def _places(paired: bool, device: DeviceSpec) -> int:
-    return min(device.num_sms // (2 if paired else 1), places_limit(paired))
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -139,9 +141,10 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     default = default_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, default.m_parts, 0, _places(paired, device))
+        for places in sorted({0, default_places(problem, paired, device)}):
+            yield Config(paired, stages, prefetch, default.m_parts, 0, places)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(default, segment=segment, prefetch=prefetch)
+        yield replace(default, segment=segment, prefetch=prefetch, places=0)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -184,6 +187,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         prefetch=config.prefetch,
         parts=config.m_parts,
         registers=_REGISTERS,
+        deals=config.places > 0 and config.segment == 0,
     )
 
 
@@ -282,7 +286,7 @@ def launch(
         tokens = CHUNK * compiled.config.segment
         scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
     else:
-        scalars = (*scalars, compiled.config.places)
+        scalars = (*scalars, compiled.config.places or _ALL_PLACES)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate
