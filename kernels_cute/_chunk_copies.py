@@ -13,7 +13,6 @@ from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
     BETA,
-    BUFFERS,
     CHUNK,
     CUM,
     LOG2E,

@@ -17,7 +17,6 @@ from kernels_cute._chunk_shape import (
     AUX_BYTES,
     BETA,
     BLOCK,
-    BUFFERS,
     CHUNK,
     COLUMN_PITCH,
     CUM,
