@@ -227,7 +227,10 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         block, _, _ = cute.arch.block_idx()
         rank = block % 2  # in the pair
-        if warp == 0:
+        # The warp that copies in makes the barriers: it need not wait for the others to begin.
+        first_copier = 4 * (self.num_state + 2)
+        starts_early = self.paired and segment is None
+        if warp == first_copier:
             cpasync.prefetch_descriptor(q_atom)
             cpasync.prefetch_descriptor(k_atom)
             cpasync.prefetch_descriptor(v_atom)
@@ -258,6 +261,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                         cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 4 * self.num_state + 10 + self.sharers)
                 if cutlass.const_expr(segment is not None):
                     self.init_start(storage)
+            cute.arch.sync_warp()
         thread, _, _ = cute.arch.thread_idx()
         is_sorted = Boolean(False)
         cluster = block // self.sharers
@@ -287,8 +291,14 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.paired):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            # A releasing arrival waits for global memory too; for the other block the fences above are enough.
+            cute.arch.fence_acq_rel_cta()
+            cute.arch.cluster_arrive_relaxed()
+            if cutlass.const_expr(starts_early):
+                if warp != first_copier:
+                    cute.arch.cluster_wait()
+            else:
+                cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
@@ -328,6 +338,9 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                         item.piece, base,
                     )  # fmt: skip
                     number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
+                if cutlass.const_expr(starts_early):
+                    # Nothing of the other block was touched; the barrier at the end needs this one done.
+                    cute.arch.cluster_wait()
             if copier == 1:
                 if cutlass.const_expr(self.deals):
                     self.deal_and_gate(
@@ -348,7 +361,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                         self.hand_over_warp(storage, item.live_length, rank, self.first_own(base, rank), base)
                         number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         if cutlass.const_expr(self.paired):
-            # The other block may still write to this one's shared memory.
+            # The other block may still write to this one's shared memory: its last arrivals are over when this one, releasing, is.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
