@@ -361,7 +361,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
                         self.hand_over_warp(storage, item.live_length, rank, self.first_own(base, rank), base)
                         number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         if cutlass.const_expr(self.paired):
-            # The other block may still write to this one's shared memory: its last arrivals are over when this one, releasing, is.
+            # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
