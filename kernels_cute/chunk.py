@@ -12,9 +12,9 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
-_chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
-_chunk_summary.py (first launch), _chunk_compose.py (second).
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
+_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
+_chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
 
 Head dims other than 64 and 128: _chunk_stand_in.py.
 """
@@ -36,7 +36,8 @@ from gdn.problems import ChunkProblem
 from kernels_cute import _chunk_stand_in, _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
-from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
+from kernels_cute._chunk_items import places_limit
+from kernels_cute._chunk_plan import default_places, default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute._memory import CUTE_DTYPES, fake
@@ -45,10 +46,11 @@ ENTRY = "gdn_cute_chunk"
 RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
+_BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (240, 136, 96, 40)
+_ALL_PLACES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
+    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; 0 = a cluster has one item, and there are
+    # as many as items. A scalar of the launch. Without segments.
+    places: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -110,6 +115,9 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and config.segment >= 0
+        and 0 <= config.places <= places_limit(config.paired)
+        # Inverse waits for every second fill of such a stage only, see the notes.
+        and not (config.places > 0 and config.paired and config.stages % 2 == 1)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
         and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
@@ -123,12 +131,15 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.kernel(problem).default_config(_chunk_stand_in.stand_in(problem), device)
     segment = default_segment(problem, device)
+    paired = problem.head_v_dim == 128
+    places = 0 if segment else default_places(problem, paired, device)
     return Config(
-        paired=problem.head_v_dim == 128,
+        paired=paired,
         stages=4,
-        prefetch=default_prefetch(problem, segment),
+        prefetch=default_prefetch(problem, segment, places),
         m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
+        places=places,
     )
 
 
@@ -142,9 +153,10 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     default = default_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, default.m_parts, 0)
+        for places in sorted({0, default_places(problem, paired, device)}):
+            yield Config(paired, stages, prefetch, default.m_parts, 0, places)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(default, segment=segment, prefetch=prefetch)
+        yield replace(default, segment=segment, prefetch=prefetch, places=0)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -191,6 +203,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         prefetch=config.prefetch,
         parts=config.m_parts,
         registers=_REGISTERS,
+        deals=config.places > 0 and config.segment == 0,
     )
 
 
@@ -245,7 +258,7 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else []),  # tokens of a segment, slots
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else [cutlass.Int32(1)]),  # tokens of a segment, slots; or places
     ]
 
 
@@ -287,6 +300,8 @@ def launch(
     if compiled.config.segment:
         tokens = CHUNK * compiled.config.segment
         scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+    else:
+        scalars = (*scalars, compiled.config.places or _ALL_PLACES)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate
