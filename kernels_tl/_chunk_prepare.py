@@ -5,12 +5,16 @@ K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K 
 
     A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
                                                                     the rest by matmuls of 16-bit operands, block row by block row
-    M = A_ij exp(c_i - c_j) beta_j                                  16-bit, as `parts` summands
-    P = lower(scale exp(c_i - c_j) Q^_i . |k_j|^-1 K^_j ...)        16-bit
+    X = |k_i|^-1 A_ij                                               16-bit, as `parts` summands
+    Z = beta_i exp(c_last - c_i) (X^T K)_ij                         16-bit, [64, K]
+    R = exp(c_i - c_j) beta_j (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
     vectors                                                         float32, see _chunk_types
 
-Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows and columns of M and P are zero,
-and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
+With M = A_ij exp(c_i - c_j) beta_j the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
+P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to what stands before it.
+
+Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows of Z and R and their columns of R are
+zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
 chunk if the sequence is padding, and those of tokens `64 * slot ...` that lie at or beyond cu_seqlens[N].
 """
 
@@ -23,13 +27,16 @@ from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
     NUM_VECTORS,
-    ROW_KEY_TO_LAST,
     ROW_LAST,
     ROW_STATE_KEY,
     ROW_STATE_QUERY,
+    TILE_R,
+    TILE_Z,
+    TILE_Z_HIGH,
     bounds_tensor,
     gate_tensor,
     row_tensor,
+    tiles_tensor,
     token_tensor,
 )
 
@@ -40,6 +47,8 @@ SOFTPLUS_THRESHOLD = 20.0
 # A decay below exp(-128) is 0 in float32. Cutting g there keeps c small, so that its later differences keep their digits.
 LOWEST_LOG_DECAY = -128.0
 BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
+# float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
+HALF_SCALE = 32.0
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
@@ -56,6 +65,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     wide = head_k > HALF
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
+    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
@@ -79,13 +89,13 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
         indices: index_type,
         cu_seqlens: bounds_type,
         out: out_type,
-        tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
+        tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         scale: T.float32,
         null_slot: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
-            # K and Q as halves of 64 columns. What goes out reuses them: M and its rest K's tiles, P the first one of Q.
+            # K and Q as halves of 64 columns. X and its rest take the place of what they are made of, Z that of K, R that of Q.
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
@@ -93,6 +103,8 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             q_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
             below_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
             inverse_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
+            x_shared = T.view(inverse_shared, (CHUNK, CHUNK), dtype)
+            rest_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((CHUNK,), "float32")
             beta_shared = T.alloc_shared((CHUNK,), "float32")
@@ -101,7 +113,10 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             loaded = T.alloc_barrier(PREPARE_THREADS)
             kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
+            z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
+            z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
             inverse_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             product_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             product_operand = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
@@ -231,17 +246,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     below_fragment[i, j] = T.if_then_else(i // BLOCK > j // BLOCK, -kk_fragment[i, j], 0.0)
                 T.copy(below_fragment, below_shared)
                 T.sync_threads()
-                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
-                if wide:
-                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    decay_fragment[i, j] = T.Select(i >= j, T.exp2(sum_shared[i] - sum_shared[j]), 0.0)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-                T.sync_threads()  # every warp is done with Q
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    qk_fragment[i, j] *= (q_factor_shared[i] * k_factor_shared[j]) * decay_fragment[i, j]
-                T.copy(qk_fragment, q_shared)
                 if tx < CHUNK:
                     for i in T.unroll(BLOCK):
                         column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
@@ -256,8 +260,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                         inverse_shared[tx // BLOCK * BLOCK + i, tx] = column[i]
                 T.fence_proxy_async()
                 T.sync_threads()
-                if tx < 32:
-                    T.tma_copy(q_shared, tiles[slot, head, parts, :, :], leader_scope_threads=32)
 
                 # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
                 T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
@@ -278,24 +280,66 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
 
+                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
+                T.sync_threads()  # every warp is done with what X is made of
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    inverse_fragment[i, j] *= beta_shared[j] * decay_fragment[i, j]
-                T.copy(inverse_fragment, k_shared)
+                    inverse_fragment[i, j] *= k_factor_shared[i] * x_scale
+                T.copy(inverse_fragment, x_shared)
                 if parts == 2:
                     for i, j in T.Parallel(CHUNK, CHUNK):
-                        product_fragment[i, j] = inverse_fragment[i, j] - T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
-                    T.copy(product_fragment, k_high_shared)
+                        inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
+                    T.copy(inverse_fragment, rest_shared)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    query_operand[i, j] = T.Select(i >= j, qk_fragment[i, j] * q_factor_shared[i], 0.0)
+                T.fence_proxy_async()
+                T.sync_threads()
+                T.wgmma_gemm(query_operand, x_shared, qk_fragment, clear_accum=True)
+                if parts == 2:
+                    T.wgmma_gemm(query_operand, rest_shared, qk_fragment)
+                T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
+                if parts == 2:
+                    T.wgmma_gemm(rest_shared, k_shared, z_fragment, transpose_A=True)
+                total = sum_shared[CHUNK - 1]
+                T.wait_wgmma(parts)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    r_fragment[i, j] = T.Select(
+                        i >= j,
+                        qk_fragment[i, j] * T.exp2(sum_shared[i] - sum_shared[j]) * (beta_shared[j] * (1.0 / x_scale)),
+                        0.0,
+                    )
+                if wide:
+                    T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
+                    if parts == 2:
+                        T.wgmma_gemm(rest_shared, k_high_shared, qk_fragment, transpose_A=True)
+                T.wait_wgmma(parts if wide else 0)
+                T.warpgroup_fence_operand(z_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, HALF):
+                    z_operand[i, j] = z_fragment[i, j] * (T.exp2(total - sum_shared[i]) * (beta_shared[i] * (1.0 / x_scale)))
+                T.wait_wgmma(0)
+                if wide:
+                    T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                    for i, j in T.Parallel(CHUNK, HALF):
+                        qk_fragment[i, j] *= T.exp2(total - sum_shared[i]) * (beta_shared[i] * (1.0 / x_scale))
+                T.sync_threads()  # every warp is done with K
+                T.copy(r_fragment, q_shared)
+                T.copy(z_operand, k_shared)
+                if wide:
+                    T.copy(qk_fragment, k_high_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 if tx < 32:
-                    T.tma_copy(k_shared, tiles[slot, head, 0, :, :], leader_scope_threads=32)
-                    if parts == 2:
-                        T.tma_copy(k_high_shared, tiles[slot, head, 1, :, :], leader_scope_threads=32)
+                    T.tma_copy(q_shared, tiles[slot, head, TILE_R, :, :], leader_scope_threads=32)
+                    T.tma_copy(k_shared, tiles[slot, head, TILE_Z, :, :], leader_scope_threads=32)
+                    if wide:
+                        T.tma_copy(k_high_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
 
                 if tx < CHUNK:
-                    total = sum_shared[CHUNK - 1]
                     vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[tx]) * k_factor_shared[tx]
-                    vectors[slot, head, ROW_KEY_TO_LAST, tx] = T.exp2(total - sum_shared[tx]) * k_factor_shared[tx]
                     vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp2(sum_shared[tx]) * q_factor_shared[tx]
                     vectors[slot, head, ROW_LAST, tx] = T.exp2(total)
                 T.tma_store_wait(0)
