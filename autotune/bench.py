@@ -10,7 +10,7 @@ import gdn
 from autotune import cases, tuning
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, DeltaRuleProblem, MqaLogitsProblem
+from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem
 from gdn.runtime import prepare, registry
 from gdn.testing import timing
 
@@ -40,7 +40,7 @@ def useful_flops(shape: Shape) -> int:
         queries, keys = problem.num_queries, problem.num_keys
         pairs = sum(min(max(keys - queries + row + 1, 0), keys) for row in range(queries))
         return 2 * pairs * problem.num_heads * problem.head_dim
-    if isinstance(problem, DeltaRuleProblem) and not isinstance(problem, ChunkProblem):
+    if isinstance(problem, DeltaRuleProblem | ConvolutionProblem) and not isinstance(problem, ChunkProblem):
         return 0  # no tensor-core work: bytes are the floor
     return problem.flops()
 
@@ -54,7 +54,7 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     timed = timing.Timed(cases.make(shape, device, spec).public_calls(backend))
     time_us = sorted(timed.sample_us() for _ in range(samples))[samples // 2]
     flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
-    dtype: str = shape.problem.static_fields()["dtype"]
+    dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
     return Row(
         op=shape.op,
         shape=shape.name,

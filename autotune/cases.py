@@ -7,11 +7,13 @@ that timing, which updates states in place, cannot change what is checked.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import gdn
+from autotune import steps
+from autotune._case import Call, Case, WrongResult, launch_of
 from autotune.shapes import Shape
 from gdn import reference
 from gdn.device import DeviceSpec
@@ -19,22 +21,7 @@ from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, 
 from gdn.runtime import Prepared
 from gdn.testing import compare, inputs, inputs_logits, oracle, oracle_logits, timing
 
-Call = Callable[[], object]
-
-
-class WrongResult(Exception):
-    """A candidate ran and its result is not the reference's."""
-
-
-class Case(Protocol):
-    def check(self, prepared: Prepared) -> float:
-        """The error of the kernel's result against the exact answer; WrongResult where it is too large."""
-
-    def launches(self, prepared: Prepared) -> list[Call]:
-        """The kernel alone, on each set of inputs."""
-
-    def public_calls(self, backend: str | None) -> list[Call]:
-        """The public operator, on each set of inputs."""
+__all__ = ["Call", "Case", "WrongResult", "make"]
 
 
 def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
@@ -46,14 +33,9 @@ def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
         return _LogitsCase(shape, problem, device, copies)
     if isinstance(problem, TopkProblem):
         return _TopkCase(problem, device, copies)
-    raise TypeError(f"shape.problem: expected a problem of the delta rule, of logits or of top-k, got {type(problem).__name__}")
-
-
-def _launch(prepared: Prepared, tensors: tuple[Any, ...]) -> Call:
-    launch = prepared.launch
-    if launch is None:
-        raise TypeError("prepared: expected a kernel, got the reference")
-    return lambda: launch(*tensors)
+    if isinstance(problem, steps.PROBLEMS):
+        return steps.StepCase(problem, shape.lengths, device, copies)
+    raise TypeError(f"shape.problem: expected one of an operator with a case, got {type(problem).__name__}")
 
 
 class _DeltaCase:
@@ -101,7 +83,7 @@ class _DeltaCase:
         before = self._checked["initial_state"]
         arguments = self._checked | {"initial_state": before.clone()}
         tensors, out = self._tensors(arguments, prepared)
-        _launch(prepared, tensors)()
+        launch_of(prepared, tensors)()
         expected, after = self._expected, arguments["initial_state"]
         written = sorted(expected.written_slots)
         untouched = sorted(set(range(before.shape[0])) - expected.written_slots)
@@ -120,7 +102,7 @@ class _DeltaCase:
         return max(output.l2, state.l2)
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [_launch(prepared, self._tensors(arguments, prepared)[0]) for arguments in self._timed]
+        return [launch_of(prepared, self._tensors(arguments, prepared)[0]) for arguments in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         function: Callable[..., object]
@@ -177,7 +159,7 @@ class _LogitsCase:
 
     def check(self, prepared: Prepared) -> float:
         tensors, out = self._tensors(self._checked)
-        _launch(prepared, tensors)()
+        launch_of(prepared, tensors)()
         problem, expected = self._problem, self._expected
         wrong = oracle_logits.logits_error(out, expected, fp8=problem.dtype == "float8_e4m3fn", clean=problem.clean)
         if wrong is not None:
@@ -186,7 +168,7 @@ class _LogitsCase:
         return oracle_logits.calc_diff(seen, expected.values)
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [_launch(prepared, self._tensors(made)[0]) for made in self._timed]
+        return [launch_of(prepared, self._tensors(made)[0]) for made in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         problem = self._problem
@@ -241,14 +223,14 @@ class _TopkCase:
 
     def check(self, prepared: Prepared) -> float:
         out = self._out()
-        _launch(prepared, (*self._checked, out))()
+        launch_of(prepared, (*self._checked, out))()
         wrong = int((out != self._expected).sum())
         if wrong:
             raise WrongResult(f"{wrong} of {out.numel()} indices are not the reference's")
         return 0.0
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [_launch(prepared, (*made, self._out())) for made in self._timed]
+        return [launch_of(prepared, (*made, self._out())) for made in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         def call(made: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Call:

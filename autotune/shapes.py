@@ -7,8 +7,21 @@ and of the engines.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem, TopkProblem
+from gdn.problems import (
+    ChunkProblem,
+    Conv1dProblem,
+    Conv1dUpdateProblem,
+    GatingProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    Problem,
+    RecurrentProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+    TopkProblem,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +30,7 @@ class Shape:
 
     name: str
     problem: Problem
-    lengths: tuple[int, ...] = ()  # tokens of each sequence (chunk, recurrent)
+    lengths: tuple[int, ...] = ()  # tokens of each sequence (chunk, recurrent, conv1d, conv1d_update)
     ranges: str = "causal"  # of keys, as gdn.testing.inputs_logits names them (mqa_logits)
 
     @property
@@ -143,6 +156,65 @@ def _topk(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32"
     return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
 
 
+def _convolution(heads: tuple[int, int]) -> dict[str, Any]:
+    """What both convolutions share: channels are neighbours in the pool, as engines for this card keep them."""
+    return {
+        "dim": 128 * (2 * heads[0] + heads[1]),
+        "width": 4,
+        "dtype": "bfloat16",
+        "weight_dtype": "bfloat16",
+        "bias_dtype": None,
+        "silu": True,
+        "state_dtype": "bfloat16",
+        "state_channels_contiguous": True,
+        "index_dtype": "int32",
+    }
+
+
+def _conv1d(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
+    problem = Conv1dProblem(
+        **_convolution(heads),
+        cu_seqlens_dtype="int32",
+        has_mask=True,
+        checkpoint_dtype=None,
+        num_tokens=sum(lengths),
+        num_sequences=len(lengths),
+    )
+    return Shape(f"{heads[0]}/{heads[1]} {label}", problem, lengths=tuple(lengths))
+
+
+def _conv1d_update(heads: tuple[int, int], batch: int, drafts: int = 0, tree: bool = False) -> Shape:
+    tokens = 1 + drafts
+    problem = Conv1dUpdateProblem(
+        **_convolution(heads),
+        cu_seqlens_dtype="int32" if drafts else None,
+        has_columns=drafts > 0,
+        has_accepted=drafts > 0,
+        has_parent=tree,
+        num_tokens=batch * tokens,
+        num_sequences=batch,
+    )
+    steps = f", {tokens} tokens each" + (", a tree" if tree else "") if drafts else ""
+    return Shape(f"{heads[0]}/{heads[1]} batch {batch}{steps}", problem, lengths=(tokens,) * batch)
+
+
+def _split(heads: tuple[int, int], num_tokens: int) -> Shape:
+    problem = SplitProblem(*heads, 128, 128, "bfloat16", "bfloat16", num_tokens=num_tokens)
+    return Shape(f"{heads[0]}/{heads[1]} {num_tokens}", problem)
+
+
+def _gating(num_heads: int, num_tokens: int) -> Shape:
+    dtypes = {"a_dtype": "bfloat16", "b_dtype": "bfloat16", "A_log_dtype": "float32", "dt_bias_dtype": "float32"}
+    return Shape(f"{num_tokens} x {num_heads}", GatingProblem(num_heads=num_heads, **dtypes, num_tokens=num_tokens))
+
+
+def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> Shape:
+    """strided: the gate is a slice of its projection; otherwise all rows lie behind each other, and are of one head."""
+    heads, rows = (num_heads, num_tokens) if strided else (1, num_tokens * num_heads)
+    problem = RmsNormGatedProblem(heads, 128, "bfloat16", "bfloat16", "float32", sigmoid=False, num_tokens=rows)
+    return Shape(f"{num_tokens} x {num_heads} x 128" + (", gate in its projection" if strided else ""), problem)
+
+
 _SHAPES: dict[str, tuple[Shape, ...]] = {
     "chunk": (
         _chunk((16, 32), [1024], "1024"),
@@ -153,6 +225,8 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
         _chunk((16, 32), _RAGGED, "ragged 16384"),
         _chunk((4, 8), [8192], "8192"),
         _chunk((4, 8), [32768], "32768"),
+        _chunk((4, 8), [4096] * 4, "4 x 4096"),
+        _chunk((4, 8), (12000, 100, 3000, 1000), "ragged 16100"),
         _chunk((2, 4), [32768], "32768"),
         _chunk((16, 64), [8192], "8192"),
     ),
@@ -191,6 +265,21 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
         _topk(1024, 131072),
         _topk(4096, 32768, dtype="bfloat16"),
     ),
+    "conv1d": (
+        _conv1d((16, 32), [8192], "8192"),
+        _conv1d((16, 32), [1024] * 8, "8 x 1024"),
+        _conv1d((16, 32), [64] * 128, "128 x 64"),
+        _conv1d((16, 32), [1024], "1024"),
+        _conv1d((4, 8), [8192], "8192"),
+    ),
+    "conv1d_update": (
+        *(_conv1d_update((16, 32), batch) for batch in (1, 32, 128, 512)),
+        _conv1d_update((16, 32), 128, drafts=3),
+        _conv1d_update((16, 32), 128, drafts=3, tree=True),
+    ),
+    "split": (_split((16, 32), 8192), _split((16, 32), 128), _split((4, 8), 8192)),
+    "gating": (_gating(32, 8192), _gating(32, 128)),
+    "rms_norm_gated": (_norm(8192, 32), _norm(128, 32), _norm(8192, 32, strided=True), _norm(128, 32, strided=True)),
 }
 
 

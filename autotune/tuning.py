@@ -139,19 +139,24 @@ def compile_all(
     deadline: float | None = None,
 ) -> None:
     """Compiles every candidate into the disk cache; those that fail say why. deadline: of time.monotonic()."""
-    candidates = list(made.candidates.values())
-    tasks = [(made.kernel, candidate.problem, candidate.config) for candidate in candidates]
+    same_code: dict[tuple[Any, ...], list[Candidate]] = {}  # configurations may differ in scalars of the launch alone
+    for candidate in made.candidates.values():
+        key = (candidate.problem.static_key(), *compiled.compiled_fields(candidate.config).items())
+        same_code.setdefault(key, []).append(candidate)
+    groups = list(same_code.values())
+    tasks = [(made.kernel, group[0].problem, group[0].config) for group in groups]
     reached = set()
     for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
-        candidate = candidates[outcome.index]
-        candidate.failure = outcome.failure
         reached.add(outcome.index)
-        on_done(candidate)
+        for candidate in groups[outcome.index]:
+            candidate.failure = outcome.failure
+            on_done(candidate)
         if deadline is not None and time.monotonic() > deadline:
             break
-    for index, candidate in enumerate(candidates):
+    for index, group in enumerate(groups):
         if index not in reached:
-            candidate.failure = "not compiled: the time budget was spent"
+            for candidate in group:
+                candidate.failure = "not compiled: the time budget was spent"
 
 
 @dataclass(frozen=True)

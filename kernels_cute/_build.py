@@ -20,7 +20,9 @@ def library(name: str, host: Any, *arguments: Any, options: str = "") -> bytes:
     at launch is torch's current stream and is not passed.
     """
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled = cute.compile(host, *arguments, stream, options=f"--enable-tvm-ffi {options}".strip())
+    # Named here too: CUTE_DSL_ARCH comes too late where somebody has imported the DSL before this package.
+    options = f"--enable-tvm-ffi --gpu-arch sm_90a {options}".strip()
+    compiled = cute.compile(host, *arguments, stream, options=options)
     with tempfile.TemporaryDirectory() as folder:
         object_path, path = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         compiled.export_to_c(str(object_path), function_name=name)

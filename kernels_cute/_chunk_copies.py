@@ -71,6 +71,8 @@ class CopyRoles:
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+            # Here, not in the warps that wrote O: they would wait for it.
+            cute.arch.fence_proxy("async.shared", space="cta")
             valid = length - step * CHUNK
             for half in cutlass.range_constexpr(self.num_state):
                 if valid >= CHUNK:
@@ -91,13 +93,19 @@ class CopyRoles:
                 cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
 
     @cute.jit
-    def zero_rows(self, out, bounds, sequence, begin, length, live_length, head, column0, warp, lane):
-        """Rows of a padding sequence, and this block's share of the rows beyond the last sequence."""
+    def zero_rows(self, out, begin, length, live_length, head, column0, warp, lane):
+        """Rows of a padding sequence."""
         row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
         zero = [Int32(0)] * 4
         for i in cutlass.range(live_length + row, length, 16, unroll=1):
             offset = Int64(begin + i) * out.stride[0] + Int64(head) * out.stride[1] + column
             ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
+
+    @cute.jit
+    def zero_rows_beyond(self, out, bounds, sequence, head, column0, warp, lane):
+        """A sequence's share of the rows beyond the last sequence."""
+        row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
+        zero = [Int32(0)] * 4
         sequences = cute.size(bounds, mode=[0]) - 1
         for i in cutlass.range(
             Int32(bounds[sequences]) + sequence * 16 + row, cute.size(out, mode=[0]), sequences * 16, unroll=1

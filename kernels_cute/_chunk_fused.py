@@ -19,7 +19,7 @@ otherwise a block prepares every chunk itself, buffers in turn.
 
     barrier             arrivals                                      waits
     full[stage]         1: the copying lane, with the bytes           state, inverse, score
-    stored[stage]       128: state, O in the place of V               the storing warp
+    stored[stage]       4: a lane of a state warp, O where V was      the storing warp
     empty[stage]        1: the storing warp, O read                   the copying warp
     ready[buffer]       256: inverse and score of this block; or      state; the handing warp
                         1: the other block, with the bytes
@@ -48,6 +48,7 @@ from kernels_cute._chunk_shape import (
     BUFFERS,
     CHUNK,
     SCRATCH_BYTES,
+    START_BARRIERS,
     TILE_BYTES,
     VECTOR_BYTES,
     WARPGROUP,
@@ -79,6 +80,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         has_mask: bool,
         has_final: bool,
         has_final_indices: bool,
+        has_checkpoints: bool,
         num_state: int,
         paired: bool,
         stages: int,
@@ -93,6 +95,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         self.normalize, self.v_first = normalize, v_first
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
+        self.has_checkpoints = has_checkpoints
         self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.columns = 64 * num_state
@@ -106,22 +109,17 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
 
     @cute.jit
     def launch(
-        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, bounds, out,
+        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
         scale: Float32, null_slot: Int64, stream,
     ):  # fmt: skip
-        row = layouts.by_rows(self.dtype, CHUNK, self.dim)
-        value = layouts.by_rows(self.dtype, CHUNK, self.columns)
-        copy = cpasync.CopyBulkTensorTileG2SOp()
-        q_atom, q_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(q), row, (CHUNK, self.dim))
-        k_atom, k_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(k), row, (CHUNK, self.dim))
-        v_atom, v_tensor = cpasync.make_tiled_tma_atom(copy, self.tokens(v), value, (CHUNK, self.columns))
-        tile = layouts.by_rows(self.dtype, CHUNK, 64)
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        out_atom, out_tensor = cpasync.make_tiled_tma_atom(store, self.tokens(out), tile, (CHUNK, 64))
+        q_atom, q_tensor = self.copy_in(q, self.dim)
+        k_atom, k_tensor = self.copy_in(k, self.dim)
+        v_atom, v_tensor = self.copy_in(v, self.columns)
+        out_atom, out_tensor = self.copy_out(out)
         sequences = cute.size(bounds, mode=[0]) - 1
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, bounds, out, scale, null_slot,
+            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot,
         ).launch(
             grid=(self.slices * self.heads * sequences, 1, 1),
             block=(self.threads, 1, 1),
@@ -129,6 +127,15 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
+
+    def copy_in(self, x: Any, columns: int) -> Any:
+        """The bulk copy of a chunk's tile of columns into shared memory, and its tensor."""
+        layout = layouts.by_rows(self.dtype, CHUNK, columns)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), self.tokens(x), layout, (CHUNK, columns))
+
+    def copy_out(self, x: Any) -> Any:
+        layout = layouts.by_rows(self.dtype, CHUNK, 64)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), self.tokens(x), layout, (CHUNK, 64))
 
     @cute.jit
     def tokens(self, x):
@@ -153,6 +160,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
             gates_full: cute.struct.MemRange[Int64, 2]
             factors_full: cute.struct.MemRange[Int64, 2]
             gates_free: cute.struct.MemRange[Int64, 2]
+            start: cute.struct.MemRange[Int64, START_BARRIERS]  # of a split call, see _chunk_compose
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
@@ -185,11 +193,24 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         mask: cute.Tensor,
         final: cute.Tensor,
         final_indices: cute.Tensor,
+        offsets: cute.Tensor,
+        targets: cute.Tensor,
         bounds: cute.Tensor,
         out: cute.Tensor,
         scale: Float32,
         null_slot: Int64,
     ):
+        self.run(
+            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, None,
+        )  # fmt: skip
+
+    @cute.jit
+    def run(
+        self, out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+        indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
+    ):  # fmt: skip
+        """The whole of a block; segment: what a block of a split call works on, None = a sequence."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         block, _, _ = cute.arch.block_idx()
@@ -203,7 +224,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, WARPGROUP * self.num_state)
+                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4 * self.num_state)
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     # Of a pair, block b fills buffer b of both.
                     if cutlass.const_expr(self.paired):
@@ -218,6 +239,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
                     cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
+                if cutlass.const_expr(segment is not None):
+                    self.init_start(storage)
         # Above the diagonal M and P stay zero.
         thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
@@ -234,21 +257,25 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
 
         piece = block % self.slices
         head = block // self.slices % self.heads
-        sequence = block // (self.slices * self.heads)
-        begin = Int32(bounds[sequence])
-        length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
-        read_slot = Int64(sequence)
-        live_length = length
-        if cutlass.const_expr(self.pooled):
-            read_slot = Int64(indices[sequence])
-            if read_slot <= null_slot:
-                live_length = Int32(0)
+        if cutlass.const_expr(segment is None):
+            sequence = block // (self.slices * self.heads)
+            begin = Int32(bounds[sequence])
+            length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
+            read_slot = Int64(sequence)
+            live_length = length
+            if cutlass.const_expr(self.pooled):
+                read_slot = Int64(indices[sequence])
+                if read_slot <= null_slot:
+                    live_length = Int32(0)
+        else:
+            sequence, begin, length, live_length = segment.sequence, segment.begin, segment.length, segment.live_length
+            read_slot = segment.read_slot
 
         if warp < 4 * self.num_state:
             self.set_registers(self.state_registers)
             self.state_warpgroup(
-                storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
-                head, piece, read_slot, warp // 4, warp % 4,
+                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
+                live_length, sequence, head, piece, read_slot, warp // 4, warp % 4, segment,
             )  # fmt: skip
         elif warp < 4 * (self.num_state + 1):
             self.set_registers(self.inverse_registers)
@@ -262,6 +289,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
             self.set_registers(self.copy_registers)
             copier = warp % 4
             if copier == 0:
+                if cutlass.const_expr(segment is not None):
+                    self.bring_start(storage, head, segment)
                 self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
             if copier == 1:
                 first = rank if cutlass.const_expr(self.paired) else Int32(0)

@@ -32,6 +32,13 @@ def store_matrices(address: Any, values: Any, transposed: bool) -> None:
     )
 
 
+def transpose(word: Any) -> Any:
+    """An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
+    )
+
+
 def load_one(address: Any) -> Any:
     return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
@@ -72,6 +79,20 @@ def store_zeros(address: Any) -> None:
 def store_global_words(address: Any, values: Any) -> None:
     """16 bytes to global memory."""
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def load_global_four(address: Any) -> Any:
+    return cute.arch.inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[address]
+    )
+
+
+def store_global_four(address: Any, values: Any) -> None:
+    cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_global_word(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:
@@ -117,6 +138,14 @@ def copy_in_cluster(target: Any, source: Any, num_bytes: Any, barrier: Any) -> N
     """Shared memory of this block to that of another, which counts the bytes on its barrier."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, num_bytes, barrier],
+    )
+
+
+def copy_from_global(target: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
+    """Global memory to shared memory of this block, whose barrier counts the bytes."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, num_bytes, barrier],
     )
 

@@ -31,8 +31,8 @@ class StateRole:
 
     @cute.jit
     def state_warpgroup(
-        self, storage, initial, mask, final, final_indices, bounds, out, null_slot, begin, length, live_length, sequence,
-        head, piece, read_slot, half, warp,
+        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
+        live_length, sequence, head, piece, read_slot, half, warp, segment,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         dim, parts = self.dim, self.parts
@@ -67,7 +67,10 @@ class StateRole:
         matrix_row = lane % 8 + lane // 16 * 8
         value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
         value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
-        self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+        if cutlass.const_expr(segment is None):
+            self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+        else:
+            self.start_of_segment(storage, initial, mask, state, head, segment, column0 + row, pair, piece, warp, lane)
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
         # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
@@ -84,16 +87,16 @@ class StateRole:
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
             vector = vectors + buffer * VECTOR_BYTES
             half_steps = dim // 32
-            cute.arch.mbarrier_wait(ready + buffer, turn)
             # What the next steps need is asked for before the products that keep this warp waiting are issued.
             values = [
                 ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
             ]
-            factors = self.load_factors(vector, STATE_KEY)
             warpgroup.fence()
             for i in cutlass.range_constexpr(half_steps):
                 self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
             warpgroup.commit_group()
+            cute.arch.mbarrier_wait(ready + buffer, turn)
+            factors = self.load_factors(vector, STATE_KEY)
 
             # W and M
             for i in cutlass.range_constexpr(CHUNK // 16):
@@ -163,17 +166,31 @@ class StateRole:
             for i in cutlass.range_constexpr(CHUNK // 16):
                 words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
                 ptx.store_matrices(value_lane + (stage * self.value_bytes + i * 16 * layouts.ROW_BYTES), words, True)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
+            cute.arch.sync_warp()
             if lane == 0:
+                cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
                 if cutlass.const_expr(self.paired):
                     ptx.arrive_in_cluster(ptx.in_block(storage.taken.data_ptr().toint() + buffer * 8, buffer))
                 else:
                     cute.arch.mbarrier_arrive(taken + buffer)
             warpgroup.wait_group(0)
+            if cutlass.const_expr(self.has_checkpoints):
+                if (step + 1) * CHUNK <= live_length:
+                    done = begin - Int32(bounds[sequence]) + (step + 1) * CHUNK
+                    self.store_checkpoints(final, offsets, targets, state, sequence, head, done, null_slot, column0 + row, pair)
 
-        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
-        self.zero_rows(out, bounds, sequence, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+        if cutlass.const_expr(segment is None):
+            self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
+            self.zero_rows(out, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+            self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns + half * 64, warp, lane)
+        else:
+            if segment.index == segment.count - 1:
+                self.store_state(
+                    final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair
+                )
+            self.zero_rows(out, begin, length, live_length, head, piece * self.columns + half * 64, warp, lane)
+            if segment.index == 0:
+                self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns + half * 64, warp, lane)
 
     def load_factors(self, vector: Any, kind: int) -> list[Any]:
         """A row of vectors, as pairs for the columns of this lane."""
@@ -237,12 +254,24 @@ class StateRole:
                     write_slot = Int64(final_indices[sequence])
                     written = write_slot > null_slot
             if written:
-                target = self.state_pointer(final, write_slot, head, row0, pair)
-                for n in cutlass.range_constexpr(self.dim // 8):
-                    for side in cutlass.range_constexpr(2):
-                        entries = self.state_pair(target, n, side)
-                        entries[0] = state[4 * n + 2 * side].to(final.element_type)
-                        entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+                self.write_state(final, write_slot, state, head, row0, pair)
+
+    @cute.jit
+    def store_checkpoints(self, final, offsets, targets, state, sequence, head, done, null_slot, row0, pair):
+        """The state after `done` tokens of the sequence, to every slot that asks for it; offsets, targets: [N, C]."""
+        for column in cutlass.range(cute.size(offsets, mode=[1]), unroll=1):
+            if Int32(offsets[sequence, column]) == done:
+                slot = Int64(targets[sequence, column])
+                if slot > null_slot:
+                    self.write_state(final, slot, state, head, row0, pair)
+
+    def write_state(self, final: Any, slot: Any, state: Any, head: Any, row0: Any, pair: Any) -> None:
+        target = self.state_pointer(final, slot, head, row0, pair)
+        for n in range(self.dim // 8):
+            for side in range(2):
+                entries = self.state_pair(target, n, side)
+                entries[0] = state[4 * n + 2 * side].to(final.element_type)
+                entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
 
     @cute.jit
     def state_pointer(self, states, slot, head, row0, pair):

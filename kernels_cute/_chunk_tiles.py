@@ -21,6 +21,7 @@ from kernels_cute._chunk_shape import (
     CHUNK,
     COLUMN_PITCH,
     CUM,
+    HALF,
     INVERSE_BARRIER,
     KEY_FACTOR,
     KEY_TO_LAST,
@@ -66,7 +67,7 @@ class TileRoles:
         tile_row = warp * 16 + lane % 16
         matrix_row = lane % 16
         unit = lane // 16
-        lane_column = Float32(lane % BLOCK)
+        lane_column = Float32(lane % HALF)
         keeps_diagonal = (row >= 2 * pair, row >= 2 * pair + 1)
         row0 = warp * 16 + row
 
@@ -311,7 +312,7 @@ class TileRoles:
             self.keep_block(rests, u, differences)
 
     def half_words(self, values: Any) -> list[Any]:
-        return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(4)]
+        return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
 
     def sync_inverse(self) -> None:
         cute.arch.barrier(barrier_id=INVERSE_BARRIER, number_of_threads=WARPGROUP)
@@ -357,36 +358,46 @@ class TileRoles:
     def invert_block(
         self, diagonal, inverse, row_scale, columns, lower, scratch, tile_row, unit, warp, lane_column, lane, row, pair
     ):
-        """The warp's diagonal block of (I + L)^-1, by forward substitution in float32, a lane per column; to `inverse` and, in
-        float16, to `lower`. diagonal: of K K^T; columns: of the block's rows of factors."""
+        """The warp's diagonal block of (I + L)^-1; to `inverse` and, in float16, to `lower`. diagonal: of K K^T; columns: of the
+        block's rows of factors. With the block as [[B, 0], [N, C]], both halves by forward substitution in float32, a lane per
+        column, side by side; then -C^-1 N B^-1 as two products of float16."""
+        below = [None] * 2
         for m in cutlass.range_constexpr(2):
             keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + m * 32)
-            for i in cutlass.range_constexpr(4):
-                side, odd = i // 2, i % 2
-                # What lies above the diagonal is stored only where it shares a store's condition, and never read.
-                if cutlass.const_expr(m <= side):
-                    place = scratch + (8 * m + 2 * pair + odd) * COLUMN_PITCH + (row + 8 * side) * 4
-                    ptx.store_one(place, diagonal[4 * m + i] * (row_scale[side] * keys_of[odd]))
+            for odd in cutlass.range_constexpr(2):
+                # What lies above the diagonal is stored with the rest, and never read.
+                place = scratch + (8 * m + 2 * pair + odd) * COLUMN_PITCH + (row + 8 * m) * 4
+                ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
+                if cutlass.const_expr(m == 0):
+                    below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
         cute.arch.sync_warp()
-        x = cute.make_rmem_tensor(cute.make_layout(BLOCK), Float32)
-        for i in cutlass.range_constexpr(BLOCK):
+        half = lane // HALF % 2
+        x = cute.make_rmem_tensor(cute.make_layout(HALF), Float32)
+        for i in cutlass.range_constexpr(HALF):
             x[i] = ptx.is_equal(lane_column, Float32(i))
-        for step in cutlass.range_constexpr(BLOCK - 1):
-            for part in cutlass.range_constexpr((step + 1) // 4, BLOCK // 4):
-                factors = ptx.load_four(scratch + step * COLUMN_PITCH + part * 16)
+        first_column = scratch + half * (HALF * COLUMN_PITCH + HALF * 4)
+        for step in cutlass.range_constexpr(HALF - 1):
+            for part in cutlass.range_constexpr((step + 1) // 4, HALF // 4):
+                factors = ptx.load_four(first_column + step * COLUMN_PITCH + part * 16)
                 for i in cutlass.range_constexpr(4):
                     if cutlass.const_expr(4 * part + i > step):
                         x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
         cute.arch.sync_warp()
         if lane < BLOCK:
-            for i in cutlass.range_constexpr(BLOCK):
-                ptx.store_one(scratch + i * ROW_PITCH + lane * 4, x[i])
+            for i in cutlass.range_constexpr(HALF):
+                ptx.store_one(scratch + (HALF * half + i) * ROW_PITCH + lane * 4, x[i])
         cute.arch.sync_warp()
-        for m in cutlass.range_constexpr(2):
-            for side in cutlass.range_constexpr(2):
-                pairs = ptx.load_pair(scratch + (row + 8 * side) * ROW_PITCH + (8 * m + 2 * pair) * 4)
-                inverse[4 * m + 2 * side] = pairs[0]
-                inverse[4 * m + 2 * side + 1] = pairs[1]
+        upper = ptx.load_pair(scratch + row * ROW_PITCH + 2 * pair * 4)
+        last = ptx.load_pair(scratch + (row + HALF) * ROW_PITCH + (HALF + 2 * pair) * 4)
+        upper_words, below_words = self.half_words(upper), self.half_words(below)
+        none, zero = Int32(0), (Float32(0.0),) * 4
+        operand = [upper_words[0], none, none, self.half_words(last)[0]]
+        product = ptx.multiply_small(cutlass.Float16, zero, operand, none, ptx.transpose(below_words[0]))
+        operand = [none, self.half_words(product)[1], none, none]
+        product = ptx.multiply_small(cutlass.Float16, zero, operand, ptx.transpose(upper_words[0]), none)
+        values = [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
+        for i in cutlass.range_constexpr(8):
+            inverse[i] = values[i]
         self.store_block(lower, tile_row, 2 * warp + unit, cutlass.Float16, inverse)
         cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 

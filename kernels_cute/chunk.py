@@ -1,4 +1,4 @@
-"""Gated delta rule by chunks of 64 tokens: prefill, in one launch.
+"""Gated delta rule by chunks of 64 tokens: prefill, in one launch, or in two that split sequences.
 
 Per sequence and state head, with S [K, V] float32, c the inclusive cumulative sum of g inside a chunk and
 G_ij = exp(c_i - c_j) for i >= j, else 0:
@@ -13,11 +13,12 @@ contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | fl
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
 The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
-_chunk_layouts.py.
+_chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
+_chunk_summary.py (first launch), _chunk_compose.py (second).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -30,7 +31,11 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
+from kernels_cute import _chunk_summary
+from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
+from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
+from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
 ENTRY = "gdn_cute_chunk"
@@ -56,6 +61,9 @@ class Config:
     stages: int  # chunks of q, k, v in shared memory: more hide the way from memory through M and P
     prefetch: int  # chunks ahead of a copy that the L2 cache is asked for; 0 = none
     m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
+    # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
+    # the launch.
+    segment: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -73,8 +81,6 @@ def refusal(problem: ChunkProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
-    if problem.has_checkpoints:
-        return "requires a call without checkpoint_offsets, got checkpoints"
     return None
 
 
@@ -85,19 +91,35 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
+def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
+    stage = CHUNK * 2 * 2 * problem.head_k_dim
+    tiles = BUFFERS * config.m_parts + 2
+    rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
+    return _chunk_summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
+
+
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
+        and config.segment >= 0
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
+        and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
-    return Config(paired=problem.head_v_dim == 128, stages=4, prefetch=0, m_parts=2 if problem.dtype == "bfloat16" else 1)
+    segment = default_segment(problem, device)
+    return Config(
+        paired=problem.head_v_dim == 128,
+        stages=4,
+        prefetch=default_prefetch(problem, segment),
+        m_parts=2 if problem.dtype == "bfloat16" else 1,
+        segment=segment,
+    )
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -106,23 +128,29 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    parts = default_config(problem, device).m_parts
+    default = default_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, parts)
+        yield Config(paired, stages, prefetch, default.m_parts, 0)
+    for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
+        yield replace(default, segment=segment, prefetch=prefetch)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    return 0
+    if config.segment == 0:
+        return 0
+    slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
+    return slots * problem.num_state_heads * summary_bytes(problem.head_k_dim)
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem))}
+    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config.segment > 0))}
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads = problem.num_state_heads
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    return FusedChunk(
+    kernel = SplitChunk if config.segment > 0 else FusedChunk
+    return kernel(
         heads=heads,
         q_group=heads // problem.num_q_heads,
         k_group=heads // problem.num_k_heads,
@@ -140,6 +168,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         has_mask=problem.has_mask,
         has_final=problem.has_final_state,
         has_final_indices=problem.has_final_indices,
+        has_checkpoints=problem.has_checkpoints,
         num_state=1,
         paired=config.paired,
         stages=config.stages,
@@ -149,7 +178,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     )
 
 
-def _arguments(problem: ChunkProblem) -> list[Any]:
+def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
     """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens.
 
     Strides carry no divisibility: the launch check would also test those of dims of size 1, which may be anything.
@@ -182,6 +211,10 @@ def _arguments(problem: ChunkProblem) -> list[Any]:
     def rows(dtype: str | None) -> Any:
         return bounds() if dtype is None else fake(dtype, cute.sym_int())
 
+    def checkpoints(dtype: str | None) -> Any:
+        return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else bounds()
+
+    columns = cute.sym_int()
     final_dtype = problem.state_dtype if problem.pooled else "float32"
     return [
         tokens(problem.num_q_heads, problem.head_k_dim),
@@ -196,10 +229,14 @@ def _arguments(problem: ChunkProblem) -> list[Any]:
         rows("bool" if problem.has_mask else None),
         state(final_dtype if problem.has_final_state else None),
         rows(problem.index_dtype if problem.has_final_indices else None),
+        checkpoints("int32"),
+        checkpoints(problem.index_dtype),
         bounds(),
         tokens(heads, problem.head_v_dim),
+        *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else []),  # tokens of a segment, slots
     ]
 
 
@@ -231,6 +268,10 @@ def launch(
         out.zero_()
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
+    scalars: tuple[Any, ...] = (scale, null_slot)
+    if compiled.config.segment:
+        tokens = CHUNK * compiled.config.segment
+        scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate
@@ -247,10 +288,11 @@ def launch(
         has_initial_state if problem.has_mask else absent,
         final_state if problem.has_final_state else absent,
         final_state_indices if problem.has_final_indices else absent,
+        checkpoint_offsets if problem.has_checkpoints else absent,
+        checkpoint_slots if problem.has_checkpoints else absent,
         cu_seqlens,
         out,
-        scale,
-        null_slot,
+        *scalars,
     )
 
 

@@ -26,6 +26,8 @@ Workspace: tiles [slots, HS, 1 + K / 64, 64, 64] of the tokens' dtype (R, then Z
 [segment slots, HS, 2, K, K] bfloat16.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,8 +52,8 @@ class Config:
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
-    # Given at launch; only whether there are segments is compiled in.
-    segment: int = field(default=0, metadata={"launch": True})
+    # A scalar of the launch; only whether there are segments is compiled in.
+    segment: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -95,9 +97,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
     space = [replace(default, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
-    # Segments pay where the default has them; about its length, and never so short that its steps outweigh its chunks.
-    lengths = {max(default.segment * quarters // 4, 4) for quarters in (2, 3, 4, 5, 6, 8)} if default.segment else set()
-    space += [replace(default, segment=segment) for segment in sorted(lengths)]
+    space += [replace(default, segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
 
 
@@ -217,35 +217,59 @@ def launch(
 _OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
 _VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
 _LONGEST_SEGMENT = 1 << 20  # its tokens fit an int32
-# Of the model that chooses segments; microseconds, 128 key columns.
-_CHAIN_US = 1.2  # a chunk of the chain
-_SUMMARY_US = 1.3  # a chunk of a summary, both halves of a head on one SM
-_START_US = 1.05  # a segment of the starts
-_LAUNCH_US = 4.0  # of a launch: beginning, first copies, end
+# Of the model that chooses segments; microseconds on an H100, 128 key columns. NOTES-chunk.md has what they were fitted to.
+_CHAIN_US = 1.15  # a chunk of the chain, while few SMs work
+_FULL_CHAIN_US = 1.65  # the same with all SMs at work, which the L2 cache bounds
+_SUMMARY_US = 1.22  # a chunk of a summary, both halves of a head on one SM
+_START_US = 2.4  # a segment of the starts
+_ROUND_US = 7.0  # of a launch's blocks, one an SM: beginning, first copies, end
 _MOST_SEGMENTS = 64
+_LEAST_GAIN = 0.85  # of the time of whole sequences: else the model is not trusted
 
 
 def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
-    """By a model of the launches behind `chunk_prepare`, for sequences of equal lengths; 0 unless segments win clearly."""
+    """By the model, for sequences of equal lengths; 0 unless segments win clearly."""
+    time, segment = min(_split_times(problem, device), default=(math.inf, 0))
+    return segment if time < _LEAST_GAIN * _whole_time(problem, device) else 0
+
+
+def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
+    """The lengths that the model likes best, the default among them; none where it sees no use."""
+    # Several sequences are rarely of equal lengths: the model knows too little to leave segments out.
+    limit = math.inf if problem.num_sequences > 1 else 1.2 * _whole_time(problem, device)
+    return [segment for time, segment in sorted(_split_times(problem, device)) if time < limit][:6]
+
+
+def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    """Of the chain without segments."""
+    chunks, heads = _chunks_and_heads(problem)
+    return _chain_time(problem, device, heads, chunks)
+
+
+def _split_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[float, int]]:
+    """(time, segment) of the launches behind `chunk_prepare`; nothing where the chain leaves no SM idle."""
+    chunks, heads = _chunks_and_heads(problem)
+    if heads * (problem.head_v_dim // 64) >= device.num_sms:
+        return
+    for segment in dict.fromkeys(-(-chunks // count) for count in range(2, _MOST_SEGMENTS + 1)):
+        count = -(-chunks // segment)
+        if count < 2:
+            return
+        rounds = -(-heads * (2 * count - 3) // device.num_sms)
+        time = _chain_time(problem, device, heads * count, segment) + rounds * (segment * _SUMMARY_US + _ROUND_US)
+        yield time + (count - 2) * _START_US + _ROUND_US, segment
+
+
+def _chunks_and_heads(problem: ChunkProblem) -> tuple[int, int]:
+    """Chunks of a sequence (one at least), and heads of all sequences."""
     sequences = max(problem.num_sequences, 1)
-    chunks = -(-problem.num_tokens // (CHUNK * sequences))
-    heads, slices = sequences * problem.num_state_heads, problem.head_v_dim // 64
+    return max(-(-problem.num_tokens // (CHUNK * sequences)), 1), sequences * problem.num_state_heads
 
-    def rounds(blocks: int) -> int:
-        return -(-blocks // device.num_sms)
 
-    best, time = 0, 0.85 * (rounds(heads * slices) * chunks * _CHAIN_US + _LAUNCH_US)
-    for count in range(2, _MOST_SEGMENTS + 1):
-        segment = -(-chunks // count)
-        segments = -(-chunks // segment)
-        if segments < 2:
-            break
-        split = rounds(heads * slices * segments) * segment * _CHAIN_US
-        split += rounds(heads * (2 * segments - 3)) * segment * _SUMMARY_US
-        split += (segments - 2) * _START_US + 3 * _LAUNCH_US
-        if split < time:
-            best, time = segment, split
-    return best
+def _chain_time(problem: ChunkProblem, device: DeviceSpec, heads: int, chunks: int) -> float:
+    blocks = heads * (problem.head_v_dim // 64)
+    chunk_us = max(_CHAIN_US, _FULL_CHAIN_US * min(blocks / device.num_sms, 1.0))
+    return -(-blocks // device.num_sms) * (chunks * chunk_us + _ROUND_US)
 
 
 def _start_bytes(problem: ChunkProblem) -> int:

@@ -11,10 +11,15 @@ from gdn.models import MODELS, ModelShape
 from gdn.problems import (
     DTYPE_BYTES,
     ChunkProblem,
+    Conv1dProblem,
+    Conv1dUpdateProblem,
+    GatingProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     Problem,
     RecurrentProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
     TopkProblem,
 )
 
@@ -124,7 +129,68 @@ def example(op: str, shape: ModelShape, *, fp8: bool) -> Problem | None:
         )
     if op == "topk":
         return TopkProblem("float32", "int32", "int32", "index", k=2048, num_rows=4096, num_columns=32768)
+    return _step(op, shape)
+
+
+def _step(op: str, shape: ModelShape) -> Problem | None:
+    """The steps around the recurrence: prompts of 8192 tokens, decode steps of 128 sequences."""
+    heads = {"num_k_heads": shape.num_k_heads, "num_v_heads": shape.num_v_heads}
+    if op == "conv1d":
+        return Conv1dProblem(
+            **_convolution(shape),
+            cu_seqlens_dtype="int32",
+            has_mask=True,
+            checkpoint_dtype=None,
+            num_tokens=8192,
+            num_sequences=4,
+        )
+    if op == "conv1d_update":
+        return Conv1dUpdateProblem(
+            **_convolution(shape),
+            cu_seqlens_dtype=None,
+            has_columns=False,
+            has_accepted=False,
+            has_parent=False,
+            num_tokens=128,
+            num_sequences=128,
+        )
+    if op == "split":
+        dims = {"head_k_dim": shape.head_k_dim, "head_v_dim": shape.head_v_dim}
+        return SplitProblem(**heads, **dims, dtype="bfloat16", ba_dtype="bfloat16", num_tokens=8192)
+    if op == "gating":
+        return GatingProblem(
+            num_heads=shape.num_v_heads,
+            a_dtype="bfloat16",
+            b_dtype="bfloat16",
+            A_log_dtype="float32",
+            dt_bias_dtype="float32",
+            num_tokens=8192,
+        )
+    if op == "rms_norm_gated":
+        return RmsNormGatedProblem(
+            num_heads=1,
+            head_dim=shape.head_v_dim,
+            dtype="bfloat16",
+            z_dtype="bfloat16",
+            weight_dtype="float32",
+            sigmoid=False,
+            num_tokens=8192 * shape.num_v_heads,
+        )
     return None
+
+
+def _convolution(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "dim": shape.conv_dim,
+        "width": shape.conv_width,
+        "dtype": "bfloat16",
+        "weight_dtype": "bfloat16",
+        "bias_dtype": None,
+        "silu": True,
+        "state_dtype": "bfloat16",
+        "state_channels_contiguous": True,
+        "index_dtype": "int32",
+    }
 
 
 def _delta_rule(shape: ModelShape) -> dict[str, Any]:

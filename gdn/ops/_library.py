@@ -243,11 +243,11 @@ def _conv_update(
 
 
 def _gating(
-    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float, threshold: float
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float, threshold: float, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     from gdn.ops.gating import fused_gdn_gating
 
-    return fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold)
+    return fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold, backend=backend)
 
 
 def _gating_fake(a: Tensor, b: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -256,15 +256,23 @@ def _gating_fake(a: Tensor, b: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _split(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from gdn.ops.split import fused_qkvzba_split_reshape_cat
 
-    return fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
+    return fused_qkvzba_split_reshape_cat(
+        mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, backend=backend
+    )
 
 
 def _split_fake(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     length = mixed_qkvz.shape[0]
     return (
@@ -275,10 +283,10 @@ def _split_fake(
     )
 
 
-def _norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+def _norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, backend: str | None) -> Tensor:
     from gdn.ops.norm import rms_norm_gated
 
-    return rms_norm_gated(x, z, weight, eps, activation)
+    return rms_norm_gated(x, z, weight, eps, activation, backend=backend)
 
 
 def _norm_fake(x: Tensor, **_: Any) -> Tensor:

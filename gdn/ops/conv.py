@@ -1,9 +1,11 @@
 """Public operators: the causal depthwise convolution in front of the recurrence, for prefill and for decode."""
 
+from typing import Any
+
 import torch
 
-from gdn.ops import _library
-from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops import _library, _rows
+from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -11,12 +13,14 @@ from gdn.ops._delta_rule import (
     check_null_slot,
     check_offsets,
     check_per_sequence,
+    even_offsets,
     validate_accepted,
     validate_offsets,
     validate_slots,
 )
+from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
 from gdn.reference import conv as reference
-from gdn.runtime import env, reference_only
+from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
 
@@ -97,12 +101,35 @@ def causal_conv1d_fn(
             if slots is not None and conv_states is not None:
                 validate_slots(name, slots, count, conv_states.shape[0], null_slot)
 
-    reference_only("conv1d", backend)
-    return reference.causal_conv1d_fn(
-        x, weight, bias, conv_states=conv_states, query_start_loc=query_start_loc, cache_indices=cache_indices,
-        has_initial_state=has_initial_state, activation=activation, checkpoint_offsets=checkpoint_offsets,
-        checkpoint_slots=checkpoint_slots, null_slot=null_slot, out=out,
+    problem = Conv1dProblem(
+        **_static_fields(x, weight, bias, activation, conv_states, cache_indices),
+        cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
+        has_mask=has_initial_state is not None and conv_states is not None,
+        checkpoint_dtype=None if checkpoint_slots is None else dtype_name(checkpoint_slots.dtype),
+        num_tokens=x.shape[0],
+        num_sequences=count,
+    )
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None:
+        return reference.causal_conv1d_fn(
+            x, weight, bias, conv_states=conv_states, query_start_loc=query_start_loc, cache_indices=cache_indices,
+            has_initial_state=has_initial_state, activation=activation, checkpoint_offsets=checkpoint_offsets,
+            checkpoint_slots=checkpoint_slots, null_slot=null_slot, out=out,
+        )  # fmt: skip
+
+    y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
+    if x.numel() == 0 or count == 0:
+        return y.zero_()
+    written = _rows.target(y)
+    prepared.launch(
+        _rows.aligned("x", x), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_states,
+        even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(), cache_indices,
+        has_initial_state.contiguous().view(torch.uint8) if problem.has_mask and has_initial_state is not None else None,
+        checkpoint_offsets if checkpoint_slots is None or checkpoint_offsets is None
+        else checkpoint_offsets.to(checkpoint_slots.dtype),
+        checkpoint_slots, written, null_slot,
     )  # fmt: skip
+    return y if written is y else y.copy_(written)
 
 
 def causal_conv1d_update(
@@ -181,12 +208,56 @@ def causal_conv1d_update(
             if num_accepted_tokens is not None and conv_state_indices.dim() == 2:
                 validate_accepted(num_accepted_tokens, query_start_loc, count, conv_state_indices.shape[1])
 
-    reference_only("conv1d_update", backend)
-    return reference.causal_conv1d_update(
-        x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices,
-        num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc, parent_token=parent_token,
-        null_slot=null_slot, out=out,
+    problem = Conv1dUpdateProblem(
+        **_static_fields(x, weight, bias, activation, conv_state, conv_state_indices),
+        cu_seqlens_dtype=dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None,
+        has_columns=conv_state_indices is not None and conv_state_indices.dim() == 2,
+        has_accepted=num_accepted_tokens is not None,
+        has_parent=parent_token is not None,
+        num_tokens=num_tokens,
+        num_sequences=count,
+    )
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None:
+        return reference.causal_conv1d_update(
+            x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices,
+            num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc, parent_token=parent_token,
+            null_slot=null_slot, out=out,
+        )  # fmt: skip
+
+    y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
+    if x.numel() == 0 or count == 0:
+        return y.zero_()
+    rows, offsets = x, None if query_start_loc is None else query_start_loc.contiguous()
+    if x.dim() == 3:  # rows of neighbouring channels; a copy where the tokens are the neighbours in memory
+        rows, offsets = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
+    written = _rows.target(y) if x.dim() == 2 else torch.empty(rows.shape, dtype=x.dtype, device=device)
+    prepared.launch(
+        _rows.aligned("x", rows), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_state,
+        conv_state_indices, None if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32), offsets,
+        None if parent_token is None else parent_token.contiguous(), written, null_slot,
     )  # fmt: skip
+    if x.dim() == 3:
+        return y.copy_(written.view(count, x.shape[2], dim).mT)
+    return y if written is y else y.copy_(written)
+
+
+def _static_fields(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor | None, indices: Tensor | None
+) -> dict[str, Any]:
+    """The fields of ConvolutionProblem that follow from tensors."""
+    return {
+        "dim": x.shape[1],
+        "width": weight.shape[1],
+        "dtype": dtype_name(x.dtype),
+        "weight_dtype": dtype_name(weight.dtype),
+        "bias_dtype": None if bias is None else dtype_name(bias.dtype),
+        "silu": activation is not None,
+        "state_dtype": None if states is None else dtype_name(states.dtype),
+        # Seen as [slots, columns, dim], rows that start at multiples of 16 bytes.
+        "state_channels_contiguous": states is not None and _rows.is_aligned(states.mT),
+        "index_dtype": None if indices is None else dtype_name(indices.dtype),
+    }
 
 
 def _check_filter(dim: int, device: torch.device, weight: Tensor, bias: Tensor | None, activation: object) -> None:

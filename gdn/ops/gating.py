@@ -3,16 +3,24 @@
 import torch
 
 from gdn.ops import _library
-from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.problems import GatingProblem
 from gdn.reference import steps as reference
-from gdn.runtime import reference_only
+from gdn.runtime import prepare
 
 Tensor = torch.Tensor
 
 
 def fused_gdn_gating(
-    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
+    A_log: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) * softplus(a + dt_bias) and beta_output = sigmoid(b), per value head.
 
@@ -23,7 +31,7 @@ def fused_gdn_gating(
     Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
-        return _library.gating(A_log, a, b, dt_bias, beta, threshold)  # type: ignore[no-any-return]
+        return _library.gating(A_log, a, b, dt_bias, beta, threshold, backend)  # type: ignore[no-any-return]
     check_tensor("a", a, dtypes=FLOAT_DTYPES)
     if a.dim() == 0:
         bad_value("a", "shape [..., HV]", "shape []")
@@ -32,6 +40,24 @@ def fused_gdn_gating(
     check_tensor("dt_bias", dt_bias, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
     if not beta > 0:
         bad_value("beta", "a number > 0", beta)
-    reference_only("gating")
-    g, beta_output = reference.fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold)
-    return g.contiguous(), beta_output.contiguous()
+    heads = a.shape[-1]
+    problem = GatingProblem(
+        num_heads=heads,
+        a_dtype=dtype_name(a.dtype),
+        b_dtype=dtype_name(b.dtype),
+        A_log_dtype=dtype_name(A_log.dtype),
+        dt_bias_dtype=dtype_name(dt_bias.dtype),
+        num_tokens=a.numel() // max(heads, 1),
+    )
+    prepared = prepare(problem, a.device, backend)
+    if prepared.launch is None:
+        g, beta_output = reference.fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold)
+        return g.contiguous(), beta_output.contiguous()
+    g = torch.empty(a.shape, dtype=torch.float32, device=a.device)
+    beta_output = torch.empty(a.shape, dtype=torch.float32, device=a.device)
+    if a.numel():
+        prepared.launch(
+            A_log, a.reshape(-1, heads), b.reshape(-1, heads), dt_bias, g.view(-1, heads), beta_output.view(-1, heads),
+            float(beta), float(threshold),
+        )  # fmt: skip
+    return g, beta_output

@@ -2,31 +2,56 @@
 
 import torch
 
-from gdn.ops import _library
-from gdn.ops._checks import bad_value, check_tensor
+from gdn.ops import _library, _rows
+from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.problems import RmsNormGatedProblem
 from gdn.reference import steps as reference
-from gdn.runtime import reference_only
+from gdn.runtime import prepare
 
 Tensor = torch.Tensor
 
 
-def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu") -> Tensor:
+def rms_norm_gated(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
+) -> Tensor:
     """x / sqrt(mean(x * x) + eps) * weight * activation(z), over the last dim, in float32.
 
     Arguments: x, z [..., V] of one shape, weight [V]; any float dtypes and strides; eps > 0 or 0; activation "silu" (or
     "swish") | "sigmoid". Returns a new tensor like x. Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
-        return _library.norm(x, z, weight, eps, activation)  # type: ignore[no-any-return]
+        return _library.norm(x, z, weight, eps, activation, backend)  # type: ignore[no-any-return]
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
         bad_value("x", "shape [..., V]", "shape []")
     check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
     check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
     check_gate_activation("activation", activation)
-    reference_only("rms_norm_gated")
-    return reference.rms_norm_gated(x, z, weight, eps, activation).contiguous()
+    dim = x.shape[-1]
+    # Contiguous tensors are rows of one head, whatever their shape: the number of heads is compiled in.
+    heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]
+    problem = RmsNormGatedProblem(
+        num_heads=heads,
+        head_dim=dim,
+        dtype=dtype_name(x.dtype),
+        z_dtype=dtype_name(z.dtype),
+        weight_dtype=dtype_name(weight.dtype),
+        sigmoid=activation == "sigmoid",
+        num_tokens=x.numel() // max(heads * dim, 1),
+    )
+    prepared = prepare(problem, x.device, backend)
+    if prepared.launch is None:
+        return reference.rms_norm_gated(x, z, weight, eps, activation).contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        vector = 4 if dim % 8 else 8
+        rows = [
+            _rows.aligned(name, part.reshape(-1, heads, dim), min(_rows.ACCESS_BYTES, vector * part.element_size()))
+            for name, part in (("x", x), ("z", z))
+        ]
+        prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), float(eps))
+    return out
 
 
 def check_gate_activation(name: str, activation: object) -> None:

@@ -2,17 +2,25 @@
 
 import torch
 
-from gdn.ops import _library
-from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops import _library, _rows
+from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.problems import SplitProblem
 from gdn.reference import steps as reference
-from gdn.runtime import reference_only
+from gdn.runtime import prepare
 
 Tensor = torch.Tensor
 
 
 def fused_qkvzba_split_reshape_cat(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Splits projections that are interleaved per key-head group, with r = num_heads_v / num_heads_qk:
 
@@ -24,7 +32,9 @@ def fused_qkvzba_split_reshape_cat(
     Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
-        return _library.split(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)  # type: ignore[no-any-return]
+        return _library.split(  # type: ignore[no-any-return]
+            mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, backend
+        )
     sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
         if not isinstance(value, int):
@@ -39,5 +49,27 @@ def fused_qkvzba_split_reshape_cat(
         "mixed_ba", mixed_ba, shape=(mixed_qkvz.shape[0], 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=mixed_qkvz.device,
         last_contiguous=True,
     )  # fmt: skip
-    reference_only("split")
-    return reference.fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
+    length, device = mixed_qkvz.shape[0], mixed_qkvz.device
+    problem = SplitProblem(
+        num_k_heads=num_heads_qk,
+        num_v_heads=num_heads_v,
+        head_k_dim=head_qk,
+        head_v_dim=head_v,
+        dtype=dtype_name(mixed_qkvz.dtype),
+        ba_dtype=dtype_name(mixed_ba.dtype),
+        num_tokens=length,
+    )
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None:
+        return reference.fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
+
+    def new(like: Tensor, *shape: int) -> Tensor:
+        return torch.empty(length, *shape, dtype=like.dtype, device=device)
+
+    mixed_qkv = new(mixed_qkvz, 2 * num_heads_qk * head_qk + num_heads_v * head_v)
+    z = new(mixed_qkvz, num_heads_v * head_v)
+    b, a = new(mixed_ba, num_heads_v), new(mixed_ba, num_heads_v)
+    if length:
+        access = 8 if head_qk % 8 or head_v % 8 else _rows.ACCESS_BYTES
+        prepared.launch(_rows.aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a)
+    return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

@@ -31,9 +31,9 @@ def fused_qkvzba_split_reshape_cat(
     """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a."""
     ratio = num_heads_v // num_heads_qk
     length = mixed_qkvz.shape[0]
-    groups = mixed_qkvz.reshape(length, num_heads_qk, -1)
+    groups = mixed_qkvz.reshape(length, num_heads_qk, mixed_qkvz.shape[1] // num_heads_qk)
     q, k, v, z = groups.split([head_qk, head_qk, ratio * head_v, ratio * head_v], dim=2)
-    mixed_qkv = torch.cat([part.reshape(length, -1) for part in (q, k, v)], dim=1)
+    mixed_qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
     b, a = mixed_ba.reshape(length, num_heads_qk, 2 * ratio).split(ratio, dim=2)
     return (
         mixed_qkv,

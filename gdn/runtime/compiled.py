@@ -1,6 +1,8 @@
 """Compiled kernels: in memory, on disk, and how they are loaded.
 
-A kernel is compiled once for its operator, backend, static fields and configuration. On disk it is a folder named by the
+A kernel is compiled once for its operator, backend, static fields and configuration, as far as that is compiled: a field of
+a Config with `metadata={"compiled": function}` is a scalar of the launch, and the machine code depends on no more of it than
+function(value), which `compile` may use (`bool` where 0 switches something off). On disk it is a folder named by the
 SHA-256 of all of these, of the sources that make it and of the versions of what compiles and loads it; in it
 `manifest.json` and the shared libraries. Entries are written beside their place and moved there, under a lock: readers
 see a whole entry or none, and of several processes one compiles. An entry whose files do not match its manifest is
@@ -64,6 +66,7 @@ class CompileError(RuntimeError):
 
 
 _loaded: dict[tuple[str, str, str, Any], Compiled] = {}
+_functions: dict[tuple[Any, ...], Mapping[str, Callable[..., Any]]] = {}  # one for all values of fields that are not compiled
 _lock = threading.RLock()
 _compilations = 0
 
@@ -77,6 +80,7 @@ def forget() -> None:
     """Empties the memory cache; the disk cache stays."""
     with _lock:
         _loaded.clear()
+        _functions.clear()
 
 
 def get(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Compiled:
@@ -87,9 +91,11 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
         with _lock:
             found = _loaded.get(key)
             if found is None:
-                folder = ensure(op, backend, module, problem, config)
-                found = Compiled(load(backend, folder), problem, config)
-                _loaded[key] = found
+                code = (*key[:3], type(config), *compiled_fields(config).items())
+                functions = _functions.get(code)
+                if functions is None:
+                    functions = _functions[code] = load(backend, ensure(op, backend, module, problem, config))
+                found = _loaded[key] = Compiled(functions, problem, config)
     return found
 
 
@@ -159,8 +165,10 @@ def versions(backend: str) -> dict[str, str]:
     return found
 
 
-def config_fields(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+def compiled_fields(config: Any) -> dict[str, Any]:
+    """What of a configuration decides the machine code, by field."""
+    fields = dataclasses.fields(config)
+    return {f.name: f.metadata.get("compiled", lambda value: value)(getattr(config, f.name)) for f in fields}
 
 
 def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> str:
@@ -170,7 +178,7 @@ def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, con
         "op": op,
         "backend": backend,
         "problem": problem.static_fields(),
-        "config": config_fields(config),
+        "config": compiled_fields(config),
         "source": source_hash(module.__file__),
         "versions": versions(backend),
         "target": TARGET,

@@ -45,14 +45,14 @@ _DECODE_INDEXER = Preference("VLLM_QSA_DECODE_USE_TL_INDEXER", {"true": "tilelan
 _ATTENTION = {backend: backend for backend in BACKENDS}
 
 _OPERATORS = (
-    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "tilelang", "cute"), (_BLADNN,)),
+    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
     Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "tilelang", "cute"), (_BLADNN,)),
     Operator("gdn_decode", ("fused_gdn_decode",)),
-    Operator("gating", ("fused_gdn_gating",)),
-    Operator("split", ("fused_qkvzba_split_reshape_cat",)),
-    Operator("conv1d", ("causal_conv1d_fn",)),
-    Operator("conv1d_update", ("causal_conv1d_update",)),
-    Operator("rms_norm_gated", ("rms_norm_gated",)),
+    Operator("gating", ("fused_gdn_gating",), _modules("gating", "cute")),
+    Operator("split", ("fused_qkvzba_split_reshape_cat",), _modules("split", "cute")),
+    Operator("conv1d", ("causal_conv1d_fn",), _modules("conv1d", "cute")),
+    Operator("conv1d_update", ("causal_conv1d_update",), _modules("conv1d_update", "cute")),
+    Operator("rms_norm_gated", ("rms_norm_gated",), _modules("rms_norm_gated", "cute")),
     Operator("quantize_fp8", ("quantize_fp8",)),
     Operator("write_indexer_cache", ("write_indexer_cache",)),
     Operator("prepare_indexer", ("prepare_indexer",)),

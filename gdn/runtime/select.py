@@ -27,6 +27,8 @@ INVARIANT_SIZES = {
     "num_rows": 4096,
     "k": 2048,
 }
+# An operator whose configuration says how a long sequence is split is asked about one, so that it is split at all.
+_INVARIANT_SIZES_OF = {"chunk": {"num_tokens": 32768, "num_sequences": 1}}
 
 
 class MissingTunedEntry(LookupError):
@@ -129,7 +131,8 @@ def _general_refusal(problem: Problem, spec: DeviceSpec | None, device_name: str
 
 
 def _invariant(problem: Problem) -> Problem:
-    sizes = {name: INVARIANT_SIZES.get(name, 4096) for name in problem.sizes()}
+    known = INVARIANT_SIZES | _INVARIANT_SIZES_OF.get(problem.op, {})
+    sizes = {name: known.get(name, 4096) for name in problem.sizes()}
     return dataclasses.replace(problem, **sizes)  # type: ignore[type-var]
 
 

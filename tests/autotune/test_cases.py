@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import cases, shapes
+from autotune import bench, cases, shapes
 from gdn import reference
 from gdn.device import H100
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems import (
+    ConvolutionProblem,
+    GatingProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+    TopkProblem,
+)
 from gdn.runtime import Explained, Prepared, explaining
 from gdn.testing import timing
 
@@ -31,11 +39,17 @@ def _small(shape: shapes.Shape) -> shapes.Shape:
         return replace(shape, problem=replace(problem, batch=3, max_context_len=150))
     if isinstance(problem, TopkProblem):
         return replace(shape, problem=replace(problem, num_rows=5, num_columns=70, k=9))
+    if isinstance(problem, SplitProblem):
+        return replace(shape, problem=replace(problem, num_k_heads=2, num_v_heads=4, num_tokens=5))
+    if isinstance(problem, GatingProblem | RmsNormGatedProblem):
+        return replace(shape, problem=replace(problem, num_tokens=5))
+    if isinstance(problem, ConvolutionProblem):
+        lengths = shape.lengths[:3] if shape.op == "conv1d_update" else (70, 5)
+        sizes: dict[str, int] = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
+        return replace(shape, lengths=lengths, problem=replace(problem, dim=64, **sizes))  # type: ignore[arg-type]
     lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
     heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
-    return replace(
-        shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths))
-    )
+    return replace(shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths)))
 
 
 def _one_per_static_key() -> list[Any]:
@@ -90,17 +104,58 @@ def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
 
 
+def _conv1d(tensors: tuple[Any, ...], problem: Any) -> None:
+    x, weight, bias, pool, offsets, slots, mask, _, _, out, null_slot = tensors
+    reference.causal_conv1d_fn(
+        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots, has_initial_state=mask.bool(),
+        null_slot=null_slot, out=out,
+    )  # fmt: skip
+
+
+def _conv1d_update(tensors: tuple[Any, ...], problem: Any) -> None:
+    x, weight, bias, pool, slots, accepted, offsets, parents, out, null_slot = tensors
+    reference.causal_conv1d_update(
+        x, pool, weight, bias, conv_state_indices=slots, num_accepted_tokens=accepted, query_start_loc=offsets,
+        parent_token=parents, null_slot=null_slot, out=out,
+    )  # fmt: skip
+
+
+def _split(tensors: tuple[Any, ...], problem: Any) -> None:
+    sizes = (problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim)
+    for out, part in zip(tensors[2:], reference.fused_qkvzba_split_reshape_cat(*tensors[:2], *sizes), strict=True):
+        out.copy_(part.view(out.shape))
+
+
+def _gating(tensors: tuple[Any, ...], problem: Any) -> None:
+    for out, part in zip(tensors[4:6], reference.fused_gdn_gating(*tensors[:4], *tensors[6:]), strict=True):
+        out.copy_(part)
+
+
+def _norm(tensors: tuple[Any, ...], problem: Any) -> None:
+    x, z, weight, out, eps = tensors
+    out.copy_(reference.rms_norm_gated(x, z, weight, eps))
+
+
 _BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
     "chunk": _chunk,
     "recurrent": _recurrent,
     "mqa_logits": _mqa,
     "paged_mqa_logits": _paged,
     "topk": _topk,
+    "conv1d": _conv1d,
+    "conv1d_update": _conv1d_update,
+    "split": _split,
+    "gating": _gating,
+    "rms_norm_gated": _norm,
 }
+_OUT = {
+    "chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5, "topk": 3, "conv1d": 9, "conv1d_update": 8, "split": 3,
+    "gating": 5, "rms_norm_gated": 3,
+}  # fmt: skip
 
 
 def _out_of(op: str, tensors: tuple[Any, ...]) -> torch.Tensor:
-    out: torch.Tensor = tensors[{"chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5, "topk": 3}[op]]
+    out: torch.Tensor = tensors[_OUT[op]]
     return out
 
 
@@ -148,3 +203,23 @@ def test_a_changed_foreign_slot_and_a_wrong_state_fail(op: str) -> None:
         case.check(_prepared(shape, foreign))
     with pytest.raises(cases.WrongResult, match="state error"):
         case.check(_prepared(shape, stale))
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for op in ("conv1d", "conv1d_update") for shape in shapes.shapes(op)], ids=lambda s: s.name
+)
+def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None:
+    shape = _small(shape)
+    case = cases.make(shape, CPU, H100)
+
+    def spoil(tensors: tuple[Any, ...]) -> None:
+        tensors[3][-1, -1, -1] += 1
+
+    with pytest.raises(cases.WrongResult, match="the pool is not the reference's"):
+        case.check(_prepared(shape, spoil))
+
+
+@pytest.mark.parametrize("op", ["conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"])
+def test_the_floor_of_the_steps_is_their_bytes(op: str) -> None:
+    for shape in shapes.shapes(op):
+        assert bench.useful_flops(shape) == 0 and shape.problem.bytes_moved() > 0

@@ -1,6 +1,7 @@
 """Search, journal and tables, with a kernel that compiles nothing and a GPU that is not there."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,22 @@ def test_bad_compilations_lose_only_themselves(cache: Path) -> None:
     good = (fake_kernel.WRONG, fake_kernel.FAST, fake_kernel.FASTEST, fake_kernel.DEFAULT)
     assert all(failures[tile] is None for tile in good)
     assert len(list(cache.glob("chunk.tilelang/*/manifest.json"))) == len(good)
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Config):
+    steps: int = field(default=0, metadata={"compiled": bool})  # a scalar of the launch
+
+
+def test_scalars_of_the_launch_are_not_compiled_for(cache: Path) -> None:
+    configs = [LaunchConfig(tile, False, steps) for tile in (fake_kernel.RAISES, fake_kernel.FAST) for steps in (0, 3, 4, 5)]
+    static = SHAPE.problem.static_key()
+    made = tuning.Plan(KERNEL, candidates={(static, config): tuning.Candidate(SHAPE.problem, config) for config in configs})
+    done: list[Any] = []
+    tuning.compile_all(made, num_workers=2, timeout_s=10, on_done=lambda candidate: done.append(candidate.config))
+    assert len(done) == len(configs) and set(done) == set(configs)
+    assert [made.candidates[static, config].failure is None for config in configs] == [False] * 4 + [True] * 4
+    assert len(list(cache.glob("chunk.tilelang/*/manifest.json"))) == 2
 
 
 def test_search_times_the_finalists_again_and_drops_wrong_results(plan: tuning.Plan, tmp_path: Path) -> None:

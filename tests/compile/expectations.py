@@ -6,7 +6,18 @@ operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies.
 
 from dataclasses import dataclass, field
 
-from gdn.problems import ChunkProblem, LogitsProblem, Problem, RecurrentProblem, TopkProblem
+from gdn.problems import (
+    ChunkProblem,
+    Conv1dProblem,
+    ConvolutionProblem,
+    GatingProblem,
+    LogitsProblem,
+    Problem,
+    RecurrentProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+    TopkProblem,
+)
 
 
 @dataclass(frozen=True)
@@ -33,4 +44,17 @@ def expectation(problem: Problem, backend: str) -> Expectation:
         # Scores in accesses of four, and counts whose lanes of one bin are added up by the hardware.
         load = "LDG.128" if problem.dtype == "float32" else "LDG.64"
         return Expectation({load: 1, "ATOMS.POPC.INC": 1}, none_of=("HGMMA", "QGMMA", "HMMA"))
+    # The steps only move memory: rows in 16-byte accesses, several at once.
+    tensor_cores = ("HGMMA", "QGMMA", "HMMA")
+    if isinstance(problem, ConvolutionProblem):
+        rows = 2 if isinstance(problem, Conv1dProblem) else 1
+        return Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=tensor_cores)
+    if isinstance(problem, SplitProblem):
+        wide = "128" if problem.head_k_dim % 8 == 0 and problem.head_v_dim % 8 == 0 else "64"
+        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
+    if isinstance(problem, RmsNormGatedProblem):
+        wide = "128" if problem.head_dim % 8 == 0 else "64"
+        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
+    if isinstance(problem, GatingProblem):
+        return Expectation({"LDG": 4, "STG": 2}, none_of=tensor_cores)
     raise TypeError(f"problem: expected one of an operator with an expectation, got {type(problem).__name__}")

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from gdn import runtime
 from gdn.device import H100
 from gdn.problems import ChunkProblem
+from gdn.runtime import compiled, select
+from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem
 
 chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
@@ -30,8 +33,11 @@ def test_only_whether_there_are_segments_is_compiled_in(monkeypatch: pytest.Monk
     assert short == long
     assert set(whole) == {"chunk_prepare", "chunk_chain"} and set(short) == {*whole, "chunk_summaries", "chunk_starts"}
     assert whole["chunk_prepare"] == short["chunk_prepare"] and whole["chunk_chain"] != short["chunk_chain"]
-    (field,) = [field for field in dataclasses.fields(chunk.Config) if field.name == "segment"]
-    assert field.metadata["launch"]
+    keys = [
+        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, segment=segment))
+        for segment in (0, 3, 64)
+    ]
+    assert keys[0] != keys[1] == keys[2]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +52,37 @@ def test_default(heads: tuple[int, int], tokens: int, sequences: int, segment: i
     assert chunk.default_config(_problem(*heads, tokens, sequences), H100).segment == segment
 
 
+# Key and value heads, tokens -> us on an H100 by chunks of a segment.
+MEASURED = {
+    (4, 8, 8192): {0: 174.6, 16: 105.0, 32: 121.5, 64: 188.6},
+    (4, 8, 32768): {0: 678.0, 16: 420.0, 32: 349.0, 64: 306.7},
+    (2, 4, 32768): {0: 633.0, 16: 250.8, 32: 192.9, 64: 224.7},
+}
+
+
+@pytest.mark.parametrize("sizes", MEASURED, ids=str)
+def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) -> None:
+    times, (num_k_heads, num_v_heads, num_tokens) = MEASURED[sizes], sizes
+    segment = chunk.default_config(_problem(num_k_heads, num_v_heads, num_tokens), H100).segment
+    assert times[segment] <= 1.1 * min(times.values())
+
+
+def test_batch_invariance_fixes_the_length() -> None:
+    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    switches = Switches(batch_invariant=True, tuned="off")
+    wanted = chunk.default_config(_problem(4, 8, 32768), H100)
+    assert wanted.segment > 0
+    for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
+        choice = select.choose(_problem(4, 8, *sizes), H100, runtime.candidates("chunk"), switches, "tilelang")
+        assert choice.config == wanted
+
+
+def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
+    assert len({config.segment for config in chunk.configs(_problem(4, 8, 16100, 4), H100)}) > 3
+
+
 def test_configs_hold_the_default_and_whole_sequences() -> None:
-    for problem in (_problem(4, 8, 8192), _problem(16, 32, 8192)):
+    for problem in (_problem(4, 8, 8192), _problem(16, 32, 8192), _problem(4, 8, 16100, 4)):
         space = chunk.configs(problem, H100)
         assert chunk.default_config(problem, H100) in space and len(space) == len(set(space))
         assert all(chunk.fits(problem, config, H100) for config in space)
@@ -66,3 +101,11 @@ def test_slots_of_sequences_do_not_overlap(piece: int) -> None:
         assert first >= end
         begin, end = begin + length, first + max(-(-length // piece), 1)
     assert end <= num_slots(sum(lengths), len(lengths), piece // CHUNK)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 64])
+def test_a_call_that_needs_no_segments_has_a_default(num_tokens: int) -> None:
+    problem = _problem(2, 4, num_tokens)
+    config = chunk.default_config(problem, H100)
+    assert config.segment == 0 and config in chunk.configs(problem, H100)
+    assert chunk.workspace_bytes(problem, dataclasses.replace(config, segment=2)) >= 0

@@ -1,6 +1,9 @@
 """The figures that the other tests here rely on, read from kernels whose figures are known."""
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +57,18 @@ def test_cute_kernel() -> None:
     assert (kernel.spills, kernel.stack_bytes) == (0, 0)
     assert kernel.count("LDG") == kernel.count("STG") == kernel.count("LDS") == kernel.count("STS") == 1
     assert kernel.count("LDG.128") == 0
+
+
+def test_the_target_does_not_depend_on_who_imports_the_dsl_first() -> None:
+    code = (
+        "import cutlass\n"
+        "from gdn.testing import machine_code\n"
+        "from tests.compile import tiny_cute\n"
+        "print([kernel.target for kernel in machine_code.kernels(tiny_cute.reverse())])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CUTE_DSL_ARCH"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "['sm_90a']", done.stderr
 
 
 def test_a_library_without_a_cubin_raises() -> None:

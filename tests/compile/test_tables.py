@@ -9,7 +9,7 @@ import pytest
 from gdn import problems
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import registry, tuned
+from gdn.runtime import compiled, registry, tuned
 from tests.compile import checks
 
 TABLES = sorted(tuned.SHIPPED.glob("**/*.json"))
@@ -19,6 +19,11 @@ PROBLEMS: dict[str, Any] = {
     for cls in (
         problems.ChunkProblem,
         problems.RecurrentProblem,
+        problems.Conv1dProblem,
+        problems.Conv1dUpdateProblem,
+        problems.SplitProblem,
+        problems.GatingProblem,
+        problems.RmsNormGatedProblem,
         problems.MqaLogitsProblem,
         problems.PagedMqaLogitsProblem,
         problems.TopkProblem,
@@ -38,7 +43,7 @@ def test_entries_compile(path: Path) -> None:
     device = DEVICES[header.device]
     module_name = registry.operator(header.op).modules[header.backend]
     module = importlib.import_module(module_name)
-    variants: dict[tuple[str, Any], tuple[Problem, Any]] = {}  # one per compiled kernel
+    variants: dict[tuple[Any, ...], tuple[Problem, Any]] = {}  # one per compiled kernel
     for group in table.groups:
         for entry in group.entries:
             problem = PROBLEMS[header.op](**group.static, **entry.sizes)
@@ -46,6 +51,7 @@ def test_entries_compile(path: Path) -> None:
             assert config is not None, f"{entry.config} has other fields than {module_name}.Config"
             assert module.refusal(problem) is None
             assert module.fits(problem, config, device), f"{config} does not fit {problem}"
-            variants[problem.static_key(), config] = (problem, config)
+            code = (problem.static_key(), *compiled.compiled_fields(config).items())
+            variants[code] = (problem, config)
     failed = checks.failures(module_name, header.backend, list(variants.values()), device)
     assert not failed, "\n".join(failed)

@@ -10,8 +10,7 @@ import torch
 from gdn.device import H100
 from gdn.problems import TopkProblem
 
-pytest.importorskip("cutlass")
-from kernels_cute import topk  # noqa: E402  (needs the DSL)
+topk = pytest.importorskip("kernels_cute.topk", reason="needs the CuTe DSL")
 
 PROBLEM = TopkProblem("float32", None, "int32", "score", k=2048, num_rows=64, num_columns=32768)
 COLUMNS = (0, 1, 2048, 2049, 8192, 32768, 32769, 65536, 131072, 131073, 2**20)

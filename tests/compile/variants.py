@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem, TopkProblem
+from gdn.problems import (
+    ChunkProblem,
+    Conv1dProblem,
+    Conv1dUpdateProblem,
+    GatingProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    Problem,
+    RecurrentProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+    TopkProblem,
+)
 from tests.compile import pairwise
 
 Axes = Mapping[str, Sequence[Any]]
@@ -68,7 +80,55 @@ _LOGITS_AXES: dict[str, Sequence[Any]] = {
     "clean": [True, False],
     "out_dtype": ["float32", "bfloat16"],
 }
+_CONVOLUTION_AXES: dict[str, Sequence[Any]] = {
+    "dim": [8192, 2560],
+    "width": [4, 3, 2],
+    "dtype": ["bfloat16", "float16"],
+    "weight_dtype": ["bfloat16", "float32"],
+    "bias_dtype": [None, "float32", "bfloat16"],
+    "silu": [True, False],
+    "index_dtype": ["int32", "int64", None],
+}
+_POOLS = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]  # dtype, channels contiguous
 AXES: dict[str, Axes] = {
+    "conv1d": _CONVOLUTION_AXES
+    | {
+        "pool": [*_POOLS, (None, False)],
+        "cu_seqlens_dtype": ["int32", "int64"],
+        "has_mask": [True, False],
+        "checkpoint_dtype": [None, "int32", "int64"],
+    },
+    "conv1d_update": _CONVOLUTION_AXES
+    | {
+        "pool": _POOLS,
+        "cu_seqlens_dtype": ["int32", "int64", None],
+        "drafts": [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+        "tokens": [1, 2, 4],  # of a sequence: they choose the configuration
+    },
+    "split": {
+        "heads": [(16, 32), (4, 4), (2, 6)],
+        "head_dims": [(128, 128), (60, 100), (256, 64)],
+        "dtype": ["bfloat16", "float16"],
+        "ba_dtype": ["bfloat16", "float32"],
+        "num_tokens": [8, 8192],
+    },
+    "gating": {
+        "num_heads": [32, 6, 1],
+        "a_dtype": ["bfloat16", "float32", "float16"],
+        "b_dtype": ["bfloat16", "float32"],
+        "A_log_dtype": ["float32", "bfloat16"],
+        "dt_bias_dtype": ["float32", "bfloat16"],
+        "num_tokens": [8, 8192],
+    },
+    "rms_norm_gated": {
+        "num_heads": [1, 32, 6],
+        "head_dim": [128, 64, 100, 512],
+        "dtype": ["bfloat16", "float16"],
+        "z_dtype": ["bfloat16", "float32"],
+        "weight_dtype": ["float32", "bfloat16"],
+        "sigmoid": [False, True],
+        "num_tokens": [8, 8192],
+    },
     "chunk": _CHUNK_AXES,
     "recurrent": _RECURRENT_AXES,
     "mqa_logits": _LOGITS_AXES | {"packed": [False, True]},
@@ -117,8 +177,53 @@ def _logits_fields(row: Row) -> dict[str, Any]:
     }
 
 
+def _step(op: str, row: Row) -> Problem | None:
+    """A problem of the steps around the recurrence; None as in `problem`."""
+    if op == "split":
+        num_k_heads, num_v_heads = row["heads"]
+        head_k_dim, head_v_dim = row["head_dims"]
+        return SplitProblem(
+            num_k_heads=num_k_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_k_dim,
+            head_v_dim=head_v_dim,
+            dtype=row["dtype"],
+            ba_dtype=row["ba_dtype"],
+            num_tokens=row["num_tokens"],
+        )
+    if op == "gating":
+        return GatingProblem(**row)
+    if op == "rms_norm_gated":
+        return RmsNormGatedProblem(**row)
+    fields = {name: row[name] for name in (*_CONVOLUTION_AXES, "cu_seqlens_dtype")}
+    fields["state_dtype"], fields["state_channels_contiguous"] = row["pool"]
+    if op == "conv1d":
+        if fields["state_dtype"] is None and (row["has_mask"] or row["checkpoint_dtype"]):
+            return None
+        return Conv1dProblem(
+            **fields,
+            has_mask=row["has_mask"],
+            checkpoint_dtype=row["checkpoint_dtype"],
+            num_tokens=8192,
+            num_sequences=8,
+        )
+    has_columns, has_accepted, has_parent = row["drafts"]
+    if has_columns and fields["index_dtype"] is None or fields["cu_seqlens_dtype"] is None and row["tokens"] > 1:
+        return None
+    return Conv1dUpdateProblem(
+        **fields,
+        has_columns=has_columns,
+        has_accepted=has_accepted,
+        has_parent=has_parent,
+        num_tokens=128 * row["tokens"],
+        num_sequences=128,
+    )
+
+
 def problem(op: str, row: Row) -> Problem | None:
     """The problem of a row, or None where the public operator would not make it."""
+    if op in ("conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"):
+        return _step(op, row)
     if op in ("chunk", "recurrent"):
         delta = _delta_fields(row)
         if not delta["has_initial_state"] and delta["state_dtype"] != "float32":

@@ -1,9 +1,19 @@
 """GPU tests need a Hopper GPU; where there is none they are skipped with that reason, and nothing else skips them."""
 
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from gdn import runtime
+from gdn.ops._memo import Memo
+from gdn.problems import ChunkProblem
 from gdn.runtime import devices
+
+Force = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +25,23 @@ def device() -> torch.device:
     if spec is None:
         pytest.skip(f"needs a Hopper GPU (SM90), got {name}")
     return found
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Force:
+    """force(segment=2): the chunk operator runs with the default configuration less these fields, and remembers no call."""
+    operator = importlib.import_module("gdn.ops.chunk")
+
+    def set_fields(**fields: Any) -> None:
+        def prepare(problem: ChunkProblem, device: torch.device, backend: str) -> runtime.Prepared:
+            spec, _ = devices.describe(device)
+            assert spec is not None
+            module = runtime.candidates(problem.op)[backend].module
+            config = replace(module.default_config(problem, spec), **fields)
+            assert module.fits(problem, config, spec)
+            return runtime.prepare(problem, device, backend, config=config)
+
+        monkeypatch.setattr(operator, "prepare", prepare)
+        monkeypatch.setattr(operator, "_memo", Memo())
+
+    return set_fields

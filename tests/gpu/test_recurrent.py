@@ -34,9 +34,7 @@ def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "problem", [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY], ids=cases.name
-)
+@pytest.mark.parametrize("problem", [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY], ids=cases.name)
 def test_variants(problem: RecurrentProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(problem, device)
     before = copied(arguments)

@@ -55,6 +55,21 @@ def test_a_kernel_is_compiled_once_and_runs(problem: FakeProblem):
     assert compiled.compilations() - before == 1 == len(journal(problem))
 
 
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig(Config):
+    steps: int = dataclasses.field(default=0, metadata={"compiled": bool})  # a scalar of the launch
+
+
+def test_a_scalar_of_the_launch_compiles_nothing_new(problem: FakeProblem):
+    kernels = [get(problem, LaunchConfig(32, False, steps)) for steps in (0, 3, 4)]
+    assert [kernel.config.steps for kernel in kernels] == [0, 3, 4]
+    assert kernels[1].functions is kernels[2].functions and kernels[0].functions is not kernels[1].functions
+    assert len(journal(problem)) == 2
+    compiled.forget()
+    get(problem, LaunchConfig(32, False, 5))
+    assert len(journal(problem)) == 2
+
+
 def test_another_process_would_find_it_on_disk(problem: FakeProblem):
     get(problem)
     compiled.forget()  # all that a new process lacks

@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 def a_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """As if the CPU were an H100, the recurrent operator had the fake kernel on both backends, and no table shipped."""
     fakes = {"tilelang": fake_kernel.__name__, "cute": fake_kernel.__name__}
-    monkeypatch.setitem(
-        registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes)
-    )
+    monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes))
     monkeypatch.setattr(devices, "describe", lambda device: (H100, "NVIDIA H100 (SM90)"))
     monkeypatch.setattr(toolchain, "missing", lambda backend: None)
     monkeypatch.setattr(compiled, "_preload", lambda backend: None)
@@ -180,9 +178,7 @@ def test_a_module_that_cannot_be_imported(
     problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     broken = {"tilelang": "tests.runtime.not_there", "cute": fake_kernel.__name__}
-    monkeypatch.setitem(
-        registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=broken)
-    )
+    monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=broken))
     runtime.candidates.cache_clear()
     prepared = runtime.prepare(problem, CPU, None)
     assert prepared.backend == "cute"
@@ -202,9 +198,7 @@ def test_a_machine_that_cannot_compile_runs_what_is_cached(problem: FakeProblem,
     assert runtime.prepare(problem, CPU, None).backend == "tilelang"
 
 
-def test_decisions_are_told_once(
-    problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]
-):
+def test_decisions_are_told_once(problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]):
     switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
     for num_tokens in (64, 65, 66):
         runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
@@ -219,7 +213,7 @@ def test_explaining_raises_before_anything_is_compiled(problem: FakeProblem):
         runtime.prepare(problem, CPU, "cute")
     assert caught.value.choice.backend == "cute" and caught.value.problem is problem
     with pytest.raises(runtime.Explained) as caught, runtime.explaining():
-        runtime.reference_only("conv1d")
+        runtime.reference_only("expand_topk_groups")
     assert caught.value.choice.backend == "reference"
     assert compiled.compilations() == before and not Path(problem.journal).exists()
     assert not isinstance(caught.value, Exception)  # operators that catch errors let it pass
@@ -236,13 +230,13 @@ def test_explaining_is_of_one_thread(problem: FakeProblem):
 
 
 def test_operators_without_a_kernel(switch: Callable[..., env.Switches]):
-    assert runtime.reference_only("conv1d").backend == "reference"
-    assert runtime.reference_only("conv1d", "reference").decided_by == "the argument"
-    with pytest.raises(ValueError, match="'cute' was ordered for conv1d"):
-        runtime.reference_only("conv1d", "cute")
-    switch(GDN_BACKEND_CONV1D="cute")
-    with pytest.raises(ValueError, match="GDN_BACKEND_CONV1D=cute"):
-        runtime.reference_only("conv1d")
+    assert runtime.reference_only("expand_topk_groups").backend == "reference"
+    assert runtime.reference_only("expand_topk_groups", "reference").decided_by == "the argument"
+    with pytest.raises(ValueError, match="'cute' was ordered for expand_topk_groups"):
+        runtime.reference_only("expand_topk_groups", "cute")
+    switch(GDN_BACKEND_EXPAND_TOPK_GROUPS="cute")
+    with pytest.raises(ValueError, match="GDN_BACKEND_EXPAND_TOPK_GROUPS=cute"):
+        runtime.reference_only("expand_topk_groups")
 
 
 def test_threads_share_one_compilation(problem: FakeProblem):

@@ -1,0 +1,73 @@
+"""Global memory for kernels without shared memory: fake tensors, pointers of stated alignment, wide loads and stores."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+CUTE_DTYPES = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+    "uint8": cutlass.Uint8,
+}
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+ACCESS_BYTES = 16  # the widest load and store
+
+
+def fake(dtype: str, *shape: Any, last: Any = None) -> Any:
+    """A tensor to compile for: any strides but the last (None = that one too).
+
+    Strides carry no divisibility and no alignment: the launch check would also test them on dims of size 1, where torch
+    reports any stride. Kernels state the alignment at each access instead.
+    """
+    strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
+    return make_fake_tensor(CUTE_DTYPES[dtype], shape, stride=tuple(strides))
+
+
+@cute.jit
+def pointer(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
+    """gX + offset elements, known to be a multiple of align bytes."""
+    dtype = gX.element_type
+    address = gX.iterator.toint() + offset * (dtype.width // 8)
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
+@cute.jit
+def load(
+    source: cute.Pointer, width: cutlass.Constexpr, rX: cute.Tensor, start: cutlass.Constexpr, once: cutlass.Constexpr
+):
+    """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1."""
+    dtype = source.dtype
+    step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
+    priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if once else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
+    atom = cute.make_copy_atom(
+        cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=step * dtype.width, l1c_evict_priority=priority
+    )
+    for first in cutlass.range_constexpr(0, width, step):
+        rSlice = cute.make_rmem_tensor(step, dtype)
+        cute.copy(atom, cute.make_tensor(source + first, cute.make_layout(step)), rSlice)
+        for e in cutlass.range_constexpr(step):
+            rX[start + first + e] = rSlice[e].to(rX.element_type)
+
+
+@cute.jit
+def store(rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, target: cute.Pointer):
+    """The width elements at target = rX[start : start + width], rounded to target's dtype, in the widest accesses."""
+    dtype = target.dtype
+    step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
+    atom = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), dtype, num_bits_per_copy=step * dtype.width)
+    for first in cutlass.range_constexpr(0, width, step):
+        rSlice = cute.make_rmem_tensor(step, dtype)
+        for e in cutlass.range_constexpr(step):
+            rSlice[e] = rX[start + first + e].to(dtype)
+        cute.copy(atom, rSlice, cute.make_tensor(target + first, cute.make_layout(step)))
+
+
+@cute.jit
+def sigmoid(x: cutlass.Float32):
+    """1 / (1 + exp(-x)) from the two approximate instructions: relative error below 1e-6, exact limits."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -1.4426950408889634, fastmath=True))
