@@ -21,6 +21,10 @@ output is stored from registers. No barrier is left to the compiler (`tl.disable
 | empty[stage] | warp 0 | one lane of every math warp (64 columns = 4 warps) |
 | out_full[step % 2] | warp 1 | every math thread (64 columns = 128 threads) |
 | out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
+
+With more than 64 columns outputs are staged where the chunk's V was, for shared memory holds three stages so. Then out_full has the
+stages of V, and warp 1 (32) arrives at empty[stage] instead of out_empty. It does so for full chunks only; behind a tail no chunk
+follows that would wait.
 """
 
 from typing import Any
@@ -32,6 +36,7 @@ from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
+    MOST_RANKED,
     NUM_VECTORS,
     ROW_LAST,
     ROW_STATE_KEY,
@@ -40,6 +45,7 @@ from kernels_tl._chunk_types import (
     TILE_Z,
     TILE_Z_HIGH,
     bounds_tensor,
+    find_ranked,
     find_segment,
     row_tensor,
     starts_tensor,
@@ -91,6 +97,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
     panels = columns // PANEL
     rows = panels * CHUNK
     slices = head_v // columns
+    in_place = columns > PANEL  # outputs are staged where V was: there is no room else
     final_dtype = problem.state_dtype if pooled else "float32"
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
@@ -161,7 +168,8 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
         null_slot: T.int32,
         segment: T.int32,
     ):
-        with T.Kernel(slices, pieces, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, piece, head):
+        # The pieces slowest: blocks start in this order, those of the longest sequence first.
+        with T.Kernel(slices, heads, pieces, threads=math_threads + PRODUCER_THREADS) as (v_slice, head, piece):
             k_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             q_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
@@ -174,11 +182,11 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
             z_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             r_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
-            out_shared = T.alloc_shared((rows, PANEL), dtype)
-            out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
+            out_shared = T.alloc_shared((8 if in_place else rows, PANEL), dtype)
+            out_odd_shared = T.alloc_shared((8 if in_place else rows, PANEL), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = T.alloc_barrier([math_threads // 32] * stages)
-            out_full = T.alloc_barrier([math_threads] * 2)
+            empty = T.alloc_barrier([math_threads // 32 + (32 if in_place else 0)] * stages)
+            out_full = T.alloc_barrier([math_threads] * (stages if in_place else 2))
             out_empty = T.alloc_barrier([32] * 2)
             state_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
@@ -192,6 +200,8 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
             out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_rows = T.alloc_fragment((rows, PANEL), dtype)
             last = T.alloc_local((1,), "float32")
+            lengths = T.alloc_shared((MOST_RANKED,), "int32")
+            chosen = T.alloc_shared((1,), "int32")
             place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
@@ -212,7 +222,9 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
 
             if split:
                 find_segment(cu_seqlens, bounds, piece, segment, place)
-            sequence = place[0] if split else piece
+            else:
+                find_ranked(cu_seqlens, bounds, piece, lengths, chosen, place)
+            sequence = place[0]
             index = place[1] if split else 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
@@ -291,13 +303,25 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                 elif tx < math_threads + 64:
                     for step in T.serial(T.if_then_else(live, length // CHUNK, 0)):
                         token = sequence_begin + step * CHUNK
-                        T.barrier_wait(out_full[step % 2], (step // 2) & 1)
-                        if step % 2 == 0:
-                            store(out_shared, out, token, head, column_begin)
+                        if in_place:
+                            stage = step % stages
+                            T.barrier_wait(out_full[stage], (step // stages) & 1)
+                            if stage == 0:
+                                store(v_shared, out, token, head, column_begin)
+                            elif stage == 1:
+                                store(v_second_shared, out, token, head, column_begin)
+                            elif stages == 3:
+                                store(v_third_shared, out, token, head, column_begin)
+                            T.tma_store_wait(0)
+                            T.barrier_arrive(empty[stage])
                         else:
-                            store(out_odd_shared, out, token, head, column_begin)
-                        T.tma_store_wait(0)
-                        T.barrier_arrive(out_empty[step % 2])
+                            T.barrier_wait(out_full[step % 2], (step // 2) & 1)
+                            if step % 2 == 0:
+                                store(out_shared, out, token, head, column_begin)
+                            else:
+                                store(out_odd_shared, out, token, head, column_begin)
+                            T.tma_store_wait(0)
+                            T.barrier_arrive(out_empty[step % 2])
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
                 T.clear(state_fragment)
@@ -395,13 +419,23 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
                     if valid == CHUNK:
-                        T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
-                        if step % 2 == 0:
-                            T.copy(out_rows, out_shared)
+                        if in_place:  # every warp where its own part of V was, which it has read an iteration ago
+                            if stage == 0:
+                                T.copy(out_rows, v_shared)
+                            elif stage == 1:
+                                T.copy(out_rows, v_second_shared)
+                            elif stages == 3:
+                                T.copy(out_rows, v_third_shared)
+                            T.fence_proxy_async()
+                            T.barrier_arrive(out_full[stage])
                         else:
-                            T.copy(out_rows, out_odd_shared)
-                        T.fence_proxy_async()
-                        T.barrier_arrive(out_full[step % 2])
+                            T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
+                            if step % 2 == 0:
+                                T.copy(out_rows, out_shared)
+                            else:
+                                T.copy(out_rows, out_odd_shared)
+                            T.fence_proxy_async()
+                            T.barrier_arrive(out_full[step % 2])
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
                     T.wait_wgmma(0)

@@ -20,6 +20,7 @@ NUM_VECTORS = 3  # rows of the per-chunk vectors in the workspace:
 ROW_STATE_KEY = 0  # exp(c) * |k|^-1: factor of K S
 ROW_STATE_QUERY = 1  # exp(c) * |q|^-1 * scale: factor of Q S
 ROW_LAST = 2  # element 0: exp(c_last), the decay of the whole chunk
+MOST_RANKED = 256  # sequences that a block of so many threads ranks by length
 TRANSITION_DTYPE = "bfloat16"  # of a segment's transition, whatever the tokens are: keys that are not normalised make it large
 
 
@@ -43,6 +44,32 @@ def find_segment(cu_seqlens, bounds, slot, segment, place):
         else:
             place[1] = middle - 1
     place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (segment * CHUNK) - place[0]
+
+
+@T.macro
+def find_ranked(cu_seqlens, bounds, rank, lengths, chosen, place):
+    """place[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
+
+    Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
+    """
+    tx = T.get_thread_binding()
+    place[0] = rank
+    if bounds > 2 and bounds <= MOST_RANKED + 1:
+        if tx < bounds - 1:
+            lengths[tx] = T.cast(cu_seqlens[tx + 1] - cu_seqlens[tx], "int32")
+        T.sync_threads()
+        if tx < bounds - 1:
+            place[1] = 0
+            for other in T.serial(bounds - 1):
+                # Of equal ones the first: ranks are a permutation.
+                if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
+                    place[1] += 1
+            if place[1] == rank:
+                chosen[0] = tx
+        T.sync_threads()
+        place[0] = chosen[0]
+        T.fence_proxy_async()
+        T.sync_threads()  # bulk copies write where lengths and chosen lie
 
 
 def num_tiles(problem: ChunkProblem) -> int:
