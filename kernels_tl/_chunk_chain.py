@@ -21,10 +21,6 @@ output is stored from registers. No barrier is left to the compiler (`tl.disable
 | empty[stage] | warp 0 | one lane of every math warp (64 columns = 4 warps) |
 | out_full[step % 2] | warp 1 | every math thread (64 columns = 128 threads) |
 | out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
-
-With more than 64 columns outputs are staged where the chunk's V was, for shared memory holds three stages so. Then out_full has the
-stages of V, and warp 1 (32) arrives at empty[stage] instead of out_empty. It does so for full chunks only; behind a tail no chunk
-follows that would wait.
 """
 
 from typing import Any
@@ -97,7 +93,6 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
     panels = columns // PANEL
     rows = panels * CHUNK
     slices = head_v // columns
-    in_place = columns > PANEL  # outputs are staged where V was: there is no room else
     final_dtype = problem.state_dtype if pooled else "float32"
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
@@ -182,11 +177,11 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
             z_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             r_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
-            out_shared = T.alloc_shared((8 if in_place else rows, PANEL), dtype)
-            out_odd_shared = T.alloc_shared((8 if in_place else rows, PANEL), dtype)
+            out_shared = T.alloc_shared((rows, PANEL), dtype)
+            out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = T.alloc_barrier([math_threads // 32 + (32 if in_place else 0)] * stages)
-            out_full = T.alloc_barrier([math_threads] * (stages if in_place else 2))
+            empty = T.alloc_barrier([math_threads // 32] * stages)
+            out_full = T.alloc_barrier([math_threads] * 2)
             out_empty = T.alloc_barrier([32] * 2)
             state_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
@@ -303,25 +298,13 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                 elif tx < math_threads + 64:
                     for step in T.serial(T.if_then_else(live, length // CHUNK, 0)):
                         token = sequence_begin + step * CHUNK
-                        if in_place:
-                            stage = step % stages
-                            T.barrier_wait(out_full[stage], (step // stages) & 1)
-                            if stage == 0:
-                                store(v_shared, out, token, head, column_begin)
-                            elif stage == 1:
-                                store(v_second_shared, out, token, head, column_begin)
-                            elif stages == 3:
-                                store(v_third_shared, out, token, head, column_begin)
-                            T.tma_store_wait(0)
-                            T.barrier_arrive(empty[stage])
+                        T.barrier_wait(out_full[step % 2], (step // 2) & 1)
+                        if step % 2 == 0:
+                            store(out_shared, out, token, head, column_begin)
                         else:
-                            T.barrier_wait(out_full[step % 2], (step // 2) & 1)
-                            if step % 2 == 0:
-                                store(out_shared, out, token, head, column_begin)
-                            else:
-                                store(out_odd_shared, out, token, head, column_begin)
-                            T.tma_store_wait(0)
-                            T.barrier_arrive(out_empty[step % 2])
+                            store(out_odd_shared, out, token, head, column_begin)
+                        T.tma_store_wait(0)
+                        T.barrier_arrive(out_empty[step % 2])
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
                 T.clear(state_fragment)
@@ -419,23 +402,13 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
                     if valid == CHUNK:
-                        if in_place:  # every warp where its own part of V was, which it has read an iteration ago
-                            if stage == 0:
-                                T.copy(out_rows, v_shared)
-                            elif stage == 1:
-                                T.copy(out_rows, v_second_shared)
-                            elif stages == 3:
-                                T.copy(out_rows, v_third_shared)
-                            T.fence_proxy_async()
-                            T.barrier_arrive(out_full[stage])
+                        T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
+                        if step % 2 == 0:
+                            T.copy(out_rows, out_shared)
                         else:
-                            T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
-                            if step % 2 == 0:
-                                T.copy(out_rows, out_shared)
-                            else:
-                                T.copy(out_rows, out_odd_shared)
-                            T.fence_proxy_async()
-                            T.barrier_arrive(out_full[step % 2])
+                            T.copy(out_rows, out_odd_shared)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(out_full[step % 2])
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
                     T.wait_wgmma(0)

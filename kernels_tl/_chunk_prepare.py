@@ -52,8 +52,8 @@ HALF_SCALE = 32.0
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
-def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
-    """The prim_func `chunk_prepare`; share: state heads of one key head and one query head that a block takes in turn."""
+def prepare(problem: ChunkProblem, parts: int) -> Any:
+    """The prim_func `chunk_prepare`."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
     heads_per_k = heads // problem.num_k_heads
@@ -79,12 +79,11 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
     @T.macro
-    def zero_rows(out, row_begin, row_end, first_head):
+    def zero_rows(out, row_begin, row_end, head):
         tx = T.get_thread_binding()
         for row in T.serial(T.max(row_end - row_begin, 0)):
-            for turn_head in T.serial(share):
-                if tx < head_v:
-                    out[T.cast(row_begin + row, "int64"), first_head + turn_head, tx] = 0
+            if tx < head_v:
+                out[T.cast(row_begin + row, "int64"), head, tx] = 0
 
     @T.prim_func
     def chunk_prepare(
@@ -102,7 +101,7 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
         scale: T.float32,
         null_slot: T.int32,
     ):
-        with T.Kernel(slots, heads // share, threads=PREPARE_THREADS) as (slot, group):
+        with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
             # K and Q as halves of 64 columns. X and its rest take the place of what they are made of, Z that of K, R that of Q.
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
@@ -115,8 +114,8 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
             rest_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
             query_shared = q_high_shared
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
-            sum_shared = T.alloc_shared((share, CHUNK), "float32")
-            beta_shared = T.alloc_shared((share, CHUNK), "float32")
+            sum_shared = T.alloc_shared((CHUNK,), "float32")
+            beta_shared = T.alloc_shared((CHUNK,), "float32")
             k_factor_shared = T.alloc_shared((CHUNK,), "float32")
             q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             loaded = T.alloc_barrier(PREPARE_THREADS)
@@ -143,7 +142,6 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
             live = T.alloc_var("bool", init=True)
             decays = T.alloc_local((2,), "float32")
             strengths = T.alloc_local((2,), "float32")
-            first_head = group * share
             tx = T.get_thread_binding()
 
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
@@ -165,41 +163,40 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
             # Loops in series: rare, and unrolled they cost the others registers.
             used = T.cast(cu_seqlens[bounds - 1], "int32")
             if slot * CHUNK + CHUNK > used:
-                zero_rows(out, T.max(used, slot * CHUNK), T.min(slot * CHUNK + CHUNK, num_tokens), first_head)
+                zero_rows(out, T.max(used, slot * CHUNK), T.min(slot * CHUNK + CHUNK, num_tokens), head)
             if pooled:
                 if valid > 0 and not live:
-                    zero_rows(out, begin, begin + valid, first_head)
+                    zero_rows(out, begin, begin + valid, head)
 
             # A loop of at most one round: inside a plain condition the compiler would split the body at every barrier.
             for _ in T.serial(T.if_then_else(valid > 0 and live, 1, 0)):
-                T.tma_copy(k[begin : begin + CHUNK, first_head // heads_per_k, 0:HALF], k_shared, barrier=loaded)
-                T.tma_copy(q[begin : begin + CHUNK, first_head // heads_per_q, 0:HALF], q_shared, barrier=loaded)
+                T.tma_copy(k[begin : begin + CHUNK, head // heads_per_k, 0:HALF], k_shared, barrier=loaded)
+                T.tma_copy(q[begin : begin + CHUNK, head // heads_per_q, 0:HALF], q_shared, barrier=loaded)
                 if wide:
-                    T.tma_copy(k[begin : begin + CHUNK, first_head // heads_per_k, HALF:head_k], k_high_shared, barrier=loaded)
-                    T.tma_copy(q[begin : begin + CHUNK, first_head // heads_per_q, HALF:head_k], q_high_shared, barrier=loaded)
+                    T.tma_copy(k[begin : begin + CHUNK, head // heads_per_k, HALF:head_k], k_high_shared, barrier=loaded)
+                    T.tma_copy(q[begin : begin + CHUNK, head // heads_per_q, HALF:head_k], q_high_shared, barrier=loaded)
                 T.barrier_arrive(loaded)
 
-                if tx < 32 * share:  # a warp a head, two tokens a lane: the cumulative sum needs no barrier
-                    own_head = first_head + tx // 32
+                if tx < 32:  # two tokens a lane: the cumulative sum needs no barrier
                     # All loads first, of some token where there is none: their latencies do not add up.
                     for half in T.unroll(2):
-                        token = T.cast(begin + T.min(2 * (tx % 32) + half, valid - 1), "int64")
+                        token = T.cast(begin + T.min(2 * tx + half, valid - 1), "int64")
                         if has_gate:
-                            decays[half] = T.cast(g[token, own_head], "float32")
+                            decays[half] = T.cast(g[token, head], "float32")
                         if has_beta:
-                            strengths[half] = T.cast(beta[token, own_head], "float32")
+                            strengths[half] = T.cast(beta[token, head], "float32")
                     for half in T.unroll(2):
-                        row = 2 * (tx % 32) + half
+                        row = 2 * tx + half
                         log_decay = 0.0
                         strength = 0.0
                         if row < valid:
                             if has_gate:
                                 gate_input = decays[half]
                                 if raw_gate:
-                                    gate_input = gate_input + dt_bias[own_head]
+                                    gate_input = gate_input + dt_bias[head]
                                     if gate_input <= SOFTPLUS_THRESHOLD:
                                         gate_input = T.log1p(T.exp(gate_input))
-                                    log_decay = -T.exp(a_log[own_head]) * gate_input
+                                    log_decay = -T.exp(a_log[head]) * gate_input
                                 else:
                                     log_decay = gate_input
                                 if log_decay < LOWEST_LOG_DECAY:
@@ -209,15 +206,15 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
                                 strength = strengths[half]
                                 if raw_beta:
                                     strength = 1.0 / (1.0 + T.exp(-strength))
-                        beta_shared[tx // 32, row] = strength
+                        beta_shared[row] = strength
                         decays[half] = log_decay
                     running = decays[0] + decays[1]
                     for level in T.unroll(5):
                         gate_input = T.shfl_up(running, 1 << level)
-                        if tx % 32 >= (1 << level):
+                        if tx >= (1 << level):
                             running = running + gate_input
-                    sum_shared[tx // 32, 2 * (tx % 32)] = (running - decays[1]) * LOG2_E
-                    sum_shared[tx // 32, 2 * (tx % 32) + 1] = running * LOG2_E
+                    sum_shared[2 * tx] = (running - decays[1]) * LOG2_E
+                    sum_shared[2 * tx + 1] = running * LOG2_E
 
                 T.barrier_wait(loaded, 0)
                 if valid < CHUNK:
@@ -270,129 +267,118 @@ def prepare(problem: ChunkProblem, parts: int, share: int = 1) -> Any:
                 # In the place of a half of Q: its registers are needed. The barriers before its product are plenty.
                 T.copy(query_operand, query_shared)
 
-                for turn_head in T.unroll(share):
-                    head = first_head + turn_head
-                    if share > 1:  # once more a head: 32 registers are dearer
-                        T.wgmma_gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
-                        if wide:
-                            T.wgmma_gemm(k_high_shared, k_high_shared, kk_fragment, transpose_B=True)
-                        T.wait_wgmma(0)
-                        T.warpgroup_fence_operand(kk_fragment, num_regs=32)
-                    # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
-                    T.clear(inverse_shared)
-                    for i in T.Parallel(CHUNK):
-                        row_factor[i] = -k_factor_shared[i] * beta_shared[turn_head, i]
+                # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
+                T.clear(inverse_shared)
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = -k_factor_shared[i] * beta_shared[i]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    column_fragment[i, j] = k_factor_shared[j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    if i // BLOCK == j // BLOCK:
+                        diagonal_shared[j, i % BLOCK] = kk_fragment[i, j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    below_fragment[i, j] = T.Select(i // BLOCK > j // BLOCK, kk_fragment[i, j], 0.0)
+                T.copy(below_fragment, below_shared)
+                T.sync_threads()
+                if tx < CHUNK:
+                    for i in T.unroll(BLOCK):
+                        column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
+                    for pivot in T.unroll(BLOCK - 1):
+                        for i in T.unroll(BLOCK):
+                            if i > pivot:
+                                column[i] = column[i] + diagonal_shared[tx // BLOCK * BLOCK + pivot, i] * column[pivot]
+                T.sync_threads()
+                if tx < CHUNK:
+                    for i in T.unroll(BLOCK):
+                        diagonal_shared[tx // BLOCK * BLOCK + i, tx % BLOCK] = column[i]
+                        inverse_shared[tx // BLOCK * BLOCK + i, tx] = column[i]
+                T.fence_proxy_async()
+                T.sync_threads()
+
+                # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
+                T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(product_fragment, num_regs=32)
+                T.copy(product_fragment, product_operand)
+                for turn in T.unroll(CHUNK // BLOCK - 1):
                     for i, j in T.Parallel(CHUNK, CHUNK):
-                        column_fragment[i, j] = k_factor_shared[j]
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
-                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        inverse_fragment[i, j] = 0.0
                         if i // BLOCK == j // BLOCK:
-                            diagonal_shared[j, i % BLOCK] = kk_fragment[i, j]
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        below_fragment[i, j] = T.Select(i // BLOCK > j // BLOCK, kk_fragment[i, j], 0.0)
-                    T.copy(below_fragment, below_shared)
-                    T.sync_threads()
-                    if tx < CHUNK:
-                        for i in T.unroll(BLOCK):
-                            column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
-                        for pivot in T.unroll(BLOCK - 1):
-                            for i in T.unroll(BLOCK):
-                                if i > pivot:
-                                    column[i] = column[i] + diagonal_shared[tx // BLOCK * BLOCK + pivot, i] * column[pivot]
-                    T.sync_threads()
-                    if tx < CHUNK:
-                        for i in T.unroll(BLOCK):
-                            diagonal_shared[tx // BLOCK * BLOCK + i, tx % BLOCK] = column[i]
-                            inverse_shared[tx // BLOCK * BLOCK + i, tx] = column[i]
-                    T.fence_proxy_async()
-                    T.sync_threads()
-
-                    # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
-                    T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
+                            inverse_fragment[i, j] = diagonal_shared[i, j % BLOCK]
+                    T.wgmma_gemm(product_operand, inverse_shared, inverse_fragment)
                     T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(product_fragment, num_regs=32)
-                    T.copy(product_fragment, product_operand)
-                    for turn in T.unroll(CHUNK // BLOCK - 1):
-                        if turn > 0:
-                            T.sync_threads()
-                            T.copy(inverse_fragment, inverse_shared)
-                            T.fence_proxy_async()
-                            T.sync_threads()
-                        for i, j in T.Parallel(CHUNK, CHUNK):
-                            inverse_fragment[i, j] = 0.0
-                            if i // BLOCK == j // BLOCK:
-                                inverse_fragment[i, j] = diagonal_shared[i, j % BLOCK]
-                        T.wgmma_gemm(product_operand, inverse_shared, inverse_fragment)
-                        T.wait_wgmma(0)
-                        T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
-
-                    T.sync_threads()  # every warp is done with what X is made of
-                    for i in T.Parallel(CHUNK):
-                        row_factor[i] = k_factor_shared[i] * x_scale
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        inverse_fragment[i, j] *= row_factor[i]
-                    T.copy(inverse_fragment, x_shared)
-                    if parts == 2:
-                        for i, j in T.Parallel(CHUNK, CHUNK):
-                            inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
-                        T.copy(inverse_fragment, rest_shared)
-                    T.fence_proxy_async()
-                    T.sync_threads()
-                    T.wgmma_gemm(query_shared, x_shared, qk_fragment, clear_accum=True)
-                    if parts == 2:
-                        T.wgmma_gemm(query_shared, rest_shared, qk_fragment)
-                    T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
-                    if parts == 2:
-                        T.wgmma_gemm(rest_shared, k_shared, z_fragment, transpose_A=True)
-                    total = sum_shared[turn_head, CHUNK - 1]
-                    for i in T.Parallel(CHUNK):
-                        row_factor[i] = sum_shared[turn_head, i]
-                    T.wait_wgmma(parts)
-                    T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        column_fragment[i, j] = sum_shared[turn_head, j]
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        column_fragment[i, j] = beta_shared[turn_head, j] * (1.0 / x_scale)
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
-                    T.copy(r_fragment, q_shared)
-                    if wide:
-                        T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
-                        if parts == 2:
-                            T.wgmma_gemm(rest_shared, k_high_shared, qk_fragment, transpose_A=True)
-                    for i in T.Parallel(CHUNK):
-                        row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[turn_head, i] * (1.0 / x_scale))
-                    T.wait_wgmma(parts if wide else 0)
-                    T.warpgroup_fence_operand(z_fragment, num_regs=32)
-                    for i, j in T.Parallel(CHUNK, HALF):
-                        z_operand[i, j] = z_fragment[i, j] * row_factor[i]
-                    T.wait_wgmma(0)
-                    if wide:
-                        T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-                        for i, j in T.Parallel(CHUNK, HALF):
-                            z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
-                    T.sync_threads()  # every warp is done with X
-                    T.copy(z_operand, x_shared)
-                    if wide:
-                        T.copy(z_high_operand, rest_shared)
-                    T.fence_proxy_async()
-                    T.sync_threads()
-                    if tx < 32:
-                        T.tma_copy(q_shared, tiles[slot, head, TILE_R, :, :], leader_scope_threads=32)
-                        T.tma_copy(x_shared, tiles[slot, head, TILE_Z, :, :], leader_scope_threads=32)
-                        if wide:
-                            T.tma_copy(rest_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
-
-                    if tx < CHUNK:
-                        vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[turn_head, tx]) * k_factor_shared[tx]
-                        vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp2(sum_shared[turn_head, tx]) * q_factor_shared[tx]
-                        vectors[slot, head, ROW_LAST, tx] = T.exp2(total)
-                    if share > 1:
-                        T.tma_store_wait(0)
+                    T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
+                    if turn < CHUNK // BLOCK - 2:
                         T.sync_threads()
+                        T.copy(inverse_fragment, inverse_shared)
+                        T.fence_proxy_async()
+                        T.sync_threads()
+
+                T.sync_threads()  # every warp is done with what X is made of
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = k_factor_shared[i] * x_scale
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    inverse_fragment[i, j] *= row_factor[i]
+                T.copy(inverse_fragment, x_shared)
+                if parts == 2:
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
+                    T.copy(inverse_fragment, rest_shared)
+                T.fence_proxy_async()
+                T.sync_threads()
+                T.wgmma_gemm(query_shared, x_shared, qk_fragment, clear_accum=True)
+                if parts == 2:
+                    T.wgmma_gemm(query_shared, rest_shared, qk_fragment)
+                T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
+                if parts == 2:
+                    T.wgmma_gemm(rest_shared, k_shared, z_fragment, transpose_A=True)
+                total = sum_shared[CHUNK - 1]
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = sum_shared[i]
+                T.wait_wgmma(parts)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    column_fragment[i, j] = sum_shared[j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    column_fragment[i, j] = beta_shared[j] * (1.0 / x_scale)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
+                T.copy(r_fragment, q_shared)
+                if wide:
+                    T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
+                    if parts == 2:
+                        T.wgmma_gemm(rest_shared, k_high_shared, qk_fragment, transpose_A=True)
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[i] * (1.0 / x_scale))
+                T.wait_wgmma(parts if wide else 0)
+                T.warpgroup_fence_operand(z_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, HALF):
+                    z_operand[i, j] = z_fragment[i, j] * row_factor[i]
+                T.wait_wgmma(0)
+                if wide:
+                    T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                    for i, j in T.Parallel(CHUNK, HALF):
+                        z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
+                T.sync_threads()  # every warp is done with X
+                T.copy(z_operand, x_shared)
+                if wide:
+                    T.copy(z_high_operand, rest_shared)
+                T.fence_proxy_async()
+                T.sync_threads()
+                if tx < 32:
+                    T.tma_copy(q_shared, tiles[slot, head, TILE_R, :, :], leader_scope_threads=32)
+                    T.tma_copy(x_shared, tiles[slot, head, TILE_Z, :, :], leader_scope_threads=32)
+                    if wide:
+                        T.tma_copy(rest_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
+
+                if tx < CHUNK:
+                    vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[tx]) * k_factor_shared[tx]
+                    vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp2(sum_shared[tx]) * q_factor_shared[tx]
+                    vectors[slot, head, ROW_LAST, tx] = T.exp2(total)
                 T.tma_store_wait(0)
 
     return chunk_prepare

@@ -39,7 +39,7 @@ from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
 from kernels_tl._chunk_prepare import prepare
 from kernels_tl._chunk_segments import starts, summaries
-from kernels_tl._chunk_types import CHUNK, HALF, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
+from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
 
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -51,7 +51,6 @@ class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
-    share: int = 1  # state heads of one key head that a block of prepare takes in turn: K and Q once, fewer and longer blocks
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -82,8 +81,6 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
-    if config.share not in _shares(problem):
-        return False
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
     return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -107,7 +104,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     split = config.segment > 0
     functions = {
-        "chunk_prepare": prepare(problem, config.m_parts, config.share),
+        "chunk_prepare": prepare(problem, config.m_parts),
         "chunk_chain": chain(problem, config.columns, config.stages, split),
     }
     if split:
@@ -230,12 +227,6 @@ _MOST_SEGMENTS = 64
 _LEAST_GAIN = 0.85  # of the time of whole sequences: else the model is not trusted
 
 
-def _shares(problem: ChunkProblem) -> list[int]:
-    """State heads that a block of prepare can take: of one key head and one query head."""
-    heads = problem.num_state_heads
-    return [share for share in (1, 2) if heads // problem.num_k_heads % share == 0 and heads // problem.num_q_heads % share == 0]
-
-
 def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
     """By the model, for sequences of equal lengths; 0 unless segments win clearly."""
     time, segment = min(_split_times(problem, device), default=(math.inf, 0))
@@ -300,8 +291,7 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     """Shared memory of a chain block."""
     item = DTYPE_BYTES[problem.dtype]
     stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem) + _VECTOR_BYTES
-    staging = 0 if config.columns > HALF else 2 * CHUNK * config.columns * item
-    return config.stages * stage + staging + _BARRIER_BYTES
+    return config.stages * stage + 2 * CHUNK * config.columns * item + _BARRIER_BYTES
 
 
 def _states_without_tokens(
