@@ -218,8 +218,8 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
             if split:
                 find_segment(cu_seqlens, bounds, piece, segment, place)
             else:
-                find_ranked(cu_seqlens, bounds, piece, lengths, chosen, place)
-            sequence = place[0]
+                find_ranked(cu_seqlens, bounds, piece, lengths, chosen)
+            sequence = place[0] if split else chosen[0]
             index = place[1] if split else 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
@@ -426,10 +426,14 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                 if split:
                     live = live and rest <= segment * CHUNK  # the last segment
                 if has_final:
-                    write_slot = read_slot
+                    # Once more from memory: the loop has no register to keep them in.
+                    ending = place[0] if split else chosen[0]
+                    write_slot = T.cast(ending, "int64")
+                    if pooled and not has_final_indices:
+                        write_slot = T.cast(indices[ending], "int64")
                     if has_final_indices:
                         if live:
-                            write_slot = T.cast(final_indices[sequence], "int64")
+                            write_slot = T.cast(final_indices[ending], "int64")
                             live = write_slot > T.cast(null_slot, "int64")
                     if live:
                         for i, j in T.Parallel(columns, HALF):

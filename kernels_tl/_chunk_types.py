@@ -47,29 +47,28 @@ def find_segment(cu_seqlens, bounds, slot, segment, place):
 
 
 @T.macro
-def find_ranked(cu_seqlens, bounds, rank, lengths, chosen, place):
-    """place[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
+def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
+    """chosen[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
 
     Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
     """
     tx = T.get_thread_binding()
-    place[0] = rank
+    ahead = T.alloc_var("int32", init=0)
     if bounds > 2 and bounds <= MOST_RANKED + 1:
         if tx < bounds - 1:
             lengths[tx] = T.cast(cu_seqlens[tx + 1] - cu_seqlens[tx], "int32")
         T.sync_threads()
         if tx < bounds - 1:
-            place[1] = 0
             for other in T.serial(bounds - 1):
                 # Of equal ones the first: ranks are a permutation.
                 if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
-                    place[1] += 1
-            if place[1] == rank:
+                    ahead += 1
+            if ahead == rank:
                 chosen[0] = tx
-        T.sync_threads()
-        place[0] = chosen[0]
-        T.fence_proxy_async()
-        T.sync_threads()  # bulk copies write where lengths and chosen lie
+    elif tx == 0:
+        chosen[0] = rank
+    T.fence_proxy_async()
+    T.sync_threads()  # bulk copies write where the lengths lie
 
 
 def num_tiles(problem: ChunkProblem) -> int:

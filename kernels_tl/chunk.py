@@ -43,7 +43,7 @@ from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_sl
 
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_BARRIER_BYTES = 1024  # static shared memory of the barriers, rounded up
+_OTHER_BYTES = 2048  # static shared memory of the barriers and the block's sequence, each rounded up
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     """Shared memory of a chain block."""
     item = DTYPE_BYTES[problem.dtype]
     stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem) + _VECTOR_BYTES
-    return config.stages * stage + 2 * CHUNK * config.columns * item + _BARRIER_BYTES
+    return config.stages * stage + 2 * CHUNK * config.columns * item + _OTHER_BYTES
 
 
 def _states_without_tokens(
