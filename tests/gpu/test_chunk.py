@@ -8,7 +8,7 @@ import torch
 import gdn
 from gdn.problems import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import CASES, chunk_inputs, recurrent_inputs
+from gdn.testing.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs
 from tests.gpu import cases
 from tests.gpu.delta_rule import backends, copied, judge, run
 
@@ -55,6 +55,36 @@ def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeyp
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, null_sequences=[])
     before = copied(arguments)
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", [255, 256, 257, 300])
+def test_many_sequences(count: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the number that a block ranks by length (256); of equal lengths, and the longest ones last."""
+    lengths = [n % 4 for n in range(count - 3)] + [65, 300, 65]
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, null_sequences=[])
+    before = copied(arguments)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_places_in_the_batch(backend: str, device: torch.device) -> None:
+    """Whatever order the lengths stand in, each sequence has the same bits."""
+    problem = chunk_problem(head_k_dim=128, head_v_dim=128, dtype="bfloat16", state_v_first=True)
+    lengths = [70, 0, 640, 1, 640, 64, 333]
+    inputs = chunk_inputs(problem, device, lengths=lengths)
+    o, states = run(FUNCTION, inputs, backend)
+    assert states is not None
+    for order in ([2, 4, 6, 0, 5, 3, 1], [1, 3, 5, 0, 6, 4, 2], [4, 1, 0, 6, 3, 2, 5]):
+        parts = [torch.arange(sum(lengths[:n]), sum(lengths[: n + 1]), device=device) for n in order]
+        tokens = torch.cat(parts)
+        moved = inputs | {name: inputs[name][:, tokens] for name in ("q", "k", "v", "g", "beta")}
+        moved["initial_state"] = inputs["initial_state"][order]
+        ends = torch.tensor([lengths[n] for n in order]).cumsum(0)
+        moved["cu_seqlens"] = torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device)
+        its_o, its_states = run(FUNCTION, moved, backend)
+        assert its_states is not None
+        assert same_bits(its_o, o[:, tokens]) and same_bits(its_states, states[order])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
