@@ -9,13 +9,13 @@ import gdn
 from gdn.problems import ChunkProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_problem
+from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats, check_replays, public
 from tests.gpu.conftest import Force
 from tests.gpu.delta_rule import copied, judge, run
-from tests.gpu.test_chunk import LENGTHS, arguments_of
 
 pytestmark = pytest.mark.gpu
 
-FUNCTION = "chunk_gated_delta_rule"
+RAGGED: dict[str, Any] = {"lengths": [65, 0, 1, 63, 64, 200, 0, 130], "null_sequences": [4]}
 BACKEND = "cute"
 HEAD_DIMS = [4, 12, 36, 60, 68, 100, 124, 132, 192, 256]
 STATES: list[dict[str, Any]] = [
@@ -35,13 +35,12 @@ def problem_of(dim: int, **fields: Any) -> ChunkProblem:
 
 @pytest.mark.parametrize(("dim", "fields"), VARIANTS)
 def test_variants(dim: int, fields: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(problem_of(dim, **fields), device)
+    arguments = arguments_of(problem_of(dim, **fields), device, **RAGGED)
     if "final_state_indices" in arguments:
         arguments["final_state_indices"][3] = 0  # not stored
     if "state_indices" not in arguments:
         arguments["null_slot"] = 0  # names no sequence
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, BACKEND), before, monkeypatch)
+    check(arguments, by(BACKEND), monkeypatch)
 
 
 @pytest.mark.parametrize("segment", [0, 2])
@@ -50,61 +49,34 @@ def test_checkpoints(dim: int, segment: int, device: torch.device, monkeypatch: 
     force(segment=segment)
     problem = problem_of(dim, index_dtype="int32", has_mask=True, has_checkpoints=True, state_dtype="bfloat16")
     arguments = arguments_of(problem, device, lengths=[0, 63, 64, 65, 128, 700, 64, 257], null_sequences=[6])
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, BACKEND), before, monkeypatch)
+    check(arguments, by(BACKEND), monkeypatch)
 
 
 @pytest.mark.parametrize("case", ["correlated_99", "large_norm", "zero_norm", "total_decay"])
 @pytest.mark.parametrize("dim", [60, 100])
 def test_hard_inputs(dim: int, case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(problem_of(dim, **STATES[0]), device, case=case)
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, BACKEND), before, monkeypatch)
+    arguments = arguments_of(problem_of(dim, **STATES[0]), device, case=case, **RAGGED)
+    check(arguments, by(BACKEND), monkeypatch)
 
 
 @pytest.mark.parametrize("lengths", [[0], [1], [63], [0, 0, 3], [1] * 40])
 @pytest.mark.parametrize("dim", [60, 132])
 def test_lengths(dim: int, lengths: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(problem_of(dim, **STATES[0]), device, lengths=lengths, null_sequences=[])
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, BACKEND), before, monkeypatch)
+    arguments = arguments_of(problem_of(dim, **STATES[0]), device, lengths=lengths)
+    check(arguments, by(BACKEND), monkeypatch)
 
 
 @pytest.mark.parametrize("dim", [60, 100, 192])
 def test_repeats_give_the_same_bits(dim: int, device: torch.device) -> None:
-    arguments = arguments_of(problem_of(dim, **STATES[0]), device)
-    results = []
-    for _ in range(5):
-        call = copied(arguments)
-        call["out"] = torch.full_like(arguments["out"], torch.nan)
-        o, pool = run(FUNCTION, call, BACKEND)
-        assert pool is not None
-        results.append((o, pool))
-    assert all(same_bits(o, results[0][0]) and same_bits(pool, results[0][1]) for o, pool in results)
+    arguments = arguments_of(problem_of(dim, **STATES[0]), device, **RAGGED)
+    check_repeats(arguments, by(BACKEND), 5)
 
 
 @pytest.mark.parametrize("dim", [60, 100, 132])
 def test_graph_replay_with_other_lengths(dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(problem_of(dim, **STATES[0]), device)
-    arguments["initial_state"].nan_to_num_(0.1)
-    start = copied(arguments)
-    run(FUNCTION, copied(arguments), BACKEND)  # compiles and loads outside the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = gdn.chunk_gated_delta_rule(**arguments, backend=BACKEND)
-    for lengths in (LENGTHS, [0, 500, 3, 0, 0, 0, 20, 0], [0] * 8):
-        offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-        arguments["cu_seqlens"].copy_(offsets)
-        for name in ("q", "k", "v", "g", "beta"):  # rows that were padding may be tokens now
-            arguments[name].copy_(torch.nan_to_num(arguments[name], nan=-0.01))
-        arguments["initial_state"].copy_(start["initial_state"])
-        arguments["out"].fill_(torch.nan)
-        before = copied(arguments)
-        before["cu_seqlens"] = arguments["cu_seqlens"].clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        judge(FUNCTION, arguments, results, before, monkeypatch)
+    arguments = arguments_of(problem_of(dim, **STATES[0]), device, **RAGGED)
+    lengths = (RAGGED["lengths"], [0, 500, 3, 0, 0, 0, 20, 0], [0] * 8)
+    check_replays(arguments, public(BACKEND), lengths, monkeypatch)
 
 
 @pytest.mark.parametrize("dim", [60, 100])
@@ -118,13 +90,12 @@ def test_batch_rows_and_views(dim: int, device: torch.device, monkeypatch: pytes
     rows = torch.empty(3, 70, 2 * dim + 2, dtype=torch.bfloat16, device=device)
     batch["k"] = rows[..., : 2 * dim].unflatten(-1, (2, dim)).copy_(batch["k"])
     batch["initial_state"] = None
-    before = copied(batch)
-    judge(FUNCTION, batch, run(FUNCTION, batch, BACKEND), before, monkeypatch)
+    check(batch, by(BACKEND), monkeypatch)
 
 
 def test_checkpoints_of_large_head_dims_take_the_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(192, index_dtype="int32", has_checkpoints=True)
-    arguments = arguments_of(problem, device, lengths=[130, 3], null_sequences=[])
+    arguments = arguments_of(problem, device, lengths=[130, 3])
     answer = gdn.explain(FUNCTION, **arguments)
     assert answer.backend == "reference" and "checkpoints" in dict(answer.refusals)["cute"]
     before = copied(arguments)
@@ -134,7 +105,7 @@ def test_checkpoints_of_large_head_dims_take_the_reference(device: torch.device,
 
 def test_inputs_are_left_alone(device: torch.device) -> None:
     for dim in (60, 132):
-        arguments = arguments_of(problem_of(dim, **STATES[0]), device)
+        arguments = arguments_of(problem_of(dim, **STATES[0]), device, **RAGGED)
         kept = {k: x.clone() for k, x in arguments.items() if isinstance(x, torch.Tensor) and k not in ("out", "initial_state")}
         run(FUNCTION, arguments, BACKEND)
         for name, x in kept.items():
