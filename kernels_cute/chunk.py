@@ -37,6 +37,8 @@ from kernels_cute._chunk_fused import FusedChunk
 from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+from kernels_cute._chunk_wide import WideChunk
+from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes
 
 ENTRY = "gdn_cute_chunk"
 _HEAD_DIMS = (64, 128)
@@ -64,6 +66,8 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
+    # Blocks of a cluster of four that make tiles for the two that carry the state: 2, or 0 = none and no such cluster.
+    makers: int = 0
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -98,7 +102,21 @@ def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
     return _chunk_summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
+def _wide_shared_bytes(config: Config) -> int:
+    return max(chain_bytes(config.stages), maker_bytes(config.m_parts))
+
+
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    if config.makers:
+        return (
+            config.makers == MAKERS
+            and problem.head_v_dim == DIM
+            and config.stages >= 2
+            and config.prefetch >= 0
+            and config.m_parts in (1, 2)
+            and config.segment == 0
+            and _wide_shared_bytes(config) <= device.shared_bytes_per_block
+        )
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
@@ -149,7 +167,7 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads = problem.num_state_heads
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    kernel = SplitChunk if config.segment > 0 else FusedChunk
+    kernel = WideChunk if config.makers else SplitChunk if config.segment > 0 else FusedChunk
     return kernel(
         heads=heads,
         q_group=heads // problem.num_q_heads,

@@ -1,0 +1,39 @@
+"""Sizes and barrier counts of the wide chunk kernel, see _chunk_wide."""
+
+from kernels_cute._chunk_shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+
+DIM = 128  # the only head dim served
+CHAINS = 2  # blocks of a cluster that carry the state: ranks 0 and 1, 64 V columns each
+MAKERS = 2  # blocks that make tiles: ranks 2 and 3
+BLOCKS = CHAINS + MAKERS
+SETS = 2  # inverse and score warpgroups, of each kind, in a maker block
+SLOTS = MAKERS * SETS  # chunk j is made by set j // MAKERS % SETS of maker j % MAKERS, and lies in slot j % SLOTS of the chains
+KEY_STAGES = 2  # of a set
+WARPGROUPS = 2 * SETS + 1
+# Named barriers, and the next of each for the second set.
+WIDE_INVERSE_BARRIER = 1
+WIDE_SCORE_BARRIER = 3
+KEY_BYTES = CHUNK * DIM * 2
+BARRIER_BYTES = 512  # most of the barriers of either kind of block
+# Registers a thread. A block has at launch 65536 / 640 = 96 a thread, in steps of 8: a pool of 5 * 96 = 480.
+STATE_REGISTERS = 240
+IDLE_REGISTERS = 24
+INVERSE_REGISTERS = 128
+SCORE_REGISTERS = 96
+COPY_REGISTERS = 32
+
+
+def chain_bytes(stages: int) -> int:
+    """Shared memory of a chain block: stages of K, Q, V; a slot of Z, P M and vectors for every set."""
+    rows = _whole(SLOTS * VECTOR_BYTES + BARRIER_BYTES)
+    return rows + stages * (2 * KEY_BYTES + TILE_BYTES) + SLOTS * (KEY_BYTES + TILE_BYTES)
+
+
+def maker_bytes(parts: int) -> int:
+    """Shared memory of a maker block: for every set stages of K, one of Q, M plain and in parts, L, and what is handed over."""
+    rows = _whole(SETS * (VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES) + BARRIER_BYTES)
+    return rows + SETS * ((KEY_STAGES + 2) * KEY_BYTES + (parts + 3) * TILE_BYTES)
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // 1024) * 1024
