@@ -18,8 +18,8 @@ BARRIER_BYTES = 512  # most of the barriers of either kind of block
 # Registers a thread. A block has at launch 65536 / 640 = 96 a thread, in steps of 8: a pool of 5 * 96 = 480.
 STATE_REGISTERS = 240
 IDLE_REGISTERS = 24
-INVERSE_REGISTERS = 128
-SCORE_REGISTERS = 96
+INVERSE_REGISTERS = 112
+SCORE_REGISTERS = 112
 COPY_REGISTERS = 32
 
 

@@ -289,6 +289,7 @@ class MakerRoles:
         warpgroup.fence()
         self.multiply(mma, sums, p_left, plain[None, None, None, group], True)
         warpgroup.commit_group()
+        warpgroup.wait_group(0)
         m_base = storage.m.data_ptr().toint() + group * (self.parts * TILE_BYTES)
         m_lane = layouts.address(m_base, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)
         for part in cutlass.range_constexpr(self.parts):
@@ -296,7 +297,6 @@ class MakerRoles:
                 loaded = ptx.load_matrices(m_lane + (part * TILE_BYTES + x * 16 * layouts.ROW_BYTES), True)
                 for i in cutlass.range_constexpr(4):
                     words[16 * part + 4 * x + i] = loaded[i]
-        warpgroup.wait_group(0)
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.m_free.data_ptr() + group)
