@@ -1,4 +1,4 @@
-"""How long the segments of a split call should be: a model of its time from sizes alone.
+"""How long the segments of a split call should be, and whether four SMs take a head: a model of a call's time from sizes alone.
 
 The lengths of the sequences stand on the device and nobody reads them: the model takes them to be equal. That is the case in
 which a split gains least, for whole sequences take as long as the longest one, and segments are about as many however the
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
 from kernels_cute._chunk_shape import CHUNK
+from kernels_cute._chunk_wide_shape import BLOCKS, DIM
 
 # Lengths in chunks that are considered: few enough that a process sees few configurations.
 _LENGTHS = (*range(8, 64, 4), *range(64, 256, 16), *range(256, 1025, 64))
@@ -28,6 +29,8 @@ class _Times(NamedTuple):
 # D = 128: fitted to 26 measured calls, all but one within 6 %; NOTES-chunk.md has them. D = 64, where a block prepares every
 # chunk alone in either launch: estimated.
 _TIMES = {128: _Times(1.55, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
+# The wide kernel, with a cluster of four SMs for a sequence and head: a chunk, and start and end. Estimated.
+_WIDE_CHUNK, _WIDE_START = 0.75, 10.0
 # Of the time of whole sequences, by the model: what a split of the only sequence must stay below, and what one of several
 # sequences may take. Those are rarely of equal lengths, and with unequal ones it gains much more than it may lose here.
 _LEAST_GAIN, _MOST_LOSS = 0.9, 1.15
@@ -40,9 +43,14 @@ def default_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
     times = list(_split_times(problem, device))
     best = min((time for time, _ in times), default=float("inf"))
     limit = _LEAST_GAIN if problem.num_sequences <= 1 else _MOST_LOSS
-    if best >= limit * _whole_time(problem, device):
+    if best >= limit * min(_whole_time(problem, device), _wide_time(problem, device)):
         return 0
     return max(length for time, length in times if time <= _TIE * best)
+
+
+def is_wide(problem: ChunkProblem, device: DeviceSpec) -> bool:
+    """Whether whole sequences are faster with four SMs for each sequence and head."""
+    return _wide_time(problem, device) < _whole_time(problem, device)
 
 
 def default_prefetch(problem: ChunkProblem, segment: int) -> int:
@@ -64,6 +72,14 @@ def segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
 def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
     times = _TIMES[problem.head_k_dim]
     return (_chunks(problem) * times.chunk + times.wave) * _waves(problem, device, max(problem.num_sequences, 1))
+
+
+def _wide_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    """Where all clusters run at once; else the narrow kernel needs fewer waves."""
+    clusters = max(problem.num_sequences, 1) * problem.num_state_heads
+    if problem.head_v_dim != DIM or BLOCKS * clusters > device.num_sms:
+        return float("inf")
+    return _chunks(problem) * _WIDE_CHUNK + _WIDE_START
 
 
 def _split_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[float, int]]:

@@ -15,6 +15,7 @@ states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
 _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
 _chunk_summary.py (first launch), _chunk_compose.py (second).
+With `makers` a head has four SMs instead of two: _chunk_wide.py.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from gdn.problems import ChunkProblem
 from kernels_cute import _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
-from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
+from kernels_cute._chunk_plan import default_prefetch, default_segment, is_wide, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute._chunk_wide import WideChunk
@@ -129,6 +130,11 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
+    narrow = _narrow_config(problem, device)
+    return _wide(narrow) if narrow.segment == 0 and is_wide(problem, device) else narrow
+
+
+def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
     segment = default_segment(problem, device)
     return Config(
@@ -140,17 +146,24 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     )
 
 
+def _wide(narrow: Config) -> Config:
+    return replace(narrow, stages=3, segment=0, makers=MAKERS)
+
+
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     return [config for config in _space(problem, device) if fits(problem, config, device)]
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    default = default_config(problem, device)
+    narrow = _narrow_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, default.m_parts, 0)
+        yield Config(paired, stages, prefetch, narrow.m_parts, 0)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(default, segment=segment, prefetch=prefetch)
+        yield replace(narrow, segment=segment, prefetch=prefetch)
+    if problem.head_v_dim == DIM:
+        for stages, prefetch in product((2, 3), (0, 2)):
+            yield replace(_wide(narrow), stages=stages, prefetch=prefetch)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
