@@ -31,6 +31,7 @@ class _Times(NamedTuple):
 _TIMES = {128: _Times(1.55, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
 # The wide kernel, with a cluster of four SMs for a sequence and head: a chunk, and start and end. Estimated.
 _WIDE_CHUNK, _WIDE_START = 0.75, 10.0
+_GROUP_SMS = 16  # of the SMs among which a cluster must lie, 16 or 18, so many can be filled with clusters of four
 # Of the time of whole sequences, by the model: what a split of the only sequence must stay below, and what one of several
 # sequences may take. Those are rarely of equal lengths, and with unequal ones it gains much more than it may lose here.
 _LEAST_GAIN, _MOST_LOSS = 0.9, 1.15
@@ -77,7 +78,7 @@ def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
 def _wide_time(problem: ChunkProblem, device: DeviceSpec) -> float:
     """Where all clusters run at once; else the narrow kernel needs fewer waves."""
     clusters = max(problem.num_sequences, 1) * problem.num_state_heads
-    if problem.head_v_dim != DIM or BLOCKS * clusters > device.num_sms:
+    if problem.head_v_dim != DIM or BLOCKS * clusters > device.num_sms // _GROUP_SMS * _GROUP_SMS:
         return float("inf")
     return _chunks(problem) * _WIDE_CHUNK + _WIDE_START
 
