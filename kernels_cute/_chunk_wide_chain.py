@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import CHUNK, STATE_KEY, STATE_QUERY, TILE_BYTES, VECTOR_BYTES, VECTORS
-from kernels_cute._chunk_wide_shape import CHAINS, KEY_BYTES, MAKERS, SLOTS
+from kernels_cute._chunk_wide_shape import CHAINS, KEY_BYTES, KEY_LOADER, SLOTS, TILE_LOADER
 
 
 class ChainRoles:
@@ -21,7 +21,7 @@ class ChainRoles:
 
     @cute.jit
     def chain_warpgroup(
-        self, storage, maker, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
+        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
         live_length, sequence, head, piece, read_slot, warp,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
@@ -46,8 +46,10 @@ class ChainRoles:
         row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
         pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
         column0 = piece * self.columns + warp * 16  # the warp's first V column
-        k_empty = self.freed(storage.k_empty, piece, 0)
-        q_empty = self.freed(storage.q_empty, piece, 1)
+        # Of the chain that loads for both.
+        k_empty = ptx.in_block(storage.k_empty.data_ptr().toint(), Int32(KEY_LOADER))
+        q_empty = ptx.in_block(storage.q_empty.data_ptr().toint(), Int32(KEY_LOADER))
+        free = ptx.in_block(storage.free.data_ptr().toint(), Int32(TILE_LOADER))
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
@@ -106,9 +108,7 @@ class ChainRoles:
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
             warpgroup.wait_group(1)
             if lane == 0:
-                # To the maker that fills the slot.
-                set_taken = maker.taken.data_ptr().toint() + slot // MAKERS * 8
-                ptx.arrive_in_cluster(ptx.in_block(set_taken, CHAINS + slot % MAKERS))
+                ptx.arrive_in_cluster(free + slot * 8)
             self.store_output(storage, outputs, stage, warp, lane)
             if cutlass.const_expr(self.has_checkpoints):
                 # Before the state decays to the end of the next chunk.
@@ -122,10 +122,6 @@ class ChainRoles:
         self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, begin, length, live_length, head, piece * self.columns, warp, lane)
         self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns, warp, lane)
-
-    def freed(self, barriers: Any, rank: Any, loader: int) -> Any:
-        """The first of the barriers of the block that loads for this one."""
-        return ptx.in_block(barriers.data_ptr().toint(), Int32(loader) if self.multicast else rank)
 
     @cute.jit
     def expect_chunk(self, storage, state, values, factors, step, num_chunks, warp, lane):
@@ -171,34 +167,28 @@ class ChainRoles:
 
     @cute.jit
     def chain_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, rank):
-        """K and Q. With multicast chain 0 loads K and chain 1 Q, each for both."""
+        """K and Q: one chain loads them for both, the other arms its own barriers."""
         to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
         to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             self.bring(k_atom, from_k[None, step], to_k[None, stage], storage.k_full.data_ptr() + stage,
-                       storage.k_empty.data_ptr() + stage, parity, rank, 0)  # fmt: skip
+                       storage.k_empty.data_ptr() + stage, parity, rank)  # fmt: skip
             self.bring(q_atom, from_q[None, step], to_q[None, stage], storage.q_full.data_ptr() + stage,
-                       storage.q_empty.data_ptr() + stage, parity, rank, 1)  # fmt: skip
+                       storage.q_empty.data_ptr() + stage, parity, rank)  # fmt: skip
 
     @cute.jit
-    def bring(self, atom, source, target, full, empty, parity, rank, loader: cutlass.Constexpr):
+    def bring(self, atom, source, target, full, empty, parity, rank):
         """Arms `full`, and loads where it is this block that does so. The other block's copy may come before `full` is armed: a
         phase does not end without its arrival."""
-        if cutlass.const_expr(self.multicast):
-            if rank == loader:
-                cute.arch.mbarrier_wait(empty, parity ^ 1)
-            else:
-                cute.arch.mbarrier_wait(full, parity ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-            if rank == loader:
-                self.copy_keys(atom, source, target, full, Int32((1 << CHAINS) - 1))
-        else:
+        if rank == KEY_LOADER:
             cute.arch.mbarrier_wait(empty, parity ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-            self.copy_keys(atom, source, target, full, None)
+        else:
+            cute.arch.mbarrier_wait(full, parity ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
+        if rank == KEY_LOADER:
+            self.copy_keys(atom, source, target, full, Int32((1 << CHAINS) - 1))
 
     @cute.jit
     def value_warp(self, storage, v_atom, v_tensor, out_atom, out_tensor, out, begin, length, head, piece):

@@ -1,4 +1,4 @@
-"""The warps of a maker block of the wide chunk kernel that move data: K and Q in, gates, Z, P M and vectors to the chains.
+"""The warps of a maker block of the wide chunk kernel that bring K and Q and make the gates.
 
 The barriers and who waits for whom stand in `_chunk_wide`.
 """
@@ -9,9 +9,8 @@ from cutlass import Float32, Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from kernels_cute import _chunk_layouts as layouts
-from kernels_cute import _chunk_ptx as ptx
-from kernels_cute._chunk_shape import AUX_BYTES, CHUNK, TILE_BYTES, VECTOR_BYTES
-from kernels_cute._chunk_wide_shape import CHAINS, KEY_BYTES, KEY_STAGES, MAKERS, SETS, SLOTS
+from kernels_cute._chunk_shape import AUX_BYTES, CHUNK
+from kernels_cute._chunk_wide_shape import KEY_BYTES, KEY_STAGES, MAKERS, ROUND, SETS
 
 
 class MakerCopies:
@@ -28,21 +27,18 @@ class MakerCopies:
 
     @cute.jit
     def copy_keys(self, atom, source, target, barrier, blocks):
-        """K or Q; blocks: a bit for every rank that gets it, this block's alone without multicast."""
-        if cutlass.const_expr(self.multicast):
-            cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(blocks))
-        else:
-            cute.copy(atom, source, target, tma_bar_ptr=barrier)
+        """K or Q; blocks: a bit for every rank that gets it."""
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(blocks))
 
     @cute.jit
     def maker_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, number):
         """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
         to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, SETS, begin, head // self.q_group, 0)
         to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, SETS * KEY_STAGES, begin, head // self.k_group, 0)
-        here = Int32(1) << (number + CHAINS)
+        here = Int32(1) << number
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
-            group, turn = step // MAKERS % SETS, step // SLOTS
+            group, turn = step // MAKERS % SETS, step // ROUND
             stage = group * KEY_STAGES + turn % KEY_STAGES
             full = storage.k_full.data_ptr() + stage
             cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, turn // KEY_STAGES & 1 ^ 1)
@@ -55,9 +51,9 @@ class MakerCopies:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
             self.copy_keys(q_atom, from_q[None, step], to_q[None, group], full, here)
             if cutlass.const_expr(self.prefetch > 0):
-                if step + SLOTS < num_chunks:
-                    cute.prefetch(k_atom, from_k[None, step + SLOTS])
-                    cute.prefetch(q_atom, from_q[None, step + SLOTS])
+                if step + ROUND < num_chunks:
+                    cute.prefetch(k_atom, from_k[None, step + ROUND])
+                    cute.prefetch(q_atom, from_q[None, step + ROUND])
 
     @cute.jit
     def maker_gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, number, group):
@@ -73,28 +69,11 @@ class MakerCopies:
         gates_full = storage.gates_full.data_ptr() + group * 2
         gates_free = storage.gates_free.data_ptr() + group * 2
         self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
-        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, SLOTS, unroll=1):
-            turn = step // SLOTS
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, ROUND, unroll=1):
+            turn = step // ROUND
             half, half_turn = turn % 2, turn // 2 & 1
             rows = storage.rows.data_ptr().toint() + (group * 2 + half) * AUX_BYTES
             cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
             self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
             cute.arch.mbarrier_arrive(gates_full + half)
-            self.load_gates(g, beta, gates, betas, begin, (step + SLOTS) * CHUNK, length, head, lane)
-
-    @cute.jit
-    def maker_hand_over_warp(self, chain, storage, length, number):
-        """Z, P M and the vectors of this block's chunks to both chains."""
-        for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
-            group, slot = step // MAKERS % SETS, step % SLOTS
-            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // SLOTS & 1)
-            with cute.arch.elect_one():
-                for rank in cutlass.range_constexpr(CHAINS):
-                    barrier = ptx.in_block(chain.ready.data_ptr().toint() + slot * 8, Int32(rank))
-                    ptx.expect_in_cluster(barrier, Int32(KEY_BYTES + TILE_BYTES + VECTOR_BYTES))
-                    for source, target, size in (
-                        (storage.z, chain.z, KEY_BYTES), (storage.vectors, chain.vectors, VECTOR_BYTES),
-                        (storage.p, chain.p, TILE_BYTES),
-                    ):  # fmt: skip
-                        to = ptx.in_block(target.data_ptr().toint() + slot * size, Int32(rank))
-                        ptx.copy_in_cluster(to, source.data_ptr().toint() + group * size, Int32(size), barrier)
+            self.load_gates(g, beta, gates, betas, begin, (step + ROUND) * CHUNK, length, head, lane)

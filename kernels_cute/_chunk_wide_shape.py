@@ -3,17 +3,23 @@
 from kernels_cute._chunk_shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
 DIM = 128  # the only head dim served
-CHAINS = 2  # blocks of a cluster that carry the state: ranks 0 and 1, 64 V columns each
-MAKERS = 2  # blocks that make tiles: ranks 2 and 3
+PAIR = 2  # blocks of a cluster
+CHAINS = PAIR  # blocks that carry the state of a sequence and head, 64 V columns each
+MAKERS = PAIR  # blocks that make tiles for them
 BLOCKS = CHAINS + MAKERS
 SETS = 2  # inverse and score warpgroups, of each kind, in a maker block
-SLOTS = MAKERS * SETS  # chunk j is made by set j // MAKERS % SETS of maker j % MAKERS, and lies in slot j % SLOTS of the chains
+ROUND = MAKERS * SETS  # chunk j is made by set j // MAKERS % SETS of maker j % MAKERS
 KEY_STAGES = 2  # of a set
+SLOTS = 4  # of tiles in a chain block
+RING = 8  # slots of tiles of a sequence and head in the workspace
+KEY_LOADER, TILE_LOADER = 1, 0  # the chain that loads K and Q for both, and the tiles
 WARPGROUPS = 2 * SETS + 1
 # Named barriers, and the next of each for the second set.
 WIDE_INVERSE_BARRIER = 1
 WIDE_SCORE_BARRIER = 3
 KEY_BYTES = CHUNK * DIM * 2
+HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
+WORDS_BYTES, WORD_BYTES = 128, 32  # of the counts of a sequence and head, and from one to the next
 BARRIER_BYTES = 512  # most of the barriers of either kind of block
 # Registers a thread. A block has at launch 65536 / 640 = 96 a thread, in steps of 8: a pool of 5 * 96 = 480.
 STATE_REGISTERS = 240
@@ -21,6 +27,11 @@ IDLE_REGISTERS = 24
 INVERSE_REGISTERS = 112
 SCORE_REGISTERS = 112
 COPY_REGISTERS = 32
+
+
+def ring_bytes(groups: int) -> int:
+    """Workspace of so many sequences and heads: counts, and the ring."""
+    return (groups + 1) * WORDS_BYTES + groups * RING * HANDED_BYTES
 
 
 def chain_bytes(stages: int) -> int:

@@ -30,8 +30,8 @@ from kernels_cute._chunk_wide_shape import (
     KEY_BYTES,
     KEY_STAGES,
     MAKERS,
+    ROUND,
     SETS,
-    SLOTS,
     WIDE_INVERSE_BARRIER,
     WIDE_SCORE_BARRIER,
 )
@@ -70,8 +70,8 @@ class MakerRoles:
         first = number + group * MAKERS
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
-        for step in cutlass.range(first, num_chunks, SLOTS, unroll=1):
-            turn = step // SLOTS
+        for step in cutlass.range(first, num_chunks, ROUND, unroll=1):
+            turn = step // ROUND
             stage, parity = group * KEY_STAGES + turn % KEY_STAGES, turn // KEY_STAGES & 1
             half, half_turn = group * 2 + turn % 2, turn // 2 & 1
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
@@ -201,8 +201,8 @@ class MakerRoles:
         first = number + group * MAKERS
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
-        for step in cutlass.range(first, num_chunks, SLOTS, unroll=1):
-            turn = step // SLOTS
+        for step in cutlass.range(first, num_chunks, ROUND, unroll=1):
+            turn = step // ROUND
             stage, parity = group * KEY_STAGES + turn % KEY_STAGES, turn // KEY_STAGES & 1
             half, half_turn = group * 2 + turn % 2, turn // 2 & 1
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES

@@ -39,7 +39,7 @@ from kernels_cute._chunk_plan import default_prefetch, default_segment, is_wide,
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute._chunk_wide import WideChunk
-from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes
+from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes, ring_bytes
 
 ENTRY = "gdn_cute_chunk"
 _HEAD_DIMS = (64, 128)
@@ -67,7 +67,7 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
-    # Blocks of a cluster of four that make tiles for the two that carry the state: 2, or 0 = none and no such cluster.
+    # Blocks that make tiles for the two that carry the state of a sequence and head: 2, or 0 = the two make them.
     makers: int = 0
 
 
@@ -167,14 +167,20 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    if config.makers:
+        return ring_bytes(problem.num_sequences * problem.num_state_heads)
     if config.segment == 0:
         return 0
     slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
     return slots * problem.num_state_heads * summary_bytes(problem.head_k_dim)
 
 
+def _uses_workspace(config: Config) -> bool:
+    return bool(config.segment or config.makers)
+
+
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config.segment > 0))}
+    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config))}
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
@@ -209,7 +215,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     )
 
 
-def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
+def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
     """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens.
 
     Strides carry no divisibility: the launch check would also test those of dims of size 1, which may be anything.
@@ -264,10 +270,10 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         checkpoints(problem.index_dtype),
         bounds(),
         tokens(heads, problem.head_v_dim),
-        *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
+        *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if _uses_workspace(config) else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else []),  # tokens of a segment, slots
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else []),  # tokens of a segment, slots
     ]
 
 
@@ -300,9 +306,11 @@ def launch(
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
     scalars: tuple[Any, ...] = (scale, null_slot)
+    if _uses_workspace(compiled.config):
+        scalars = (workspace, *scalars)
     if compiled.config.segment:
         tokens = CHUNK * compiled.config.segment
-        scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+        scalars = (*scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate

@@ -1,0 +1,128 @@
+"""How the makers of the wide chunk kernel hand tiles to the chains: a ring in the workspace, which stays in the L2 cache.
+
+The workspace, with a group for every (sequence, head), RING slots each:
+    words   128 bytes; the first word counts the pairs of blocks that have begun
+            128 bytes a group: chunks that maker 0, maker 1 has made; chunks that the chains have taken, 32 bytes apart
+    slots   Z, P M and the vectors of chunk j of group g in slot g RING + j % RING, byte for byte as in shared memory
+The words are zeroed by a launch of its own, the first of the call.
+
+Tiles are moved by the copy engine (async proxy), words are of the generic proxy; what orders them:
+    maker   wait for its bulk group, whose end includes a fence of the proxies: the tiles are written, seen by this thread;
+            release of the chunks made
+    chain   acquire of the chunks made; a fence of the proxies, or the copies that follow may be ahead of it; copies
+    chain   `free` of a slot: both chains have the tiles in shared memory (they have waited for their bytes) and have read
+            them; release of the chunks taken
+    maker   acquire of the chunks taken; a fence of the proxies, for the copies that follow overwrite what was read
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32, Int64
+
+from kernels_cute import _chunk_ptx as ptx
+from kernels_cute._chunk_shape import CHUNK, TILE_BYTES, VECTOR_BYTES
+from kernels_cute._chunk_wide_shape import (
+    CHAINS,
+    HANDED_BYTES,
+    KEY_BYTES,
+    MAKERS,
+    RING,
+    ROUND,
+    SLOTS,
+    TILE_LOADER,
+    WORD_BYTES,
+    WORDS_BYTES,
+)
+
+CLEAR_THREADS = 256
+_POLL_NANOSECONDS = 32
+
+
+class Ring:
+    """Methods of both kinds of block; `self` is the WideChunk."""
+
+    @cute.kernel
+    def clear(self, workspace: cute.Tensor, num_bytes: Int32):
+        """Zeroes the words."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        place = (block * CLEAR_THREADS + thread) * 16
+        if place < num_bytes:
+            zero = Int32(0)
+            ptx.store_global_words(workspace.iterator.toint() + place, [zero] * 4)
+
+    def words_of(self, workspace: Any, group: Any) -> Any:
+        return workspace.iterator.toint() + Int64(group + 1) * WORDS_BYTES
+
+    def slots_of(self, workspace: Any, group: Any, groups: Any) -> Any:
+        slots = workspace.iterator.toint() + Int64(groups + 1) * WORDS_BYTES
+        return slots + Int64(group) * (RING * HANDED_BYTES)
+
+    @cute.jit
+    def wait_for_count(self, word, count):
+        """Until a word that only grows is `count`; what it is."""
+        found = ptx.load_acquire(word)
+        while found < count:
+            ptx.sleep(_POLL_NANOSECONDS)
+            found = ptx.load_acquire(word)
+        cute.arch.fence_proxy("async.global")
+        return found
+
+    @cute.jit
+    def hand_over_warp(self, storage, words, slots, length, number):
+        """Z, P M and the vectors of a maker's chunks to the ring."""
+        made, taken = words + number * WORD_BYTES, Int32(0)
+        for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
+            group = step % ROUND // MAKERS
+            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
+            if taken <= step - RING:
+                taken = self.wait_for_count(words + MAKERS * WORD_BYTES, step - RING + 1)
+            with cute.arch.elect_one():
+                slot = slots + step % RING * HANDED_BYTES
+                ptx.copy_to_global(slot, storage.z.data_ptr().toint() + group * KEY_BYTES, Int32(KEY_BYTES))
+                ptx.copy_to_global(slot + KEY_BYTES, storage.p.data_ptr().toint() + group * TILE_BYTES, Int32(TILE_BYTES))
+                vectors = storage.vectors.data_ptr().toint() + group * VECTOR_BYTES
+                ptx.copy_to_global(slot + (KEY_BYTES + TILE_BYTES), vectors, Int32(VECTOR_BYTES))
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(storage.taken.data_ptr() + group)
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                ptx.store_release(made, step // MAKERS + 1)
+
+    @cute.jit
+    def tile_warp(self, storage, words, slots, length, rank):
+        """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
+        of the slot is there."""
+        made, other = Int32(0), Int32(0)  # by the maker of this step, and of the next
+        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+            slot, parity = step % SLOTS, step // SLOTS & 1
+            ready = storage.ready.data_ptr() + slot
+            if rank == TILE_LOADER:
+                cute.arch.mbarrier_wait(storage.free.data_ptr() + slot, parity ^ 1)
+            else:
+                cute.arch.mbarrier_wait(ready, parity ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, HANDED_BYTES)
+            if rank == TILE_LOADER:
+                if made <= step // MAKERS:
+                    made = self.wait_for_count(words + step % MAKERS * WORD_BYTES, step // MAKERS + 1)
+                with cute.arch.elect_one():
+                    source = slots + step % RING * HANDED_BYTES
+                    self.load_tile(storage.z.data_ptr().toint() + slot * KEY_BYTES, source, KEY_BYTES, ready)
+                    self.load_tile(
+                        storage.p.data_ptr().toint() + slot * TILE_BYTES, source + KEY_BYTES, TILE_BYTES, ready
+                    )
+                    self.load_tile(
+                        storage.vectors.data_ptr().toint() + slot * VECTOR_BYTES, source + (KEY_BYTES + TILE_BYTES),
+                        VECTOR_BYTES, ready,
+                    )  # fmt: skip
+                    if step >= SLOTS:
+                        # What was in this slot has left the ring long ago.
+                        ptx.store_release(words + MAKERS * WORD_BYTES, step - SLOTS + 1)
+            made, other = other, made
+
+    def load_tile(self, target: Any, source: Any, num_bytes: int, barrier: Any) -> None:
+        chains = Int16((1 << CHAINS) - 1)
+        ptx.copy_from_global_to_blocks(target, source, Int32(num_bytes), barrier.toint(), chains)
