@@ -14,7 +14,7 @@ a ring in the workspace, see `_chunk_wide_ring`.
 
 Chain block: warpgroup 0 is the state role; of warpgroup 4 warp 0 loads K and Q, 1 loads V and stores O, 2 loads the tiles.
 Maker block: two sets of an inverse (M) and a score warpgroup (P, then Z and P M) and a copying warpgroup: a warp loads K and Q,
-one makes the gates of either set, one hands over. Chunk j is made by set j // 2 % 2 of maker j % 2.
+one makes the gates, one for each set hands over. Chunk j is made by set j // 2 % 2 of maker j % 2.
 
     chain block's       arrivals                                      waits
     k_full[stage]       1: the copying lane, with K                   state; the other chain's copying warp
@@ -280,10 +280,10 @@ class WideChunk(ChainRoles, MakerRoles, MakerCopies, Ring, FusedChunk):
                 self.set_registers(COPY_REGISTERS)
                 if warp == 16:
                     self.maker_copy_warp(maker, q_atom, q_tensor, k_atom, k_tensor, begin, live_length, head, rank)
-                if (warp == 17) | (warp == 18):
-                    self.maker_gate_warp(maker, g, beta, a_log, dt_bias, begin, live_length, head, rank, warp - 17)
-                if warp == 19:
-                    self.hand_over_warp(maker, words, slots, live_length, rank)
+                if warp == 17:
+                    self.maker_gate_warp(maker, g, beta, a_log, dt_bias, begin, live_length, head, rank)
+                if warp >= 18:
+                    self.hand_over_warp(maker, words, slots, live_length, rank, warp - 18)
         # The other chain may still write to this block's shared memory, or arrive there.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()

@@ -56,8 +56,8 @@ class MakerCopies:
                     cute.prefetch(q_atom, from_q[None, step + ROUND])
 
     @cute.jit
-    def maker_gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, number, group):
-        """Cumulative log2 decays and beta of a set's chunks."""
+    def maker_gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, number):
+        """Cumulative log2 decays and beta of this block's chunks, for either set."""
         lane = cute.arch.lane_idx()
         gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -65,15 +65,12 @@ class MakerCopies:
         if cutlass.const_expr(self.raw_gate):
             minus_rate = -cute.math.exp(a_log[head])
             bias = dt_bias[head]
-        first = number + group * MAKERS
-        gates_full = storage.gates_full.data_ptr() + group * 2
-        gates_free = storage.gates_free.data_ptr() + group * 2
-        self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
-        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, ROUND, unroll=1):
+        self.load_gates(g, beta, gates, betas, begin, number * CHUNK, length, head, lane)
+        for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
             turn = step // ROUND
-            half, half_turn = turn % 2, turn // 2 & 1
-            rows = storage.rows.data_ptr().toint() + (group * 2 + half) * AUX_BYTES
-            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+            half, half_turn = step // MAKERS % SETS * 2 + turn % 2, turn // 2 & 1
+            rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
+            cute.arch.mbarrier_wait(storage.gates_free.data_ptr() + half, half_turn ^ 1)
             self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
-            cute.arch.mbarrier_arrive(gates_full + half)
-            self.load_gates(g, beta, gates, betas, begin, (step + ROUND) * CHUNK, length, head, lane)
+            cute.arch.mbarrier_arrive(storage.gates_full.data_ptr() + half)
+            self.load_gates(g, beta, gates, betas, begin, (step + MAKERS) * CHUNK, length, head, lane)

@@ -1,8 +1,8 @@
 """How the makers of the wide chunk kernel hand tiles to the chains: a ring in the workspace, which stays in the L2 cache.
 
 The workspace, with a group for every (sequence, head), RING slots each:
-    words   128 bytes; the first word counts the pairs of blocks that have begun
-            128 bytes a group: chunks that maker 0, maker 1 has made; chunks that the chains have taken, 32 bytes apart
+    words   256 bytes; the first word counts the pairs of blocks that have begun
+            256 bytes a group: chunks that each of the four sets has made; chunks that the chains have taken; 32 bytes apart
     slots   Z, P M and the vectors of chunk j of group g in slot g RING + j % RING, byte for byte as in shared memory
 The words are zeroed by a launch of its own, the first of the call.
 
@@ -31,6 +31,8 @@ from kernels_cute._chunk_wide_shape import (
     RING,
     ROUND,
     SLOTS,
+    TAKEN,
+    TAKEN_EVERY,
     TILE_LOADER,
     WORD_BYTES,
     WORDS_BYTES,
@@ -71,14 +73,14 @@ class Ring:
         return found
 
     @cute.jit
-    def hand_over_warp(self, storage, words, slots, length, number):
-        """Z, P M and the vectors of a maker's chunks to the ring."""
-        made, taken = words + number * WORD_BYTES, Int32(0)
-        for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
-            group = step % ROUND // MAKERS
+    def hand_over_warp(self, storage, words, slots, length, number, group):
+        """Z, P M and the vectors of a set's chunks to the ring."""
+        first = number + group * MAKERS
+        made, taken = words + first * WORD_BYTES, Int32(0)
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, ROUND, unroll=1):
             cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
             if taken <= step - RING:
-                taken = self.wait_for_count(words + MAKERS * WORD_BYTES, step - RING + 1)
+                taken = self.wait_for_count(words + TAKEN * WORD_BYTES, step - RING + 1)
             with cute.arch.elect_one():
                 slot = slots + step % RING * HANDED_BYTES
                 ptx.copy_to_global(slot, storage.z.data_ptr().toint() + group * KEY_BYTES, Int32(KEY_BYTES))
@@ -89,13 +91,13 @@ class Ring:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(storage.taken.data_ptr() + group)
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-                ptx.store_release(made, step // MAKERS + 1)
+                ptx.store_release(made, step // ROUND + 1)
 
     @cute.jit
     def tile_warp(self, storage, words, slots, length, rank):
         """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
         of the slot is there."""
-        made, other = Int32(0), Int32(0)  # by the maker of this step, and of the next
+        made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             slot, parity = step % SLOTS, step // SLOTS & 1
             ready = storage.ready.data_ptr() + slot
@@ -106,22 +108,20 @@ class Ring:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, HANDED_BYTES)
             if rank == TILE_LOADER:
-                if made <= step // MAKERS:
-                    made = self.wait_for_count(words + step % MAKERS * WORD_BYTES, step // MAKERS + 1)
+                if made <= step // ROUND:
+                    made = self.wait_for_count(words + step % ROUND * WORD_BYTES, step // ROUND + 1)
                 with cute.arch.elect_one():
                     source = slots + step % RING * HANDED_BYTES
                     self.load_tile(storage.z.data_ptr().toint() + slot * KEY_BYTES, source, KEY_BYTES, ready)
-                    self.load_tile(
-                        storage.p.data_ptr().toint() + slot * TILE_BYTES, source + KEY_BYTES, TILE_BYTES, ready
-                    )
+                    self.load_tile(storage.p.data_ptr().toint() + slot * TILE_BYTES, source + KEY_BYTES, TILE_BYTES, ready)
                     self.load_tile(
                         storage.vectors.data_ptr().toint() + slot * VECTOR_BYTES, source + (KEY_BYTES + TILE_BYTES),
                         VECTOR_BYTES, ready,
                     )  # fmt: skip
-                    if step >= SLOTS:
-                        # What was in this slot has left the ring long ago.
-                        ptx.store_release(words + MAKERS * WORD_BYTES, step - SLOTS + 1)
-            made, other = other, made
+                    if step % TAKEN_EVERY == TAKEN_EVERY - 1:
+                        # What was in this slot has left the ring. Rarely, for a release takes long.
+                        ptx.store_release(words + TAKEN * WORD_BYTES, step - SLOTS + 1)
+            made, next1, next2, next3 = next1, next2, next3, made
 
     def load_tile(self, target: Any, source: Any, num_bytes: int, barrier: Any) -> None:
         chains = Int16((1 << CHAINS) - 1)

@@ -11,7 +11,8 @@ SETS = 2  # inverse and score warpgroups, of each kind, in a maker block
 ROUND = MAKERS * SETS  # chunk j is made by set j // MAKERS % SETS of maker j % MAKERS
 KEY_STAGES = 2  # of a set
 SLOTS = 4  # of tiles in a chain block
-RING = 8  # slots of tiles of a sequence and head in the workspace
+RING = 16  # slots of tiles of a sequence and head in the workspace
+TAKEN_EVERY = 4  # chunks after which the chains say how many they have taken; RING exceeds SLOTS + TAKEN_EVERY
 KEY_LOADER, TILE_LOADER = 1, 0  # the chain that loads K and Q for both, and the tiles
 WARPGROUPS = 2 * SETS + 1
 # Named barriers, and the next of each for the second set.
@@ -19,7 +20,8 @@ WIDE_INVERSE_BARRIER = 1
 WIDE_SCORE_BARRIER = 3
 KEY_BYTES = CHUNK * DIM * 2
 HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
-WORDS_BYTES, WORD_BYTES = 128, 32  # of the counts of a sequence and head, and from one to the next
+WORDS_BYTES, WORD_BYTES = 256, 32  # of the counts of a sequence and head, and from one to the next
+TAKEN = ROUND  # behind the counts of chunks that the sets have made: of what the chains have taken
 BARRIER_BYTES = 512  # most of the barriers of either kind of block
 # Registers a thread. A block has at launch 65536 / 640 = 96 a thread, in steps of 8: a pool of 5 * 96 = 480.
 STATE_REGISTERS = 240
