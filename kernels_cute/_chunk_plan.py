@@ -29,9 +29,8 @@ class _Times(NamedTuple):
 # D = 128: fitted to 26 measured calls, all but one within 6 %; NOTES-chunk.md has them. D = 64, where a block prepares every
 # chunk alone in either launch: estimated.
 _TIMES = {128: _Times(1.55, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
-# The wide kernel, with a cluster of four SMs for a sequence and head: a chunk, and start and end. Estimated.
-_WIDE_CHUNK, _WIDE_START = 0.75, 10.0
-_GROUP_SMS = 16  # of the SMs among which a cluster must lie, 16 or 18, so many can be filled with clusters of four
+# The wide kernel, with four SMs for a sequence and head: a chunk, and start and end.
+_WIDE_CHUNK, _WIDE_START = 0.98, 10.0
 # Of the time of whole sequences, by the model: what a split of the only sequence must stay below, and what one of several
 # sequences may take. Those are rarely of equal lengths, and with unequal ones it gains much more than it may lose here.
 _LEAST_GAIN, _MOST_LOSS = 0.9, 1.15
@@ -43,8 +42,8 @@ def default_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
     """Chunks of a segment; 0 = sequences are whole."""
     times = list(_split_times(problem, device))
     best = min((time for time, _ in times), default=float("inf"))
-    limit = _LEAST_GAIN if problem.num_sequences <= 1 else _MOST_LOSS
-    if best >= limit * min(_whole_time(problem, device), _wide_time(problem, device)):
+    whole, wide = _whole_time(problem, device), _wide_time(problem, device)
+    if best >= (min(_LEAST_GAIN * whole, wide) if problem.num_sequences <= 1 else _MOST_LOSS * min(whole, wide)):
         return 0
     return max(length for time, length in times if time <= _TIE * best)
 
@@ -76,9 +75,9 @@ def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
 
 
 def _wide_time(problem: ChunkProblem, device: DeviceSpec) -> float:
-    """Where all clusters run at once; else the narrow kernel needs fewer waves."""
-    clusters = max(problem.num_sequences, 1) * problem.num_state_heads
-    if problem.head_v_dim != DIM or BLOCKS * clusters > device.num_sms // _GROUP_SMS * _GROUP_SMS:
+    """Where all blocks run at once; else the narrow kernel needs fewer waves."""
+    groups = max(problem.num_sequences, 1) * problem.num_state_heads
+    if problem.head_v_dim != DIM or BLOCKS * groups > device.num_sms:
         return float("inf")
     return _chunks(problem) * _WIDE_CHUNK + _WIDE_START
 

@@ -89,6 +89,7 @@ class WideChunk(ChainRoles, MakerRoles, MakerCopies, Ring, FusedChunk):
         super().__init__(**options)
         assert self.dim == DIM and self.num_state == 1
         self.threads = WARPGROUPS * WARPGROUP
+        self.overlaps = False
 
     @cute.jit
     def launch(
@@ -112,6 +113,7 @@ class WideChunk(ChainRoles, MakerRoles, MakerCopies, Ring, FusedChunk):
             block=(self.threads, 1, 1),
             cluster=(PAIR, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=self.overlaps,
             stream=stream,
         )  # fmt: skip
 
@@ -217,6 +219,8 @@ class WideChunk(ChainRoles, MakerRoles, MakerCopies, Ring, FusedChunk):
             cpasync.prefetch_descriptor(v_atom)
             cpasync.prefetch_descriptor(out_atom)
             if rank == 0:
+                if cutlass.const_expr(self.overlaps):
+                    cute.arch.griddepcontrol_wait()
                 with cute.arch.elect_one():
                     ptx.store_word(ticket_place, ptx.count_up(workspace.iterator.toint()))
         cute.arch.cluster_arrive()

@@ -48,6 +48,8 @@ class Ring:
     @cute.kernel
     def clear(self, workspace: cute.Tensor, num_bytes: Int32):
         """Zeroes the words."""
+        if cutlass.const_expr(self.overlaps):
+            cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         place = (block * CLEAR_THREADS + thread) * 16
