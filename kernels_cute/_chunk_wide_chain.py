@@ -64,14 +64,12 @@ class ChainRoles:
         warpgroup.wait_group(0)
         for step in cutlass.range(num_chunks, unroll=1):
             stage, following, slot = step % stages, (step + 1) % stages, step % SLOTS
-            turn = step // stages & 1
             valid = cutlass.min(live_length - step * CHUNK, CHUNK)
-            if lane == 0:
-                ptx.arrive_in_cluster(k_empty + stage * 8)
-            cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, turn)
             warpgroup.fence()
             self.multiply(by_key, outputs, state_operand, queries[None, None, None, stage], True)
             warpgroup.commit_group()
+            if lane == 0:
+                ptx.arrive_in_cluster(k_empty + stage * 8)
 
             # W and S
             for i in cutlass.range_constexpr(CHUNK // 16):
@@ -88,11 +86,11 @@ class ChainRoles:
                     self.mask_words(operand_words, i, valid, pair)
                 warpgroup.fence()
                 self.multiply_step(by_token, state, operand, z_operand[None, None, None, slot], i, False)
-            warpgroup.commit_group()
+                warpgroup.commit_group()
 
             # O
             to_query = self.load_factors(self.wide_vector(storage, slot, pair), STATE_QUERY)
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(CHUNK // 16)
             if lane == 0:
                 ptx.arrive_in_cluster(q_empty + stage * 8)
             for n in cutlass.range_constexpr(CHUNK // 8):
@@ -106,7 +104,7 @@ class ChainRoles:
                 cute.arch.mbarrier_wait(storage.k_full.data_ptr() + following, (step + 1) // stages & 1)
             warpgroup.wait_group(1)
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(dim // 16)
             if lane == 0:
                 ptx.arrive_in_cluster(free + slot * 8)
             self.store_output(storage, outputs, stage, warp, lane)
@@ -124,8 +122,19 @@ class ChainRoles:
         self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns, warp, lane)
 
     @cute.jit
+    def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
+        """U, while the state is being rounded. A group for every step: with one for all ptxas has each step counted all the same,
+        and a wait that leaves one group in flight leaves one step."""
+        for i in cutlass.range_constexpr(self.dim // 16):
+            for j in cutlass.range_constexpr(4):
+                words[4 * i + j] = ptx.pack(self.dtype, state[8 * i + 2 * j], state[8 * i + 2 * j + 1])
+            warpgroup.fence()
+            self.multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
+            warpgroup.commit_group()
+
+    @cute.jit
     def expect_chunk(self, storage, state, values, factors, step, num_chunks, warp, lane):
-        """What a chunk needs besides U: V, the factors of K S, and S decayed to its last token."""
+        """What a chunk needs besides U: V, the factors of K S, S decayed to its last token, and that Q is there."""
         stage, slot = step % self.stages, step % SLOTS
         vector = self.wide_vector(storage, slot, lane % 4)
         if step < num_chunks:
@@ -144,6 +153,8 @@ class ChainRoles:
             factors[2 * n], factors[2 * n + 1] = loaded[n][0], loaded[n][1]
         for i in cutlass.range_constexpr(self.dim // 2):
             state[i] = state[i] * last
+        if step < num_chunks:
+            cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, step // self.stages & 1)
 
     @cute.jit
     def store_output(self, storage, outputs, stage, warp, lane):
