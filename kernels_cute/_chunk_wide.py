@@ -102,8 +102,9 @@ class WideChunk(ChainRoles, MakerRoles, MakerCopies, Ring, FusedChunk):
         out_atom, out_tensor = self.copy_out(out)
         groups = self.heads * (cute.size(bounds, mode=[0]) - 1)
         words_bytes = (groups + 1) * WORDS_BYTES
+        cleared = 16 * CLEAR_THREADS  # by a block
         self.clear(workspace, words_bytes).launch(
-            grid=((words_bytes + (16 * CLEAR_THREADS - 1)) // (16 * CLEAR_THREADS), 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
+            grid=((words_bytes + (cleared - 1)) // cleared, 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
         )
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,

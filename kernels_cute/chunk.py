@@ -252,6 +252,7 @@ def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
         return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else bounds()
 
     columns = cute.sym_int()
+    workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)
     final_dtype = problem.state_dtype if problem.pooled else "float32"
     return [
         tokens(problem.num_q_heads, problem.head_k_dim),
@@ -270,7 +271,7 @@ def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
         checkpoints(problem.index_dtype),
         bounds(),
         tokens(heads, problem.head_v_dim),
-        *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if _uses_workspace(config) else []),
+        *([workspace] if _uses_workspace(config) else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
         *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else []),  # tokens of a segment, slots

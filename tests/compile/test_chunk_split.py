@@ -100,7 +100,7 @@ def test_batch_invariance_fixes_the_length() -> None:
 
 def test_workspace() -> None:
     problem = problem_of(8, 8192, 3)
-    config = replace(chunk.default_config(problem, H100), segment=16)
+    config = replace(chunk.default_config(problem, H100), segment=16, makers=0)
     assert chunk.workspace_bytes(problem, replace(config, segment=0)) == 0
     assert chunk.workspace_bytes(problem, config) == (8 + 3) * 8 * 2 * 128 * 128 * 4
 

@@ -32,9 +32,10 @@ def wide_config(problem: ChunkProblem) -> Any:
 @pytest.mark.parametrize(
     ("heads", "num_tokens", "num_sequences", "is_wide"),
     [
-        (32, 8192, 1, True), (32, 1024, 1, True), (8, 2048, 1, True), (16, 8192, 2, True), (8, 16384, 4, True),
-        (33, 8192, 1, False), (32, 8192, 2, False), (64, 8192, 1, False),  # clusters would wait for each other
-        (8, 8192, 1, False), (4, 32768, 1, False),  # segments on all SMs are faster
+        (32, 8192, 1, True), (33, 32768, 1, True), (32, 1024, 1, True), (24, 8192, 1, True), (8, 2048, 1, True),
+        (16, 8192, 2, True), (8, 16384, 4, True),
+        (34, 8192, 1, False), (32, 8192, 2, False), (64, 8192, 1, False),  # more blocks than SMs
+        (16, 8192, 1, False), (8, 8192, 1, False), (4, 32768, 1, False),  # segments on all SMs are faster
         (32, 0, 1, False),
     ],
 )  # fmt: skip
@@ -44,7 +45,19 @@ def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_
     assert bool(config.makers) == is_wide and chunk.fits(problem, config, H100)
     found = chunk.configs(problem, H100)
     assert config in found and {one.makers for one in found} == {0, 2}
-    assert chunk.workspace_bytes(problem, wide_config(problem)) == 0
+
+
+@pytest.mark.parametrize(("heads", "num_sequences"), [(1, 1), (32, 1), (8, 4)])
+def test_workspace(heads: int, num_sequences: int) -> None:
+    """A place of counts more than there are sequences and heads, then a ring of tiles for each."""
+    problem = problem_of(heads, 4096, num_sequences)
+    tile, vectors = 64 * 64 * 2, 4 * 64 * 4
+    groups = heads * num_sequences
+    expected = 256 * (groups + 1) + groups * shape.RING * (3 * tile + vectors)
+    assert chunk.workspace_bytes(problem, wide_config(problem)) == expected
+    assert (shape.TAKEN + 1) * shape.WORD_BYTES <= shape.WORDS_BYTES
+    # Makers wait for a count that the chains write when they read a later chunk, which must not be one that waits for it.
+    assert shape.RING > shape.SLOTS + shape.TAKEN_EVERY
 
 
 def test_what_does_not_fit() -> None:

@@ -88,6 +88,31 @@ def test_repeats_give_the_same_bits(device: torch.device, force: Force) -> None:
         assert same_bits(o, first[0]) and same_bits(pool, first[1])
 
 
+def test_streams_share_the_gpu(device: torch.device, force: Force) -> None:
+    """Calls that fill the GPU alone, on several streams at once; a workspace that another call has left."""
+    force(**WIDE)
+    problem = replace(cases.MAIN_CHUNK, num_q_heads=16, num_k_heads=16, num_v_heads=32)
+    calls = [arguments_of(problem, device, lengths=lengths, null_sequences=[]) for lengths in ([1500], [700, 1, 900], [64, 2000])]
+
+    def fresh(call: dict[str, Any]) -> dict[str, Any]:
+        return copied(call) | {"out": torch.full_like(call["out"], torch.nan)}
+
+    expected = [run(FUNCTION, fresh(call), BACKEND) for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(10):
+        arguments = [fresh(call) for call in calls]
+        torch.cuda.synchronize()
+        found = []
+        for stream, call in zip(streams, arguments, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(run(FUNCTION, call, BACKEND))
+        torch.cuda.synchronize()
+        for (o, pool), (expected_o, expected_pool) in zip(found, expected, strict=True):
+            assert pool is not None and expected_pool is not None
+            assert same_bits(o, expected_o) and same_bits(pool, expected_pool)
+
+
 def test_graph_replay_with_other_lengths(device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     force(**WIDE)
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[65, 0, 1, 363, 64, 200, 0, 130])
