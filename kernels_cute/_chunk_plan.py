@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
+from kernels_cute._chunk_items import places_limit
 from kernels_cute._chunk_shape import CHUNK
 from kernels_cute._chunk_wide_shape import BLOCKS, DIM
 
@@ -29,8 +30,13 @@ class _Times(NamedTuple):
 # D = 128: fitted to 26 measured calls, all but one within 6 %; NOTES-chunk.md has them. D = 64, where a block prepares every
 # chunk alone in either launch: estimated.
 _TIMES = {128: _Times(1.55, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
-# The wide kernel, with four SMs for a sequence and head: a chunk, and start and end.
-_WIDE_CHUNK, _WIDE_START = 0.98, 10.0
+# The wide kernel, with four SMs for a sequence and head: a chunk where all tiles stay in clusters of four, or where some go
+# through the L2 cache; start and end.
+_WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.97, 1.0, 10.0
+# Clusters of four that run at once on _SMS multiprocessors. It depends on how these are spread over GPCs; cudaOccupancy-
+# MaxActiveClusters gives 30 for an H100. Fewer than there is room for costs little, for the rest runs beside them; with more the
+# last cluster would begin when the first is done.
+_FOURS, _SMS = 30, 132
 # Of the time of whole sequences, by the model: what a split of the only sequence must stay below, and what one of several
 # sequences may take. Those are rarely of equal lengths, and with unequal ones it gains much more than it may lose here.
 _LEAST_GAIN, _MOST_LOSS = 0.9, 1.15
@@ -53,8 +59,23 @@ def is_wide(problem: ChunkProblem, device: DeviceSpec) -> bool:
     return _wide_time(problem, device) < _whole_time(problem, device)
 
 
-def default_prefetch(problem: ChunkProblem, segment: int) -> int:
-    """Chunks ahead that the L2 cache is asked for: pays where a block has many."""
+def wide_places(device: DeviceSpec) -> tuple[int, int]:
+    """Sequences and heads that run at once, with four SMs each: in clusters of four, and beside them in clusters of two."""
+    fours = device.num_sms * _FOURS // _SMS
+    return fours, device.num_sms // BLOCKS - fours
+
+
+def default_places(problem: ChunkProblem, paired: bool, device: DeviceSpec) -> int:
+    """Clusters that take item after item: as many as run side by side, 0 where no cluster would get a second item."""
+    blocks = 2 if paired else 1
+    places = min(device.num_sms // blocks, places_limit(paired))
+    return places if _blocks(problem, max(problem.num_sequences, 1)) // blocks > places else 0
+
+
+def default_prefetch(problem: ChunkProblem, segment: int, places: int) -> int:
+    """Chunks ahead that the L2 cache is asked for: pays where a block has many of one item."""
+    if places:
+        return 0
     return 2 if (segment or _chunks(problem)) >= _FEW_CHUNKS else 0
 
 
@@ -75,11 +96,13 @@ def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
 
 
 def _wide_time(problem: ChunkProblem, device: DeviceSpec) -> float:
-    """Where all blocks run at once; else the narrow kernel needs fewer waves."""
+    """Where all run at once. If they took turns, whole sequences with two SMs each, twice as many at once, would be faster: two
+    waves of the one to one of the other, three to two."""
     groups = max(problem.num_sequences, 1) * problem.num_state_heads
-    if problem.head_v_dim != DIM or BLOCKS * groups > device.num_sms:
+    fours, ringed = wide_places(device)
+    if problem.head_v_dim != DIM or groups > fours + ringed:
         return float("inf")
-    return _chunks(problem) * _WIDE_CHUNK + _WIDE_START
+    return _chunks(problem) * (_WIDE_CHUNK if groups <= fours else _RINGED_CHUNK) + _WIDE_START
 
 
 def _split_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[float, int]]:

@@ -13,15 +13,15 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import CHUNK, STATE_KEY, STATE_QUERY, TILE_BYTES, VECTOR_BYTES, VECTORS
-from kernels_cute._chunk_wide_shape import CHAINS, KEY_BYTES, KEY_LOADER, SLOTS, TILE_LOADER
+from kernels_cute._chunk_wide_shape import CHAINS, KEY_BYTES, SLOTS
 
 
 class ChainRoles:
-    """Methods of a chain block's warps; `self` is the WideChunk."""
+    """Methods of a chain block's warps; `self` is a WideBlock."""
 
     @cute.jit
     def chain_warpgroup(
-        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
+        self, storage, route, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
         live_length, sequence, head, piece, read_slot, warp,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
@@ -47,9 +47,8 @@ class ChainRoles:
         pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
         column0 = piece * self.columns + warp * 16  # the warp's first V column
         # Of the chain that loads for both.
-        k_empty = ptx.in_block(storage.k_empty.data_ptr().toint(), Int32(KEY_LOADER))
-        q_empty = ptx.in_block(storage.q_empty.data_ptr().toint(), Int32(KEY_LOADER))
-        free = ptx.in_block(storage.free.data_ptr().toint(), Int32(TILE_LOADER))
+        k_empty = ptx.in_block(storage.k_empty.data_ptr().toint(), Int32(self.key_loader))
+        q_empty = ptx.in_block(storage.q_empty.data_ptr().toint(), Int32(self.query_loader))
         self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
@@ -106,7 +105,7 @@ class ChainRoles:
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
             warpgroup.wait_group(dim // 16)
             if lane == 0:
-                ptx.arrive_in_cluster(free + slot * 8)
+                self.free_slot(route, slot)
             self.store_output(storage, outputs, stage, warp, lane)
             if cutlass.const_expr(self.has_checkpoints):
                 # Before the state decays to the end of the next chunk.
@@ -119,7 +118,8 @@ class ChainRoles:
 
         self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
         self.zero_rows(out, begin, length, live_length, head, piece * self.columns, warp, lane)
-        self.zero_rows_beyond(out, bounds, sequence, head, piece * self.columns, warp, lane)
+        sequences = cute.size(bounds, mode=[0]) - 1
+        self.zero_rows_beyond(out, Int32(bounds[sequences]), sequences, sequence, head, piece * self.columns, warp, lane)
 
     @cute.jit
     def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
@@ -178,27 +178,27 @@ class ChainRoles:
 
     @cute.jit
     def chain_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, rank):
-        """K and Q: one chain loads them for both, the other arms its own barriers."""
+        """K and Q: one chain loads for both, the other arms its own barriers."""
         to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
         to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             self.bring(k_atom, from_k[None, step], to_k[None, stage], storage.k_full.data_ptr() + stage,
-                       storage.k_empty.data_ptr() + stage, parity, rank)  # fmt: skip
+                       storage.k_empty.data_ptr() + stage, parity, rank, self.key_loader)  # fmt: skip
             self.bring(q_atom, from_q[None, step], to_q[None, stage], storage.q_full.data_ptr() + stage,
-                       storage.q_empty.data_ptr() + stage, parity, rank)  # fmt: skip
+                       storage.q_empty.data_ptr() + stage, parity, rank, self.query_loader)  # fmt: skip
 
     @cute.jit
-    def bring(self, atom, source, target, full, empty, parity, rank):
+    def bring(self, atom, source, target, full, empty, parity, rank, loader: cutlass.Constexpr):
         """Arms `full`, and loads where it is this block that does so. The other block's copy may come before `full` is armed: a
         phase does not end without its arrival."""
-        if rank == KEY_LOADER:
+        if rank == loader:
             cute.arch.mbarrier_wait(empty, parity ^ 1)
         else:
             cute.arch.mbarrier_wait(full, parity ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-        if rank == KEY_LOADER:
+        if rank == loader:
             self.copy_keys(atom, source, target, full, Int32((1 << CHAINS) - 1))
 
     @cute.jit

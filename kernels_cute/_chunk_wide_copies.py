@@ -14,7 +14,7 @@ from kernels_cute._chunk_wide_shape import KEY_BYTES, KEY_STAGES, MAKERS, ROUND,
 
 
 class MakerCopies:
-    """Methods of the copying warpgroup's warps; `self` is the WideChunk."""
+    """Methods of the copying warpgroup's warps; `self` is a WideBlock."""
 
     @cute.jit
     def wide_tiles(self, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
@@ -35,7 +35,7 @@ class MakerCopies:
         """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
         to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, SETS, begin, head // self.q_group, 0)
         to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, SETS * KEY_STAGES, begin, head // self.k_group, 0)
-        here = Int32(1) << number
+        here = Int32(1) << (number + self.first_maker)
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
             group, turn = step // MAKERS % SETS, step // ROUND

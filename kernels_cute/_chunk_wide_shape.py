@@ -3,17 +3,16 @@
 from kernels_cute._chunk_shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
 DIM = 128  # the only head dim served
-PAIR = 2  # blocks of a cluster
-CHAINS = PAIR  # blocks that carry the state of a sequence and head, 64 V columns each
-MAKERS = PAIR  # blocks that make tiles for them
+CHAINS = 2  # blocks that carry the state of a sequence and head, 64 V columns each
+MAKERS = 2  # blocks that make tiles for them
 BLOCKS = CHAINS + MAKERS
 SETS = 2  # inverse and score warpgroups, of each kind, in a maker block
 ROUND = MAKERS * SETS  # chunk j is made by set j // MAKERS % SETS of maker j % MAKERS
 KEY_STAGES = 2  # of a set
-SLOTS = 4  # of tiles in a chain block
+SLOTS = 4  # of tiles in a chain block; in clusters of four one for each set
 RING = 16  # slots of tiles of a sequence and head in the workspace
 TAKEN_EVERY = 4  # chunks after which the chains say how many they have taken; RING exceeds SLOTS + TAKEN_EVERY
-KEY_LOADER, TILE_LOADER = 1, 0  # the chain that loads K and Q for both, and the tiles
+TILE_LOADER = 0  # the chain that loads tiles from the ring for both
 WARPGROUPS = 2 * SETS + 1
 # Named barriers, and the next of each for the second set.
 WIDE_INVERSE_BARRIER = 1

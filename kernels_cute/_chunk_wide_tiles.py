@@ -38,7 +38,7 @@ from kernels_cute._chunk_wide_shape import (
 
 
 class MakerRoles:
-    """Methods of a set's inverse and score warpgroups; `self` is the WideChunk, `number` the maker's, `group` the set's."""
+    """Methods of a set's inverse and score warpgroups; `self` is a WideBlock, `number` the maker's, `group` the set's."""
 
     @cute.jit
     def wide_inverse_warpgroup(self, storage, length, number, group, warp):

@@ -12,13 +12,14 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
-_chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
-_chunk_summary.py (first launch), _chunk_compose.py (second).
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
+_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
+_chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
 With `makers` a head has four SMs instead of two: _chunk_wide.py.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -35,7 +36,15 @@ from gdn.problems import ChunkProblem
 from kernels_cute import _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
-from kernels_cute._chunk_plan import default_prefetch, default_segment, is_wide, segments_to_try
+from kernels_cute._chunk_items import places_limit
+from kernels_cute._chunk_plan import (
+    default_places,
+    default_prefetch,
+    default_segment,
+    is_wide,
+    segments_to_try,
+    wide_places,
+)
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute._chunk_wide import WideChunk
@@ -52,10 +61,11 @@ _CUTE_DTYPES: dict[str, Any] = {
     "int64": cutlass.Int64,
     "bool": cutlass.Boolean,
 }
-_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
+_BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (240, 136, 96, 40)
+_ALL_PLACES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,12 @@ class Config:
     segment: int = field(default=0, metadata={"compiled": bool})
     # Blocks that make tiles for the two that carry the state of a sequence and head: 2, or 0 = the two make them.
     makers: int = 0
+    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; 0 = a cluster has one item, and there are
+    # as many as items. A scalar of the launch. Without segments. With makers: clusters of four that run side by side, or 0.
+    places: int = field(default=0, metadata={"compiled": bool})
+    # With makers: sequences and heads at most that run beside those of the clusters of four, their tiles going through the L2
+    # cache. Of more none does, and all take places in turn. A scalar of the launch.
+    ringed: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -116,6 +132,9 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
             and config.prefetch >= 0
             and config.m_parts in (1, 2)
             and config.segment == 0
+            and config.places >= 0
+            and config.ringed >= 0
+            and config.places + config.ringed > 0
             and _wide_shared_bytes(config) <= device.shared_bytes_per_block
         )
     return (
@@ -124,6 +143,10 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and config.segment >= 0
+        and 0 <= config.places <= places_limit(config.paired)
+        and config.ringed == 0
+        # Inverse waits for every second fill of such a stage only, see the notes.
+        and not (config.places > 0 and config.paired and config.stages % 2 == 1)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
         and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
@@ -131,23 +154,27 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     narrow = _narrow_config(problem, device)
-    return _wide(narrow) if narrow.segment == 0 and is_wide(problem, device) else narrow
+    return _wide(narrow, device) if narrow.segment == 0 and is_wide(problem, device) else narrow
 
 
 def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
     segment = default_segment(problem, device)
+    paired = problem.head_v_dim == 128
+    places = 0 if segment else default_places(problem, paired, device)
     return Config(
-        paired=problem.head_v_dim == 128,
+        paired=paired,
         stages=4,
-        prefetch=default_prefetch(problem, segment),
+        prefetch=default_prefetch(problem, segment, places),
         m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
+        places=places,
     )
 
 
-def _wide(narrow: Config) -> Config:
-    return replace(narrow, stages=3, segment=0, makers=MAKERS)
+def _wide(narrow: Config, device: DeviceSpec) -> Config:
+    places, ringed = wide_places(device)
+    return replace(narrow, stages=3, prefetch=0, segment=0, makers=MAKERS, places=places, ringed=ringed)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -158,17 +185,18 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     narrow = _narrow_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, narrow.m_parts, 0)
+        for places in sorted({0, default_places(problem, paired, device)}):
+            yield Config(paired, stages, prefetch, narrow.m_parts, 0, 0, places)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(narrow, segment=segment, prefetch=prefetch)
+        yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
-            yield replace(_wide(narrow), stages=stages, prefetch=prefetch)
+            yield replace(_wide(narrow, device), stages=stages, prefetch=prefetch)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     if config.makers:
-        return ring_bytes(problem.num_sequences * problem.num_state_heads)
+        return ring_bytes(_ringed(problem.num_sequences * problem.num_state_heads, config))
     if config.segment == 0:
         return 0
     slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
@@ -179,6 +207,12 @@ def _uses_workspace(config: Config) -> bool:
     return bool(config.segment or config.makers)
 
 
+def _ringed(groups: int, config: Config) -> int:
+    """Of so many sequences and heads of the wide form, those whose tiles go through the L2 cache."""
+    rest = max(groups - config.places, 0)
+    return rest if config.places == 0 or rest <= config.ringed else 0
+
+
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config))}
 
@@ -186,7 +220,9 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads = problem.num_state_heads
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    kernel = WideChunk if config.makers else SplitChunk if config.segment > 0 else FusedChunk
+    kernel: Callable[..., FusedChunk] = SplitChunk if config.segment > 0 else FusedChunk
+    if config.makers:
+        kernel = functools.partial(WideChunk, fours=config.places > 0, ringed=config.ringed > 0)
     return kernel(
         heads=heads,
         q_group=heads // problem.num_q_heads,
@@ -212,6 +248,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         prefetch=config.prefetch,
         parts=config.m_parts,
         registers=_REGISTERS,
+        deals=config.places > 0 and config.segment == 0 and config.makers == 0,
     )
 
 
@@ -274,7 +311,8 @@ def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
         *([workspace] if _uses_workspace(config) else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else []),  # tokens of a segment, slots
+        # Tokens of a segment, slots; or places, or what goes through the ring.
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else [cutlass.Int32(1)]),
     ]
 
 
@@ -312,6 +350,10 @@ def launch(
     if compiled.config.segment:
         tokens = CHUNK * compiled.config.segment
         scalars = (*scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+    elif compiled.config.makers:
+        scalars = (*scalars, _ringed(problem.num_state_heads * num_sequences, compiled.config))
+    else:
+        scalars = (*scalars, compiled.config.places or _ALL_PLACES)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate
