@@ -32,7 +32,7 @@ class _Times(NamedTuple):
 _TIMES = {128: _Times(1.55, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
 # The wide kernel, with four SMs for a sequence and head: a chunk where all tiles stay in clusters of four, or where some go
 # through the L2 cache; start and end.
-_WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.97, 1.0, 10.0
+_WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.95, 0.98, 14.0
 # Clusters of four that run at once on _SMS multiprocessors. It depends on how these are spread over GPCs; cudaOccupancy-
 # MaxActiveClusters gives 30 for an H100. Fewer than there is room for costs little, for the rest runs beside them; with more the
 # last cluster would begin when the first is done.

@@ -33,6 +33,8 @@ from kernels_cute._chunk_wide_shape import (
 )
 from kernels_cute._chunk_wide_tiles import MakerRoles
 
+_COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
+
 
 class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
     """options: FusedChunk's; `paired` and `registers` are not used. A form (`_chunk_wide_cluster`, `_chunk_wide_ring`) says
@@ -144,33 +146,12 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         chain_type, maker_type = self.chain_type(), self.maker_type()
         assert max(chain_type.size_in_bytes(), maker_type.size_in_bytes()) <= shared_bytes
         chain, maker = chain_type(room), maker_type(room)  # the block's own; and where things are in one of the other kind
-        if warp == 0:
-            cpasync.prefetch_descriptor(q_atom)
-            cpasync.prefetch_descriptor(k_atom)
-            cpasync.prefetch_descriptor(v_atom)
-            cpasync.prefetch_descriptor(out_atom)
         # The number among the form's groups; whether a chain; which of the two.
         own_group, is_chain, number = self.place(chain, workspace, warp)
-        if warp == 0:
-            with cute.arch.elect_one():
-                if is_chain == 1:
-                    self.init_chain(chain)
-                else:
-                    self.init_maker(maker)
-        if is_chain == 0:
-            # Above the diagonal M stays zero.
-            thread, _, _ = cute.arch.thread_idx()
-            for i in cutlass.range(thread, SETS * (1 + self.parts) * TILE_BYTES // 16, self.threads, unroll=1):
-                ptx.store_zeros(maker.plain.data_ptr().toint() + i * 16)
-            cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
+        # Asked for before the barriers below, which take as long as the answer.
         group = first_group + own_group
         head = group % self.heads
         sequence = group // self.heads
-        route = self.route(chain, maker, workspace, own_group)
         begin = Int32(bounds[sequence])
         length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
         read_slot = Int64(sequence)
@@ -179,7 +160,30 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
             read_slot = Int64(indices[sequence])
             if read_slot <= null_slot:
                 live_length = Int32(0)
+        # The warp that copies in makes the barriers: a maker's begins to load before the other blocks are there.
+        if warp == _COPIER:
+            cpasync.prefetch_descriptor(q_atom)
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(v_atom)
+            cpasync.prefetch_descriptor(out_atom)
+            with cute.arch.elect_one():
+                if is_chain == 1:
+                    self.init_chain(chain)
+                else:
+                    self.init_maker(maker)
+            cute.arch.sync_warp()
+        if is_chain == 0:
+            # Above the diagonal M stays zero.
+            thread, _, _ = cute.arch.thread_idx()
+            for i in cutlass.range(thread, SETS * (1 + self.parts) * TILE_BYTES // 16, self.threads, unroll=1):
+                ptx.store_zeros(maker.plain.data_ptr().toint() + i * 16)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        if (warp != _COPIER) | (is_chain == 1):
+            cute.arch.cluster_wait()
 
+        route = self.route(chain, maker, workspace, own_group)
         if is_chain == 1:
             if warp < 4:
                 self.set_registers(STATE_REGISTERS)
@@ -191,7 +195,7 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
                 self.set_registers(IDLE_REGISTERS)
             else:
                 self.set_registers(COPY_REGISTERS)
-                if warp == 16:
+                if warp == _COPIER:
                     self.chain_copy_warp(chain, q_atom, q_tensor, k_atom, k_tensor, begin, live_length, head, number)
                 if warp == 17:
                     self.value_warp(chain, v_atom, v_tensor, out_atom, out_tensor, out, begin, live_length, head, number)
@@ -206,8 +210,10 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
                 self.wide_score_warpgroup(maker, scale, live_length, number, warp // 4 % 2, warp % 4)
             else:
                 self.set_registers(COPY_REGISTERS)
-                if warp == 16:
+                if warp == _COPIER:
                     self.maker_copy_warp(maker, q_atom, q_tensor, k_atom, k_tensor, begin, live_length, head, number)
+                    # Nothing of another block was touched; the barrier at the end needs this one done.
+                    cute.arch.cluster_wait()
                 if warp == 17:
                     self.maker_gate_warp(maker, g, beta, a_log, dt_bias, begin, live_length, head, number)
                 if warp >= 18:
@@ -215,7 +221,7 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         # Others may still write to this block's shared memory, or arrive there.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        self.leave(group, bounds)
+        self.leave(chain)
 
     def init_chain(self, storage: Any) -> None:
         for stage in range(self.stages):

@@ -46,7 +46,7 @@ class ClusterForm(WideBlock):
         fields = (chain.ready, chain.z, chain.p, chain.vectors, maker.taken)
         return _Route(*[field.data_ptr().toint() for field in fields])
 
-    def leave(self, group: Any, bounds: Any) -> None:
+    def leave(self, chain: Any) -> None:
         pass
 
     def free_slot(self, route: Any, slot: Any) -> None:

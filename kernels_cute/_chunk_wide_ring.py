@@ -87,6 +87,10 @@ class RingForm(WideBlock):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_place, Int32(0))))
+        if cutlass.const_expr(self.beside):
+            if warp == 0:
+                # For the end, where it would have cost a register all the way.
+                ptx.store_word(ticket_place + 4, ticket)
         return ticket // 2, ticket % 2, rank
 
     @cute.jit
@@ -97,11 +101,12 @@ class RingForm(WideBlock):
         return _Route(words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(TILE_LOADER)))
 
     @cute.jit
-    def leave(self, group, bounds):
+    def leave(self, chain):
         """What follows in the stream waits for this launch alone, which therefore waits for the other one. The last group's
         blocks do: the others' SMs are free for what has not begun."""
         if cutlass.const_expr(self.beside):
-            if group == self.heads * (cute.size(bounds, mode=[0]) - 1) - 1:
+            blocks, _, _ = cute.arch.grid_dim()
+            if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // BLOCKS - 1:
                 cute.arch.griddepcontrol_wait()
 
     def free_slot(self, route: Any, slot: Any) -> None:

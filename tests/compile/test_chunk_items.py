@@ -38,7 +38,7 @@ def test_a_cluster_an_item_where_all_have_room() -> None:
 
 def test_configurations_fill_the_device() -> None:
     problem = problem_of(8)
-    found = {(config.paired, config.places) for config in chunk.configs(problem, H100)}
+    found = {(config.paired, config.places) for config in chunk.configs(problem, H100) if not config.makers}
     assert found == {(True, 0), (True, 66), (False, 0), (False, 132)}
 
 
