@@ -30,7 +30,7 @@ def test_a_cluster_for_every_place(head_dim: int, places: int) -> None:
 
 def test_a_cluster_an_item_where_all_have_room() -> None:
     problem = problem_of(1)
-    assert chunk.default_config(problem, H100).places == 0
+    assert chunk.default_config(replace(problem, num_tokens=0), H100).places == 0
     full, more = (replace(problem, num_sequences=count) for count in (2, 3))
     assert (chunk.default_config(full, H100).places, chunk.default_config(more, H100).places) == (0, 66)
     assert chunk.default_config(replace(more, num_tokens=1 << 20), H100).prefetch == 0
@@ -38,7 +38,7 @@ def test_a_cluster_an_item_where_all_have_room() -> None:
 
 def test_configurations_fill_the_device() -> None:
     problem = problem_of(8)
-    found = {(config.paired, config.places) for config in chunk.configs(problem, H100)}
+    found = {(config.paired, config.places) for config in chunk.configs(problem, H100) if not config.makers}
     assert found == {(True, 0), (True, 66), (False, 0), (False, 132)}
 
 

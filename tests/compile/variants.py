@@ -268,7 +268,10 @@ def _variants(op: str, rows: Iterator[Row], module: Any) -> Iterator[Variant]:
         if made is None:
             continue
         changes = {name: row[name] for name in in_config}
-        yield made, dataclasses.replace(module.default_config(made, H100), **changes) if changes else None
+        default = module.default_config(made, H100)
+        if getattr(default, "makers", 0) and changes:
+            changes = {"makers": 0, "stages": 4, "ringed": 0} | changes  # the wide form of the chunk kernel has no segments
+        yield made, dataclasses.replace(default, **changes) if changes else None
 
 
 def cover(op: str, module: Any) -> list[Variant]:
