@@ -79,7 +79,9 @@ class StateRole:
                 storage, initial, mask, state, head, segment, piece * self.columns + column0 + row, pair, piece, warp, lane
             )
         sequences = cute.size(bounds, mode=[0]) - 1
-        end = Int32(bounds[sequences])  # of all sequences
+        end = Int32(0)  # of all sequences
+        if cutlass.const_expr(only is None):
+            end = Int32(bounds[sequences])  # once for all items; with one it is read when needed, or registers do not suffice
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
         # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
@@ -224,6 +226,7 @@ class StateRole:
                     )  # fmt: skip
                 self.zero_rows(out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
                 if is_first:
+                    end = Int32(bounds[sequences])
                     self.zero_rows_beyond(out, end, sequences, item.sequence, item.head, first_column, warp, lane)
             number, base = number + 1, base + num_chunks
 
