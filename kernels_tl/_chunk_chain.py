@@ -205,7 +205,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
             out_rows = T.alloc_fragment((rows, PANEL), dtype)
             last = T.alloc_local((1,), "float32")
             lengths = T.alloc_shared((MOST_RANKED,), "int32")
-            chosen = T.alloc_shared((1,), "int32")
+            chosen = T.alloc_shared((2,), "int32")
             place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
@@ -226,6 +226,12 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
 
             if split:
                 find_segment(cu_seqlens, bounds, piece, segment, place)
+                if has_checkpoints:
+                    # The sequence, and its tokens before this segment: in registers, they spill.
+                    if tx == 0:
+                        chosen[0] = place[0]
+                        chosen[1] = place[1] * segment * CHUNK
+                    T.sync_threads()
             else:
                 find_ranked(cu_seqlens, bounds, piece, lengths, chosen)
             sequence = place[0] if split else chosen[0]
@@ -424,8 +430,8 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
                     if has_checkpoints:
                         if valid == CHUNK:
-                            done = (index * segment + step + 1) * CHUNK if split else (step + 1) * CHUNK
-                            row = place[0] if split else chosen[0]
+                            row = chosen[0]
+                            done = chosen[1] + (step + 1) * CHUNK if split else (step + 1) * CHUNK
                             for column in T.serial(checkpoints):
                                 if checkpoint_offsets[row, column] == done:
                                     write_slot = T.cast(checkpoint_slots[row, column], "int64")
@@ -447,7 +453,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                     live = live and rest <= segment * CHUNK  # the last segment
                 if has_final:
                     # Once more from memory: the loop has no register to keep them in.
-                    ending = place[0] if split else chosen[0]
+                    ending = place[0] if split and not has_checkpoints else chosen[0]
                     write_slot = T.cast(ending, "int64")
                     if pooled and not has_final_indices:
                         write_slot = T.cast(indices[ending], "int64")
