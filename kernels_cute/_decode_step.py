@@ -216,15 +216,15 @@ class DecodeStep(StateTile):
         if cutlass.const_expr(self.has_offsets):
             for step in cutlass.range(count, unroll=1):
                 self.token(
-                    step, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-                    minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps, null_slot,
-                    rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
+                    step, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot,
+                    lane_slot, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
+                    null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
                 )  # fmt: skip
         else:
             self.token(
-                Int32(0), sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-                minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps, null_slot,
-                rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
+                Int32(0), sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot,
+                lane_slot, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
+                null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
             )  # fmt: skip
         if cutlass.const_expr(self.has_offsets):
             # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:

@@ -35,7 +35,8 @@ from kernels_cute._state_tile import k_vector
 ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _MOST_BLOCKS = 8  # of a cluster, on every device
-_RESIDENT = (1024, 768, 512, 384, 256)
+_MOST_THREADS = 256  # of a block
+_RESIDENT = (768, 512, 384, 256)
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,11 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     for name, dtype in others.items():
         if dtype is not None and dtype not in FLOAT_DTYPES:
             return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    if problem.num_v_heads % problem.num_k_heads or not 1 <= problem.num_v_heads // problem.num_k_heads <= _MOST_BLOCKS:
+    ratio, remainder = divmod(problem.num_v_heads, problem.num_k_heads)
+    most = _MOST_BLOCKS * _MOST_THREADS * _MAX_STATE_REGISTERS // (k * v)
+    if remainder or not 1 <= ratio <= min(most, _MOST_BLOCKS):
         heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
-        return f"requires 1 to {_MOST_BLOCKS} value heads per key head, got {heads}"
+        return f"requires 1 to {min(most, _MOST_BLOCKS)} value heads per key head at K={k}, V={v}, got {heads}"
     if problem.has_rounding:
         return "requires rounding to nearest, got rounding_seed"
     return None
@@ -85,13 +88,13 @@ def _entries(problem: GdnDecodeProblem, lanes: int) -> int:
 
 
 def _registers(problem: GdnDecodeProblem, config: Config) -> int:
-    """Estimate of the registers that a thread cannot do without."""
+    """Estimate of the registers that a thread cannot do without, from compiled variants."""
     entries = _entries(problem, config.lanes)
-    per_column = 9 * config.rows // 2 + 3
+    state = config.rows * entries
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
-    passes = -(-items // config.threads)
-    kept = 2 * passes * problem.width if problem.cu_seqlens_dtype is not None else 0  # filter and window over the tokens
-    return config.rows * entries + entries + per_column + 2 * kept + 34
+    more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2
+    # Over several tokens the filter, the window and the addresses stay.
+    return more + (32 + 3 * state // 2 if problem.cu_seqlens_dtype is None else 84 + 5 * state // 4)
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
@@ -121,42 +124,41 @@ def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, 
     return next((config for config in found if fits(problem, config, device)), None)
 
 
-def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring."""
+def _space(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
     shapes = [(t, n, r) for t in (64, 128, 256) for n in (4, 8, 16, 32) for r in (1, 2, 4, 8)]
     found = [_most_resident(problem, device, *shape) for shape in shapes]
-    return [config for config in found if config is not None and _entries(problem, config.lanes) <= 16]
+    return [config for config in found if config is not None]
+
+
+def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
+    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, 16 to 64 values of the state."""
+    space = _space(problem, device)
+
+    def is_worth(config: Config) -> bool:
+        entries = _entries(problem, config.lanes)
+        return 8 <= entries <= 16 and entries * config.rows >= 16 and config.block_v >= 16
+
+    return [config for config in space if is_worth(config)] or space
 
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
-    """As few blocks a head as give every SM two; of those the most state a thread in flight."""
-    space = configs(problem, device) or _any(problem, device)
+    """The most state in flight on an SM in as few blocks a head as give every SM two; with less to do, the most blocks."""
+    space = configs(problem, device)
     heads = max(problem.num_sequences, 1) * problem.num_v_heads
+
+    def state(config: Config) -> int:
+        return config.rows * _entries(problem, config.lanes)
 
     def blocks(config: Config) -> int:
         return problem.head_v_dim // config.block_v
 
+    def is_narrow(config: Config) -> bool:
+        return not problem.state_v_first and config.rows < 4  # its loads are as wide as a thread has columns
+
     enough = [config for config in space if heads * blocks(config) >= 2 * device.num_sms]
-    if not enough:
-        most = max(blocks(config) for config in space)
-        enough = [config for config in space if blocks(config) == most]
-    # Loads of a K-first state are as wide as a thread has columns.
-    return min(
-        enough,
-        key=lambda config: (
-            not problem.state_v_first and config.rows < 4,
-            blocks(config),
-            abs(config.threads - 128),
-            -config.rows * _entries(problem, config.lanes),
-            config.lanes,
-        ),
-    )
-
-
-def _any(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
-    shapes = [(t, n, r) for t in (64, 128, 256) for n in (4, 8, 16, 32) for r in (1, 2, 4, 8)]
-    found = [_most_resident(problem, device, *shape) for shape in shapes]
-    return [config for config in found if config is not None]
+    if enough:
+        return min(enough, key=lambda c: (is_narrow(c), -c.resident * state(c), blocks(c), c.lanes))
+    return min(space, key=lambda c: (is_narrow(c), -blocks(c), abs(c.threads - 128), -state(c), c.lanes))
 
 
 def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
@@ -221,7 +223,7 @@ def launch(
 
 def _arguments(problem: GdnDecodeProblem) -> list[Any]:
     """Fake tensors and scalars in the order of the compiled function."""
-    H, HV, K, V = problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
+    HV, K, V = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     num_tokens, dim = cute.sym_int(), problem.dim
     weight = make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], (dim, problem.width), stride=(problem.width, 1))
     conv_strides = (cute.sym_int64(), 1 if problem.conv_channels_contiguous else cute.sym_int64(), cute.sym_int64())
