@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import GdnDecodeProblem
 from kernels_cute._decode_step import CHANNELS, DecodeStep
 from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake
@@ -35,7 +35,6 @@ from kernels_cute._state_tile import k_vector
 ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _MOST_BLOCKS = 8  # of a cluster, on every device
-_MOST_THREADS = 256  # of a block
 _RESIDENT = (768, 512, 384, 256)
 
 
@@ -72,13 +71,11 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     for name, dtype in others.items():
         if dtype is not None and dtype not in FLOAT_DTYPES:
             return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    ratio, remainder = divmod(problem.num_v_heads, problem.num_k_heads)
-    most = _MOST_BLOCKS * _MOST_THREADS * _MAX_STATE_REGISTERS // (k * v)
-    if remainder or not 1 <= ratio <= min(most, _MOST_BLOCKS):
-        heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
-        return f"requires 1 to {min(most, _MOST_BLOCKS)} value heads per key head at K={k}, V={v}, got {heads}"
     if problem.has_rounding:
         return "requires rounding to nearest, got rounding_seed"
+    if not _space(problem, H100):
+        heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
+        return f"requires value heads of a key head that {_MOST_BLOCKS} blocks can share, got {heads}, K={k}, V={v}"
     return None
 
 
@@ -93,8 +90,10 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     state = config.rows * entries
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
     more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2
+    if problem.cu_seqlens_dtype is None:
+        return more + 32 + 3 * state // 2
     # Over several tokens the filter, the window and the addresses stay.
-    return more + (32 + 3 * state // 2 if problem.cu_seqlens_dtype is None else 84 + 5 * state // 4)
+    return more + 84 + 5 * state // 4 + (0 if problem.state_v_first else 6)
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
@@ -109,7 +108,7 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     if k % (config.lanes * k_vector(problem.state_v_first, problem.state_dtype, k)) or v % config.block_v:
         return False
     blocks = v // config.block_v
-    if blocks * (problem.num_v_heads // problem.num_k_heads) > _MOST_BLOCKS:
+    if problem.num_v_heads % problem.num_k_heads or blocks * (problem.num_v_heads // problem.num_k_heads) > _MOST_BLOCKS:
         return False
     if blocks * config.threads // 32 % 4:  # the sums of a head are read four at a time
         return False

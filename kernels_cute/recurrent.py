@@ -31,8 +31,9 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, RecurrentProblem
+from gdn.problems import RecurrentProblem
 from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._state_tile import StateTile, k_vector
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
@@ -76,10 +77,7 @@ def refusal(problem: RecurrentProblem) -> str | None:
 
 
 def _k_vector(problem: RecurrentProblem) -> int:
-    """Consecutive K entries of a thread: a 16-byte load of the state where K is its last dim, else 8 bytes of q and k."""
-    if problem.state_v_first and problem.state_dtype == "bfloat16" and problem.head_k_dim % 8 == 0:
-        return 8
-    return 4
+    return k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
 
 
 def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
@@ -275,17 +273,20 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
     ]
 
 
-class _Recurrent:
+class _Recurrent(StateTile):
     """The kernel for one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: RecurrentProblem, config: Config) -> None:
-        self.threads, self.lanes, self.rows = config.threads, config.lanes, config.rows
+        super().__init__(
+            problem.head_k_dim, problem.head_v_dim, problem.state_v_first, problem.state_dtype, config.threads, config.lanes,
+            config.rows,
+        )  # fmt: skip
+        self.HS = problem.num_state_heads
         self.min_blocks = config.resident // config.threads
-        self.K, self.V, self.HS = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
         self.q_group = self.HS // problem.num_q_heads
         self.k_group = self.HS // problem.num_k_heads
         self.v_group = self.HS // problem.num_v_heads
-        self.v_first, self.pooled, self.every_token = problem.state_v_first, problem.pooled, problem.write_every_token
+        self.pooled, self.every_token = problem.pooled, problem.write_every_token
         self.read_state = problem.has_initial_state
         self.write_pool = problem.has_final_state and problem.pooled
         self.write_new = _has_new_final(problem)
@@ -298,18 +299,7 @@ class _Recurrent:
         self.gate_dtype = CUTE_DTYPES[problem.gate_dtype or "float32"]
         self.beta_dtype = CUTE_DTYPES[problem.beta_dtype or "float32"]
 
-        self.vec = _k_vector(problem)
-        self.entries = _k_per_thread(problem, self.lanes)  # K entries of a thread
-        self.chunks = self.entries // self.vec
         self.v_tiles = -(-self.V // config.block_v)
-        self.groups = self.threads // self.lanes
-        self.groups_per_warp = 32 // self.lanes
-        # V first: the lanes of a group are neighbours, so that a group reads whole lines of one column's K entries. K
-        # first: neighbouring lanes hold neighbouring columns.
-        self.lane_step = 1 if self.v_first else self.groups_per_warp
-        self.mask_k = self.chunks * self.lanes * self.vec != self.K
-        self.mask_v = self.V % config.block_v != 0
-        self.width = self.vec if self.v_first else min(self.rows, 16 // DTYPE_BYTES[problem.state_dtype])
         self.new_width = min(self.width, 4)
         self.num_sums = 2 * self.rows + (3 if self.use_l2norm else 1)  # S.k, S.q per column; k.q; k.k and q.q for norms
 
@@ -386,12 +376,7 @@ class _Recurrent:
         num_sequences = gOffsets.shape[0] - 1
         sequence = block // (self.HS * self.v_tiles)
         head = block // self.v_tiles % self.HS
-        if cutlass.const_expr(self.v_first):
-            lane = thread % self.lanes
-            group = thread // self.lanes
-        else:
-            lane = thread % 32 // self.groups_per_warp
-            group = thread // 32 * self.groups_per_warp + thread % self.groups_per_warp
+        lane, group = self.lane_and_group(thread)
         v_start = (block % self.v_tiles * self.groups + group) * rows
 
         rState = cute.make_rmem_tensor(rows * entries, cutlass.Float32)
@@ -537,10 +522,6 @@ class _Recurrent:
             # Without a pool an empty sequence passes its state on.
             self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState)
 
-    def at(self, row: int, entry: int) -> int:
-        """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""
-        return row * self.entries + entry if self.v_first else entry * self.rows + row
-
     @cute.jit
     def decay(self, gate: cutlass.Float32, minus_decay: cutlass.Float32, bias: cutlass.Float32):
         """exp(g), from g or from raw a."""
@@ -551,58 +532,6 @@ class _Recurrent:
                 softplus = cute.math.log1p(cute.math.exp(raw))
             gate = minus_decay * softplus
         return cute.math.exp(gate)
-
-    @cute.jit
-    def is_live(self, lane: cutlass.Int32, chunk: cutlass.Constexpr, v_start: cutlass.Int32):
-        """Whether a thread's chunk of K and columns of V exist."""
-        live = cutlass.Boolean(True)
-        if cutlass.const_expr(self.mask_k):
-            live = (chunk * self.lanes + lane) * self.vec < self.K
-        if cutlass.const_expr(self.mask_v):
-            live = live & (v_start < self.V)
-        return live
-
-    @cute.jit
-    def pointer(self, gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
-        """gX + offset elements, known to be a multiple of align bytes."""
-        dtype = gX.element_type
-        address = gX.iterator.toint() + offset * (dtype.width // 8)
-        return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
-
-    @cute.jit
-    def load(
-        self,
-        source: cute.Pointer,
-        width: cutlass.Constexpr,
-        streaming: cutlass.Constexpr,
-        rX: cute.Tensor,
-        start: cutlass.Constexpr,
-    ):
-        """rX[start : start + width] = the width elements at source, one access."""
-        dtype = source.dtype
-        rSlice = cute.make_rmem_tensor(width, dtype)
-        priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if streaming else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=width * dtype.width, l1c_evict_priority=priority
-        )
-        cute.copy(atom, cute.make_tensor(source, cute.make_layout(width)), rSlice)
-        for e in cutlass.range_constexpr(width):
-            rX[start + e] = rSlice[e].to(rX.element_type)
-
-    @cute.jit
-    def store(self, rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, target: cute.Pointer):
-        """The width elements at target = rX[start : start + width], rounded to target's dtype, one access."""
-        dtype = target.dtype
-        rSlice = cute.make_rmem_tensor(width, dtype)
-        for e in cutlass.range_constexpr(width):
-            rSlice[e] = rX[start + e].to(dtype)
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyR2GOp(),
-            dtype,
-            num_bits_per_copy=width * dtype.width,
-            store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
-        )
-        cute.copy(atom, rSlice, cute.make_tensor(target, cute.make_layout(width)))
 
     @cute.jit
     def load_token(
@@ -647,73 +576,6 @@ class _Recurrent:
             rG[0] = gG[token, head]
         if cutlass.const_expr(self.has_beta):
             rBeta[0] = gBeta[token, head]
-
-    @cute.jit
-    def load_state(
-        self,
-        slot: cutlass.Int64,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-        v_start: cutlass.Int32,
-        gState: cute.Tensor,
-        rState: cute.Tensor,
-    ):
-        source = self.state_pointer(slot, head, lane, v_start, self.width, gState)
-        for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
-            for c in cutlass.range_constexpr(self.entries // self.width if self.v_first else self.rows // self.width):
-                step, start, chunk = self.state_place(r, c, self.width)
-                if cutlass.const_expr(self.mask_k or self.mask_v):
-                    if self.is_live(lane, chunk, v_start):
-                        self.load(source + step, self.width, True, rState, start)
-                else:
-                    self.load(source + step, self.width, True, rState, start)
-
-    @cute.jit
-    def store_state(
-        self,
-        slot: cutlass.Int64,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-        v_start: cutlass.Int32,
-        width: cutlass.Constexpr,
-        gState: cute.Tensor,
-        rState: cute.Tensor,
-    ):
-        target = self.state_pointer(slot, head, lane, v_start, width, gState)
-        for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
-            for c in cutlass.range_constexpr(self.entries // width if self.v_first else self.rows // width):
-                step, start, chunk = self.state_place(r, c, width)
-                if cutlass.const_expr(self.mask_k or self.mask_v):
-                    if self.is_live(lane, chunk, v_start):
-                        self.store(rState, start, width, target + step)
-                else:
-                    self.store(rState, start, width, target + step)
-
-    @cute.jit
-    def state_pointer(
-        self,
-        slot: cutlass.Int64,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-        v_start: cutlass.Int32,
-        width: cutlass.Constexpr,
-        gState: cute.Tensor,
-    ):
-        """A thread's first element of a head's state."""
-        within = head * (self.K * self.V)
-        if cutlass.const_expr(self.v_first):
-            within += v_start * self.K + lane * self.vec
-        else:
-            within += lane * (self.vec * self.V) + v_start
-        return self.pointer(gState, slot * gState.stride[0] + within, width * gState.element_type.width // 8)
-
-    def state_place(self, r: int, c: int, width: int) -> tuple[int, int, int]:
-        """Of access (r, c) of `width` elements: offset from the thread's first one, place in registers, chunk of K."""
-        if self.v_first:
-            chunk, within = c * width // self.vec, c * width % self.vec
-            return r * self.K + chunk * self.lanes * self.vec + within, r * self.entries + c * width, chunk
-        chunk, within = r // self.vec, r % self.vec
-        return (chunk * self.lanes * self.vec + within) * self.V + c * width, r * self.rows + c * width, chunk
 
     @cute.jit
     def store_out(
