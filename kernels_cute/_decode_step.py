@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import GdnDecodeProblem
 from kernels_cute import _decode_ptx as ptx
 from kernels_cute._memory import CUTE_DTYPES, load, pointer, sigmoid, store
+from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile
 
 CHANNELS = 4  # of the convolution, a thread: one 8-byte access of a row
@@ -24,8 +25,9 @@ class DecodeStep(StateTile):
 
     def __init__(self, problem: GdnDecodeProblem, threads: int, lanes: int, rows: int, resident: int, overlaps: bool) -> None:
         super().__init__(
-            problem.head_k_dim, problem.head_v_dim, problem.state_v_first, problem.state_dtype, threads, lanes, rows
-        )
+            problem.head_k_dim, problem.head_v_dim, problem.state_v_first, problem.state_dtype, threads, lanes, rows,
+            problem.has_rounding,
+        )  # fmt: skip
         self.min_blocks, self.overlaps = resident // threads, overlaps
         self.H, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
         self.columns = threads // lanes * rows  # of V, a block
@@ -62,6 +64,7 @@ class DecodeStep(StateTile):
         indices: cute.Tensor,
         accepted: cute.Tensor,
         offsets: cute.Tensor,
+        rounding_seed: cute.Tensor,
         out: cute.Tensor,
         scale: Float32,
         eps: Float32,
@@ -72,8 +75,8 @@ class DecodeStep(StateTile):
         if cutlass.const_expr(self.has_offsets):
             num_sequences = offsets.shape[0] - 1
         self.kernel(
-            x, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, pool, indices, accepted, offsets, out, scale,
-            eps, null_slot,
+            x, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, pool, indices, accepted, offsets, rounding_seed,
+            out, scale, eps, null_slot,
         ).launch(
             grid=[num_sequences * (self.H * self.cluster), 1, 1],
             block=[self.threads, 1, 1],
@@ -101,6 +104,7 @@ class DecodeStep(StateTile):
         gIndices: cute.Tensor,
         gAccepted: cute.Tensor,
         gOffsets: cute.Tensor,
+        gSeed: cute.Tensor,
         gOut: cute.Tensor,
         scale: Float32,
         eps: Float32,
@@ -131,6 +135,9 @@ class DecodeStep(StateTile):
             lane_slot = Int32(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
         else:
             lane_slot = Int32(gIndices[sequence])
+        seed = Int32(0)
+        if cutlass.const_expr(self.rounds):
+            seed = mixed_seed(gSeed)
 
         # The filter, the gates' and the norm's parameters and (without offsets) the row depend on no index.
         rWeight = cute.make_rmem_tensor(self.passes * CHANNELS * self.taps, self.weight_dtype)
@@ -172,7 +179,7 @@ class DecodeStep(StateTile):
         if is_live:
             self.run(
                 sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-                column, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
+                column, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
                 null_slot, rWeight, rBias, rLine, rGates, rZ,
             )  # fmt: skip
         else:
@@ -188,7 +195,7 @@ class DecodeStep(StateTile):
     @cute.jit
     def run(
         self, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-        column, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32,
+        column, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32,
         eps: Float32, null_slot: Int64, rWeight, rBias, rLine, rGates, rZ,
     ):  # fmt: skip
         """A sequence that is no padding: all blocks of a cluster come here, or none."""
@@ -217,13 +224,13 @@ class DecodeStep(StateTile):
             for step in cutlass.range(count, unroll=1):
                 self.token(
                     step, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot,
-                    lane_slot, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
-                    null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
+                    lane_slot, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale,
+                    eps, null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
                 )  # fmt: skip
         else:
             self.token(
                 Int32(0), sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot,
-                lane_slot, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
+                lane_slot, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
                 null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
             )  # fmt: skip
         if cutlass.const_expr(self.has_offsets):
@@ -234,7 +241,7 @@ class DecodeStep(StateTile):
     @cute.jit
     def token(
         self, step, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-        minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32, eps: Float32,
+        seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32, eps: Float32,
         null_slot: Int64, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
     ):  # fmt: skip
         """Token `step` of the sequence: rLine, rGates and rZ hold its inputs, afterwards those of the next one."""
@@ -340,10 +347,10 @@ class DecodeStep(StateTile):
             if step < gIndices.shape[1]:
                 write_slot = Int64(self.slot_of(step, sequence, lane_slot, gIndices))
                 if write_slot > null_slot:
-                    self.store_state(write_slot, value_head, lane, v_start, self.width, gPool, rState)
+                    self.store_state(write_slot, value_head, lane, v_start, self.width, gPool, rState, seed)
         else:
             if step + 1 == count:
-                self.store_state(Int64(read_slot), value_head, lane, v_start, self.width, gPool, rState)
+                self.store_state(Int64(read_slot), value_head, lane, v_start, self.width, gPool, rState, seed)
                 # rLine has moved on by a token: its first rows are the newest inputs.
                 for p in cutlass.range_constexpr(self.passes):
                     for c in cutlass.range_constexpr(self.history):

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import DTYPE_BYTES
+from kernels_cute._rounding import key_of, rounded
 
 
 def k_vector(state_v_first: bool, state_dtype: str, head_k_dim: int) -> int:
@@ -24,10 +25,18 @@ class StateTile:
     """Attributes are compile-time constants."""
 
     def __init__(
-        self, head_k_dim: int, head_v_dim: int, state_v_first: bool, state_dtype: str, threads: int, lanes: int, rows: int
+        self,
+        head_k_dim: int,
+        head_v_dim: int,
+        state_v_first: bool,
+        state_dtype: str,
+        threads: int,
+        lanes: int,
+        rows: int,
+        rounds: bool,
     ) -> None:
         self.K, self.V, self.v_first = head_k_dim, head_v_dim, state_v_first
-        self.threads, self.lanes, self.rows = threads, lanes, rows
+        self.threads, self.lanes, self.rows, self.rounds = threads, lanes, rows, rounds
         self.vec = k_vector(state_v_first, state_dtype, head_k_dim)
         self.entries = -(-head_k_dim // (lanes * self.vec)) * self.vec  # K entries of a thread
         self.chunks = self.entries // self.vec
@@ -89,12 +98,23 @@ class StateTile:
             rX[start + e] = rSlice[e].to(rX.element_type)
 
     @cute.jit
-    def store(self, rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, target: cute.Pointer):
-        """The width elements at target = rX[start : start + width], rounded to target's dtype, one access."""
+    def store(
+        self,
+        rX: cute.Tensor,
+        start: cutlass.Constexpr,
+        width: cutlass.Constexpr,
+        target: cute.Pointer,
+        rRounded: cute.Tensor,
+    ):
+        """The width elements at target = rX[start : start + width], rounded to target's dtype, one access; with stochastic
+        rounding rRounded."""
         dtype = target.dtype
         rSlice = cute.make_rmem_tensor(width, dtype)
         for e in cutlass.range_constexpr(width):
-            rSlice[e] = rX[start + e].to(dtype)
+            if cutlass.const_expr(self.rounds):
+                rSlice[e] = rRounded[e].to(dtype)
+            else:
+                rSlice[e] = rX[start + e].to(dtype)
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyR2GOp(),
             dtype,
@@ -133,16 +153,33 @@ class StateTile:
         width: cutlass.Constexpr,
         gState: cute.Tensor,
         rState: cute.Tensor,
+        seed: cutlass.Int32,
     ):
+        """seed: mixed, of the stochastic rounding; without it anything."""
         target = self.state_pointer(slot, head, lane, v_start, width, gState)
+        key = cutlass.Int32(0)
+        first = cutlass.Int32(0)
+        if cutlass.const_expr(self.rounds):
+            key = key_of(seed, slot, head)
+            first = lane * (self.vec * self.V) + v_start  # the thread's first element, K first
+        rRounded = cute.make_rmem_tensor(width, cutlass.Float32)
         for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
             for c in cutlass.range_constexpr(self.entries // width if self.v_first else self.rows // width):
                 step, start, chunk = self.state_place(r, c, width)
+                if cutlass.const_expr(self.rounds):
+                    for e in cutlass.range_constexpr(width):
+                        element = first + self.element_of(start + e)
+                        rRounded[e] = rounded(rState[start + e], key, element)
                 if cutlass.const_expr(self.mask_k or self.mask_v):
                     if self.is_live(lane, chunk, v_start):
-                        self.store(rState, start, width, target + step)
+                        self.store(rState, start, width, target + step, rRounded)
                 else:
-                    self.store(rState, start, width, target + step)
+                    self.store(rState, start, width, target + step, rRounded)
+
+    def element_of(self, place: int) -> int:
+        """k * V + v of a place in a thread's registers, counted from its first."""
+        row, entry = (place // self.entries, place % self.entries) if self.v_first else (place % self.rows, place // self.rows)
+        return (entry // self.vec * self.lanes * self.vec + entry % self.vec) * self.V + row
 
     @cute.jit
     def state_pointer(

@@ -71,8 +71,6 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     for name, dtype in others.items():
         if dtype is not None and dtype not in FLOAT_DTYPES:
             return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    if problem.has_rounding:
-        return "requires rounding to nearest, got rounding_seed"
     if not _space(problem, H100):
         heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
         return f"requires value heads of a key head that {_MOST_BLOCKS} blocks can share, got {heads}, K={k}, V={v}"
@@ -93,7 +91,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
     # Over several tokens the filter, the window and the addresses stay.
-    return more + 84 + 5 * state // 4 + (0 if problem.state_v_first else 6)
+    return more + 84 + 5 * state // 4 + 6 * (not problem.state_v_first or problem.has_rounding)
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
@@ -213,6 +211,7 @@ def launch(
         state_indices,
         num_accepted_tokens if problem.has_accepted else absent,
         absent if problem.cu_seqlens_dtype is None else cu_seqlens,
+        rounding_seed if problem.has_rounding else absent,
         out,
         scale,
         eps,
@@ -249,6 +248,7 @@ def _arguments(problem: GdnDecodeProblem) -> list[Any]:
         fake(problem.index_dtype, *indices),
         flat("int32" if problem.has_accepted else None, cute.sym_int()),
         flat(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        flat("int64" if problem.has_rounding else None, 1, last=1),
         fake(problem.dtype, num_tokens, HV, V, last=1),
         cutlass.Float32(1.0),
         cutlass.Float32(1e-6),

@@ -33,6 +33,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import DeviceSpec
 from gdn.problems import RecurrentProblem
 from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile, k_vector
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
@@ -71,8 +72,6 @@ def refusal(problem: RecurrentProblem) -> str | None:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
     if problem.has_parent:
         return "requires drafts in a chain, got parent_token (a tree)"
-    if problem.has_rounding:
-        return "requires rounding to nearest, got rounding_seed"
     return None
 
 
@@ -202,6 +201,7 @@ def launch(
         final_state if _has_new_final(problem) else absent,
         final_state_indices if problem.has_final_indices else absent,
         cu_seqlens,
+        rounding_seed if problem.has_rounding else absent,
         out,
         scale,
         null_slot,
@@ -267,6 +267,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
         state("float32") if _has_new_final(problem) else offsets(),
         indices(problem.has_final_indices),
         offsets(),
+        fake("int64", 1, last=1) if problem.has_rounding else offsets(),
         fake(problem.dtype, num_tokens, HS, V, last=1),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
@@ -279,7 +280,7 @@ class _Recurrent(StateTile):
     def __init__(self, problem: RecurrentProblem, config: Config) -> None:
         super().__init__(
             problem.head_k_dim, problem.head_v_dim, problem.state_v_first, problem.state_dtype, config.threads, config.lanes,
-            config.rows,
+            config.rows, problem.has_rounding,
         )  # fmt: skip
         self.HS = problem.num_state_heads
         self.min_blocks = config.resident // config.threads
@@ -319,6 +320,7 @@ class _Recurrent(StateTile):
         final_state: cute.Tensor,
         final_state_indices: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        rounding_seed: cute.Tensor,
         out: cute.Tensor,
         scale: cutlass.Float32,
         null_slot: cutlass.Int64,
@@ -339,6 +341,7 @@ class _Recurrent(StateTile):
             final_state,
             final_state_indices,
             cu_seqlens,
+            rounding_seed,
             out,
             scale,
             null_slot,
@@ -366,6 +369,7 @@ class _Recurrent(StateTile):
         gFinal: cute.Tensor,
         gFinalIndices: cute.Tensor,
         gOffsets: cute.Tensor,
+        gSeed: cute.Tensor,
         gOut: cute.Tensor,
         scale: cutlass.Float32,
         null_slot: cutlass.Int64,
@@ -428,6 +432,9 @@ class _Recurrent(StateTile):
             else:
                 self.load_state(read_slot, head, lane, v_start, gPool, rState)
 
+        seed = cutlass.Int32(0)
+        if cutlass.const_expr(self.rounds):
+            seed = mixed_seed(gSeed)
         minus_decay = cutlass.Float32(0.0)
         bias = cutlass.Float32(0.0)
         if cutlass.const_expr(self.use_gate):
@@ -505,7 +512,7 @@ class _Recurrent(StateTile):
                     if token < begin + gIndices.shape[1]:
                         write_slot = cutlass.Int64(gIndices[sequence, token - begin])
                 if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
+                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
 
         if cutlass.const_expr(not self.stores_after_loop):
             # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
@@ -517,10 +524,10 @@ class _Recurrent(StateTile):
                 write_slot = cutlass.Int64(gFinalIndices[sequence])
             if live_count > 0:
                 if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
+                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
-            self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState)
+            self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState, seed)
 
     @cute.jit
     def decay(self, gate: cutlass.Float32, minus_decay: cutlass.Float32, bias: cutlass.Float32):
