@@ -451,66 +451,20 @@ class _Recurrent(StateTile):
 
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
         for token in cutlass.range(begin, begin + live_count, unroll=1):
-            for r in cutlass.range_constexpr(rows):
-                rV[r] = rVNext[r].to(cutlass.Float32)
-            alpha = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.has_gate):
-                alpha = self.decay(rGNext[0].to(cutlass.Float32), minus_decay, bias)
-            beta = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.has_beta):
-                beta = rBetaNext[0].to(cutlass.Float32)
-                if cutlass.const_expr(self.use_sigmoid):
-                    beta = 1.0 / (1.0 + cute.math.exp(-beta))
-
-            rSums.fill(0.0)
-            for i in cutlass.range_constexpr(entries):
-                q_value = rQNext[i].to(cutlass.Float32)
-                k_value = rKNext[i].to(cutlass.Float32)
-                rK[i] = k_value
-                rSums[2 * rows] += q_value * k_value
-                if cutlass.const_expr(self.use_l2norm):
-                    rSums[2 * rows + 1] += k_value * k_value
-                    rSums[2 * rows + 2] += q_value * q_value
-                for r in cutlass.range_constexpr(rows):
-                    s_value = rState[self.at(r, i)]
-                    rSums[2 * r] += s_value * k_value
-                    rSums[2 * r + 1] += s_value * q_value
-
+            alpha, beta = self.multiply(
+                rQNext, rKNext, rVNext, rGNext, rBetaNext, minus_decay, bias, rState, rV, rK, rSums
+            )
             if token + 1 < begin + live_count:
                 self.load_token(
                     token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext
                 )
 
-            for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-                for i in cutlass.range_constexpr(self.num_sums):
-                    rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
-
-            q_factor = scale
-            k_factor = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.use_l2norm):
-                k_factor = cute.math.rsqrt(rSums[2 * rows + 1] + 1e-6)
-                q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
-
-            o_value = cutlass.Float32(0.0)
-            for r in cutlass.range_constexpr(rows):
-                rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
-                o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
-                if lane == r:
-                    o_value = o_row
+            o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU)
             self.store_out(token, head, lane, v_start, o_value, gOut)
 
-            for r in cutlass.range_constexpr(rows):
-                for i in cutlass.range_constexpr(entries):
-                    rState[self.at(r, i)] = alpha * rState[self.at(r, i)] + rU[r] * rK[i]
-
+            self.update(alpha, rU, rK, rState)
             if cutlass.const_expr(self.write_pool and self.every_token):
-                write_slot = null_slot
-                if cutlass.const_expr(self.has_final_indices):
-                    if token < begin + gFinalIndices.shape[1]:
-                        write_slot = cutlass.Int64(gFinalIndices[sequence, token - begin])
-                else:
-                    if token < begin + gIndices.shape[1]:
-                        write_slot = cutlass.Int64(gIndices[sequence, token - begin])
+                write_slot = self.slot_to_write(sequence, token - begin, null_slot, gIndices, gFinalIndices)
                 if write_slot > null_slot:
                     self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
 
@@ -528,6 +482,105 @@ class _Recurrent(StateTile):
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
             self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState, seed)
+
+    @cute.jit
+    def multiply(
+        self,
+        rQ: cute.Tensor,
+        rKIn: cute.Tensor,
+        rVIn: cute.Tensor,
+        rG: cute.Tensor,
+        rBeta: cute.Tensor,
+        minus_decay: cutlass.Float32,
+        bias: cutlass.Float32,
+        rState: cute.Tensor,
+        rV: cute.Tensor,
+        rK: cute.Tensor,
+        rSums: cute.Tensor,
+    ):
+        """The thread's parts of a token's dot products in rSums, v and k as float32 in rV and rK; returns decay and beta."""
+        rows = cutlass.const_expr(self.rows)
+        for r in cutlass.range_constexpr(rows):
+            rV[r] = rVIn[r].to(cutlass.Float32)
+        alpha = cutlass.Float32(1.0)
+        if cutlass.const_expr(self.has_gate):
+            alpha = self.decay(rG[0].to(cutlass.Float32), minus_decay, bias)
+        beta = cutlass.Float32(1.0)
+        if cutlass.const_expr(self.has_beta):
+            beta = rBeta[0].to(cutlass.Float32)
+            if cutlass.const_expr(self.use_sigmoid):
+                beta = 1.0 / (1.0 + cute.math.exp(-beta))
+
+        rSums.fill(0.0)
+        for i in cutlass.range_constexpr(self.entries):
+            q_value = rQ[i].to(cutlass.Float32)
+            k_value = rKIn[i].to(cutlass.Float32)
+            rK[i] = k_value
+            rSums[2 * rows] += q_value * k_value
+            if cutlass.const_expr(self.use_l2norm):
+                rSums[2 * rows + 1] += k_value * k_value
+                rSums[2 * rows + 2] += q_value * q_value
+            for r in cutlass.range_constexpr(rows):
+                s_value = rState[self.at(r, i)]
+                rSums[2 * r] += s_value * k_value
+                rSums[2 * r + 1] += s_value * q_value
+        return alpha, beta
+
+    @cute.jit
+    def combine(
+        self,
+        alpha: cutlass.Float32,
+        beta: cutlass.Float32,
+        scale: cutlass.Float32,
+        lane: cutlass.Int32,
+        rV: cute.Tensor,
+        rSums: cute.Tensor,
+        rU: cute.Tensor,
+    ):
+        """rU = what the columns take up of k; returns the output of column `lane`."""
+        rows = cutlass.const_expr(self.rows)
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            for i in cutlass.range_constexpr(self.num_sums):
+                rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
+
+        q_factor = scale
+        k_factor = cutlass.Float32(1.0)
+        if cutlass.const_expr(self.use_l2norm):
+            k_factor = cute.math.rsqrt(rSums[2 * rows + 1] + 1e-6)
+            q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
+
+        o_value = cutlass.Float32(0.0)
+        for r in cutlass.range_constexpr(rows):
+            rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
+            o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
+            if lane == r:
+                o_value = o_row
+        return o_value
+
+    @cute.jit
+    def update(self, alpha: cutlass.Float32, rU: cute.Tensor, rK: cute.Tensor, rState: cute.Tensor):
+        for r in cutlass.range_constexpr(self.rows):
+            for i in cutlass.range_constexpr(self.entries):
+                rState[self.at(r, i)] = alpha * rState[self.at(r, i)] + rU[r] * rK[i]
+
+    @cute.jit
+    def slot_to_write(
+        self,
+        sequence: cutlass.Int32,
+        node: cutlass.Int32,
+        null_slot: cutlass.Int64,
+        gIndices: cute.Tensor,
+        gFinalIndices: cute.Tensor,
+    ):
+        """For the state after token `node` of a sequence; null where it has no column."""
+        write_slot = null_slot
+        if cutlass.const_expr(self.has_final_indices):
+            if node < gFinalIndices.shape[1]:
+                write_slot = cutlass.Int64(gFinalIndices[sequence, node])
+        else:
+            if node < gIndices.shape[1]:
+                write_slot = cutlass.Int64(gIndices[sequence, node])
+        return write_slot
 
     @cute.jit
     def decay(self, gate: cutlass.Float32, minus_decay: cutlass.Float32, bias: cutlass.Float32):
