@@ -14,6 +14,7 @@ from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile
 
 CHANNELS = 4  # of the convolution, a thread: one 8-byte access of a row
+WORDS = CHANNELS // 2  # of them in a row
 
 
 class DecodeStep(StateTile):
@@ -37,6 +38,8 @@ class DecodeStep(StateTile):
         self.history, self.taps = problem.width - 1, problem.width
         self.dtype = CUTE_DTYPES[problem.dtype]
         self.weight_dtype = CUTE_DTYPES[problem.weight_dtype]
+        self.weight_words = CHANNELS * self.taps * self.weight_dtype.width // 32  # of an item
+        self.copies_windows = problem.conv_channels_contiguous and problem.conv_dtype == problem.dtype
         self.interleaved, self.together = problem.interleaved, problem.conv_channels_contiguous
         self.group_width = 2 * self.K + 2 * self.ratio * self.V  # of an interleaved row, per key head
         self.has_bias, self.silu, self.gate_sigmoid = problem.bias_dtype is not None, problem.silu, problem.gate_sigmoid
@@ -140,14 +143,15 @@ class DecodeStep(StateTile):
             seed = mixed_seed(gSeed)
 
         # The filter, the gates' and the norm's parameters and (without offsets) the row depend on no index.
-        rWeight = cute.make_rmem_tensor(self.passes * CHANNELS * self.taps, self.weight_dtype)
+        # Two 16-bit values a word: one by one they would take a register each.
+        rWeight = cute.make_rmem_tensor(self.passes * self.weight_words, Int32)
         rBias = cute.make_rmem_tensor(self.passes * CHANNELS, Float32)
-        rLine = cute.make_rmem_tensor(self.passes * CHANNELS * self.taps, self.dtype)
+        rLine = cute.make_rmem_tensor(self.passes * self.taps * WORDS, Int32)
         rGates = cute.make_rmem_tensor(2, Float32)  # raw a and b of the thread that makes the gates
         rZ = cute.make_rmem_tensor(1, Float32)
-        rWeight.fill(0.0)
+        rWeight.fill(0)
         rBias.fill(0.0)
-        rLine.fill(0.0)
+        rLine.fill(0)
         rGates.fill(0.0)
         rZ.fill(0.0)
         self.load_filter(thread, key_head, value_head, rank, gWeight, gBias, rWeight, rBias)
@@ -331,9 +335,9 @@ class DecodeStep(StateTile):
                         p, self.history, Int32(self.history - 1) + step, thread, key_head, value_head, rank,
                         Int64(window_slot), gWindows, rLine,
                     )  # fmt: skip
-            for i in cutlass.range_constexpr(self.history * CHANNELS):
-                place = cutlass.const_expr(p * self.taps * CHANNELS + i)
-                rLine[place] = rLine[place + CHANNELS]
+            for i in cutlass.range_constexpr(self.history * WORDS):
+                place = cutlass.const_expr(p * self.taps * WORDS + i)
+                rLine[place] = rLine[place + WORDS]
         gate = self.gate(rZ[0])
         if cutlass.const_expr(self.has_offsets):
             if step + 1 < count:
@@ -405,13 +409,22 @@ class DecodeStep(StateTile):
     def convolve(self, p: cutlass.Constexpr, rWeight, rBias, rLine, rOut):
         """rOut [CHANNELS] = the convolution's output for item p of the thread."""
         for c in cutlass.range_constexpr(CHANNELS):
-            total = rBias[p * CHANNELS + c]
-            for j in cutlass.range_constexpr(self.taps):
-                weight = rWeight[(p * CHANNELS + c) * self.taps + j].to(Float32)
-                total += weight * rLine[(p * self.taps + j) * CHANNELS + c].to(Float32)
-            if cutlass.const_expr(self.silu):
-                total = total * sigmoid(total)
-            rOut[c] = total
+            rOut[c] = rBias[p * CHANNELS + c]
+        for j in cutlass.range_constexpr(self.taps):
+            for word in cutlass.range_constexpr(WORDS):
+                values = ptx.unpack(self.dtype, rLine[(p * self.taps + j) * WORDS + word])
+                for half in cutlass.range_constexpr(2):
+                    c = cutlass.const_expr(2 * word + half)
+                    rOut[c] += self.weight_of(rWeight, p, c * self.taps + j) * values[half]
+        if cutlass.const_expr(self.silu):
+            for c in cutlass.range_constexpr(CHANNELS):
+                rOut[c] = rOut[c] * sigmoid(rOut[c])
+
+    def weight_of(self, rWeight: Any, p: int, place: int) -> Any:
+        """Filter value `place` (channel * taps + tap) of item p."""
+        if self.weight_dtype is Float32:
+            return ptx.as_float(rWeight[p * self.weight_words + place])
+        return ptx.unpack(self.weight_dtype, rWeight[p * self.weight_words + place // 2])[place % 2]
 
     def channel(self, item: Any, key_head: Any, value_head: Any, rank: Any) -> Any:
         """First channel of an item, in the flat order [q | k | v]."""
@@ -437,10 +450,8 @@ class DecodeStep(StateTile):
             item = p * self.threads + thread
             if item < self.items:
                 channel = Int64(self.channel(item, key_head, value_head, rank))
-                size = cutlass.const_expr(gWeight.element_type.width // 8)
-                align = cutlass.const_expr(min(16, CHANNELS * self.taps * size & -(CHANNELS * self.taps * size)))
-                count = cutlass.const_expr(CHANNELS * self.taps)
-                load_pieces(pointer(gWeight, channel * self.taps, align), count, align, rWeight, p * count)
+                size = cutlass.const_expr(4 * self.weight_words)
+                load_words(gWeight, channel * self.taps, size, min(16, size & -size), rWeight, p * self.weight_words, False)
                 if cutlass.const_expr(self.has_bias):
                     align = cutlass.const_expr(min(16, CHANNELS * gBias.element_type.width // 8))
                     load(pointer(gBias, channel, align), CHANNELS, rBias, p * CHANNELS, False)
@@ -452,7 +463,7 @@ class DecodeStep(StateTile):
             item = p * self.threads + thread
             if item < self.items:
                 offset = Int64(token) * gX.stride[0] + self.place(item, key_head, value_head, rank)
-                load(pointer(gX, offset, 2 * CHANNELS), CHANNELS, rLine, (p * self.taps + self.history) * CHANNELS, True)
+                load_words(gX, offset, 4 * WORDS, 4 * WORDS, rLine, (p * self.taps + self.history) * WORDS, True)
         if thread == self.threads - 1:
             if cutlass.const_expr(self.interleaved):
                 at = key_head * (2 * self.ratio) + rank // self.splits
@@ -487,12 +498,18 @@ class DecodeStep(StateTile):
                 channel = self.channel(item, key_head, value_head, rank)
                 for c in cutlass.range_constexpr(self.history):
                     offset = self.column_offset(gWindows, slot, column + c, channel)
-                    at = cutlass.const_expr((p * self.taps + c) * CHANNELS)
-                    if cutlass.const_expr(self.together):
-                        load(pointer(gWindows, offset, CHANNELS * size), CHANNELS, rLine, at, True)
+                    at = cutlass.const_expr((p * self.taps + c) * WORDS)
+                    if cutlass.const_expr(self.copies_windows):
+                        load_words(gWindows, offset, 4 * WORDS, 4 * WORDS, rLine, at, True)
                     else:
-                        for e in cutlass.range_constexpr(CHANNELS):
-                            load(pointer(gWindows, offset + e * gWindows.stride[1], size), 1, rLine, at + e, False)
+                        rRow = cute.make_rmem_tensor(CHANNELS, Float32)
+                        if cutlass.const_expr(self.together):
+                            load(pointer(gWindows, offset, CHANNELS * size), CHANNELS, rRow, 0, True)
+                        else:
+                            for e in cutlass.range_constexpr(CHANNELS):
+                                load(pointer(gWindows, offset + e * gWindows.stride[1], size), 1, rRow, e, False)
+                        for word in cutlass.range_constexpr(WORDS):
+                            rLine[at + word] = ptx.pack(self.dtype, rRow[2 * word], rRow[2 * word + 1])
 
     @cute.jit
     def store_column(
@@ -503,12 +520,19 @@ class DecodeStep(StateTile):
         item = p * self.threads + thread
         if self.is_mine(item, rank):
             offset = self.column_offset(gWindows, slot, column, self.channel(item, key_head, value_head, rank))
-            at = cutlass.const_expr((p * self.taps + row) * CHANNELS)
-            if cutlass.const_expr(self.together):
-                store(rLine, at, CHANNELS, pointer(gWindows, offset, CHANNELS * size))
+            at = cutlass.const_expr((p * self.taps + row) * WORDS)
+            if cutlass.const_expr(self.copies_windows):
+                ptx.store_global_pair(gWindows.iterator.toint() + offset * size, rLine[at], rLine[at + 1])
             else:
-                for e in cutlass.range_constexpr(CHANNELS):
-                    store(rLine, at + e, 1, pointer(gWindows, offset + e * gWindows.stride[1], size))
+                rRow = cute.make_rmem_tensor(CHANNELS, Float32)
+                for word in cutlass.range_constexpr(WORDS):
+                    values = ptx.unpack(self.dtype, rLine[at + word])
+                    rRow[2 * word], rRow[2 * word + 1] = values[0], values[1]
+                if cutlass.const_expr(self.together):
+                    store(rRow, 0, CHANNELS, pointer(gWindows, offset, CHANNELS * size))
+                else:
+                    for e in cutlass.range_constexpr(CHANNELS):
+                        store(rRow, e, 1, pointer(gWindows, offset + e * gWindows.stride[1], size))
 
     @cute.jit
     def store_out(self, token, value_head, lane, v_start, value: Float32, gOut):
@@ -518,8 +542,18 @@ class DecodeStep(StateTile):
 
 
 @cute.jit
-def load_pieces(source, count: cutlass.Constexpr, align: cutlass.Constexpr, rX, start: cutlass.Constexpr):
-    """rX[start : start + count] = the elements at source, which is a multiple of align bytes."""
-    width = cutlass.const_expr(align * 8 // source.dtype.width)
-    for first in cutlass.range_constexpr(0, count, width):
-        load(source + first, width, rX, start + first, False)
+def load_words(
+    gX: cute.Tensor,
+    offset: Int64,
+    size: cutlass.Constexpr,
+    align: cutlass.Constexpr,
+    rX: cute.Tensor,
+    start: cutlass.Constexpr,
+    once: cutlass.Constexpr,
+):
+    """rX[start :] = the `size` bytes at gX + offset elements, a multiple of align bytes, as words; once: past L1."""
+    address = gX.iterator.toint() + offset * (gX.element_type.width // 8)
+    source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align)
+    width = cutlass.const_expr(align // 4)
+    for first in cutlass.range_constexpr(0, size // 4, width):
+        load(source + first, width, rX, start + first, once)

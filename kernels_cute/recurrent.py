@@ -33,6 +33,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import DeviceSpec
 from gdn.problems import RecurrentProblem
 from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile, k_vector
 
@@ -70,8 +71,8 @@ def refusal(problem: RecurrentProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
-    if problem.has_parent:
-        return "requires drafts in a chain, got parent_token (a tree)"
+    if problem.has_parent and not problem.write_every_token:
+        return "requires a column of indices per token with parent_token, got one slot per sequence"
     return None
 
 
@@ -91,7 +92,9 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
     write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
-    return config.rows * entries + per_entry + per_column + 4 * masked + 2 * write_slots + _OTHER_REGISTERS
+    state = config.rows * entries * (1 + problem.has_parent)  # a tree comes back to its start
+    noise = 6 * (problem.has_rounding and problem.write_every_token)
+    return state + per_entry + per_column + 4 * masked + 2 * write_slots + noise + _OTHER_REGISTERS
 
 
 def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
@@ -110,7 +113,7 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
-    if _k_per_thread(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
+    if _k_per_thread(problem, config.lanes) * config.rows * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
         return False
     if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
         return False
@@ -201,6 +204,7 @@ def launch(
         final_state if _has_new_final(problem) else absent,
         final_state_indices if problem.has_final_indices else absent,
         cu_seqlens,
+        parent_token if problem.has_parent else absent,
         rounding_seed if problem.has_rounding else absent,
         out,
         scale,
@@ -267,6 +271,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
         state("float32") if _has_new_final(problem) else offsets(),
         indices(problem.has_final_indices),
         offsets(),
+        fake("int32", num_tokens, last=1) if problem.has_parent else offsets(),
         fake("int64", 1, last=1) if problem.has_rounding else offsets(),
         fake(problem.dtype, num_tokens, HS, V, last=1),
         cutlass.Float32(1.0),
@@ -274,7 +279,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
     ]
 
 
-class _Recurrent(StateTile):
+class _Recurrent(StateTile, DraftTree):
     """The kernel for one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: RecurrentProblem, config: Config) -> None:
@@ -293,6 +298,7 @@ class _Recurrent(StateTile):
         self.write_new = _has_new_final(problem)
         self.stores_after_loop = self.write_new or self.write_pool and not self.every_token
         self.has_accepted, self.has_final_indices = problem.has_accepted, problem.has_final_indices
+        self.has_parent = problem.has_parent
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
         self.use_gate, self.use_sigmoid = problem.use_gate and self.has_gate, problem.use_beta_sigmoid
         self.use_l2norm = problem.use_qk_l2norm
@@ -320,6 +326,7 @@ class _Recurrent(StateTile):
         final_state: cute.Tensor,
         final_state_indices: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        parent_token: cute.Tensor,
         rounding_seed: cute.Tensor,
         out: cute.Tensor,
         scale: cutlass.Float32,
@@ -341,6 +348,7 @@ class _Recurrent(StateTile):
             final_state,
             final_state_indices,
             cu_seqlens,
+            parent_token,
             rounding_seed,
             out,
             scale,
@@ -369,6 +377,7 @@ class _Recurrent(StateTile):
         gFinal: cute.Tensor,
         gFinalIndices: cute.Tensor,
         gOffsets: cute.Tensor,
+        gParents: cute.Tensor,
         gSeed: cute.Tensor,
         gOut: cute.Tensor,
         scale: cutlass.Float32,
@@ -405,8 +414,9 @@ class _Recurrent(StateTile):
         written_tokens = cutlass.Int32(gOffsets[num_sequences])
         if count < 0:
             count = cutlass.Int32(0)
-        if count > 0:
-            self.load_token(begin, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
+        if cutlass.const_expr(not self.has_parent):
+            if count > 0:
+                self.load_token(begin, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
 
         # The slot to read. A padding sequence has none: its rows become zero and nothing else happens.
         read_slot = cutlass.Int64(sequence)
@@ -449,8 +459,16 @@ class _Recurrent(StateTile):
         for t in cutlass.range(written_tokens + sequence, gOut.shape[0], num_sequences, unroll=1):
             self.store_out(t, head, lane, v_start, zero, gOut)
 
+        chain_count = live_count
+        if cutlass.const_expr(self.has_parent):
+            chain_count = cutlass.Int32(0)
+            self.run_tree(
+                sequence, begin, live_count, head, lane, v_start, minus_decay, bias, seed, gQ, gK, gV, gG, gBeta, gPool, gIndices,
+                gFinalIndices, gParents, gOut, scale, null_slot, rState, rQNext, rKNext, rVNext, rGNext, rBetaNext, rV, rK, rSums,
+                rU,
+            )  # fmt: skip
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
-        for token in cutlass.range(begin, begin + live_count, unroll=1):
+        for token in cutlass.range(begin, begin + chain_count, unroll=1):
             alpha, beta = self.multiply(
                 rQNext, rKNext, rVNext, rGNext, rBetaNext, minus_decay, bias, rState, rV, rK, rSums
             )
