@@ -44,7 +44,9 @@ class Config:
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
     resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
-    overlaps: int  # 1: the next launch may start before this one has ended (its own waits for the end of the one before)
+    # 0: launches follow each other. 1: the next one may begin before this one has ended, and waits for its end before it
+    # reads anything. 2: and until then prefetches into L2 what it will probably read: pools and filter.
+    overlaps: int
 
     @property
     def block_v(self) -> int:
@@ -97,7 +99,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (64, 128, 256) or config.overlaps not in (0, 1):
+    if config.lanes not in (4, 8, 16, 32) or config.threads not in (64, 128, 256) or config.overlaps not in (0, 1, 2):
         return False
     if config.resident not in _RESIDENT or config.resident % config.threads:
         return False
@@ -164,7 +166,7 @@ def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    kernel = DecodeStep(problem, config.threads, config.lanes, config.rows, config.resident, bool(config.overlaps))
+    kernel = DecodeStep(problem, config.threads, config.lanes, config.rows, config.resident, config.overlaps)
     return {ENTRY: _build.library(ENTRY, kernel, *_arguments(problem))}
 
 

@@ -145,6 +145,8 @@ def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
         lanes //= 2
     rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
+    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, 384), device):
+        lanes, rows = 2 * lanes, 4
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
     narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
     shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]

@@ -320,13 +320,22 @@ def test_configurations(case: Case, number: int, configure: Configure, device: t
     run(case, device)
 
 
-def test_overlapping_launches(configure: Configure, device: torch.device) -> None:
+@pytest.mark.parametrize("spec", [None, 3])
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("overlaps", [1, 2])
+def test_overlapping_launches(
+    overlaps: int, v_first: bool, spec: int | None, configure: Configure, device: torch.device
+) -> None:
     """A launch that may start before the one in front of it has ended still sees all that it wrote."""
-    configure(0, overlaps=1)
-    case = Case(lengths=(1,) * 64, offsets_dtype=None)
+    configure(0, overlaps=overlaps)
+    case = Case(lengths=(1,) * 64, offsets_dtype=None, v_first=v_first, spec=spec)
     arguments, _ = make(case, device)
+    if spec is not None:  # every step goes on from the one before
+        arguments["num_accepted_tokens"].fill_(1)
+        arguments["ssm_state"].nan_to_num_(0.1)
+        arguments["conv_state"].nan_to_num_(0.1)
     expected = on_cpu(arguments, wide=True)
-    for _ in range(50):
+    for _ in range(30):
         gdn.fused_gdn_decode(**arguments, backend="cute")
         wanted = reference.fused_gdn_decode(**expected)
     torch.testing.assert_close(arguments["out"].double().cpu(), wanted, rtol=2.0**-8, atol=5e-4)
