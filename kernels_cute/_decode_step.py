@@ -35,6 +35,8 @@ class DecodeStep(StateTile):
         self.splits = self.V // self.columns  # blocks of a value head
         self.cluster = self.ratio * self.splits  # blocks of a key head and sequence
         self.warps = threads // 32
+        self.parts = self.splits * self.warps  # of a sum over the head
+        self.parity_bytes = -(-self.parts // 4) * 16  # sums of a token in shared memory, read four at a time
         self.history, self.taps = problem.width - 1, problem.width
         self.dtype = CUTE_DTYPES[problem.dtype]
         self.weight_dtype = CUTE_DTYPES[problem.weight_dtype]
@@ -269,7 +271,7 @@ class DecodeStep(StateTile):
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, 4 * self.splits * self.warps)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, 4 * self.parts)
 
         minus_decay = -cute.math.exp(minus_decay)
         rOut = cute.make_rmem_tensor(CHANNELS, Float32)
@@ -356,7 +358,7 @@ class DecodeStep(StateTile):
                 cute.arch.cluster_wait()
         parity = step % 2
         if cutlass.const_expr(self.splits > 1):
-            own = (rank % self.splits * self.warps + thread // 32 + parity * (self.splits * self.warps)) * 4
+            own = (rank % self.splits * self.warps + thread // 32) * 4 + parity * self.parity_bytes
             target = rank // self.splits * self.splits + thread % self.splits
             ptx.send(
                 ptx.in_block(sums + own, target),
@@ -413,13 +415,15 @@ class DecodeStep(StateTile):
             cute.arch.mbarrier_wait(barriers + parity, step // 2 % 2)
             if cutlass.const_expr(self.has_offsets):
                 if thread == 0:  # for the token after the next one
-                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + parity, 4 * self.splits * self.warps)
-            sums = sums + parity * (self.splits * self.warps * 4)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + parity, 4 * self.parts)
+            sums = sums + parity * self.parity_bytes
         else:
             cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(0, self.splits * self.warps, 4):
-            parts = ptx.load_four(sums + 4 * i)
-            total += (parts[0] + parts[1]) + (parts[2] + parts[3])
+        for i in cutlass.range_constexpr(0, self.parts - 3, 4):
+            four = ptx.load_four(sums + 4 * i)
+            total += (four[0] + four[1]) + (four[2] + four[3])
+        for i in cutlass.range_constexpr(self.parts // 4 * 4, self.parts):
+            total += ptx.load_one(sums + 4 * i)
         inverse = cute.math.rsqrt(total * (1.0 / self.V) + eps)
         self.store_out(begin + step, value_head, lane, v_start, o_value * inverse * norm_weight * gate, gOut)
 
@@ -427,7 +431,7 @@ class DecodeStep(StateTile):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * max(self.splits * self.warps, 4)], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.parity_bytes // 2], 16]
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, self.gates_at + 4], 16]
 
         return Storage

@@ -89,7 +89,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     entries = _entries(problem, config.lanes)
     state = config.rows * entries
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
-    more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2
+    more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2 + 8 * (config.threads == 64)
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
     # Over several tokens the filter, the window and the addresses stay.
@@ -109,8 +109,6 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     blocks = v // config.block_v
     if problem.num_v_heads % problem.num_k_heads or blocks * (problem.num_v_heads // problem.num_k_heads) > _MOST_BLOCKS:
-        return False
-    if blocks * config.threads // 32 % 4:  # the sums of a head are read four at a time
         return False
     if _entries(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
         return False

@@ -219,7 +219,7 @@ def run(case: Case, device: torch.device, seed: int = 0) -> None:
 AXES: dict[str, Any] = {
     "offsets_dtype": [torch.int32, torch.int64],
     "heads": [(2, 4), (1, 1), (2, 6), (1, 4), (1, 8)],
-    "dims": [(128, 128), (64, 64), (256, 256), (64, 128)],
+    "dims": [(128, 128), (64, 64), (256, 256), (64, 128), (96, 160)],
     "dtype": [BF16, F16],
     "other_dtype": [BF16, F32],
     "weight_dtype": [BF16, F32],
@@ -239,8 +239,9 @@ AXES: dict[str, Any] = {
 
 
 def is_served(row: dict[str, Any]) -> bool:
-    """A cluster has eight blocks: two value heads of 256 x 256."""
-    return row["dims"] != (256, 256) or row["heads"][1] <= 2 * row["heads"][0]
+    """A cluster has eight blocks: two value heads of 256 x 256, one of 96 x 160."""
+    most = {(256, 256): 2, (96, 160): 1}.get(row["dims"], 8)
+    return bool(row["heads"][1] <= most * row["heads"][0])
 
 
 CASES = [Case(**row) for row in pairwise(AXES, is_served)]
