@@ -31,14 +31,14 @@ class Shape:
 _RAGGED = (37, 4000, 511, 2048, 7, 6001, 1200, 2580)
 
 
-def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
+def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str, head_dim: int = 128) -> Shape:
     num_k_heads, num_v_heads = heads
     problem = ChunkProblem(
         num_q_heads=num_k_heads,
         num_k_heads=num_k_heads,
         num_v_heads=num_v_heads,
-        head_k_dim=128,
-        head_v_dim=128,
+        head_k_dim=head_dim,
+        head_v_dim=head_dim,
         dtype="bfloat16",
         state_dtype="float32",
         gate_dtype="bfloat16",
@@ -58,6 +58,19 @@ def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
         num_sequences=len(lengths),
     )
     return Shape(f"{num_k_heads}/{num_v_heads} {label}", problem, lengths=tuple(lengths))
+
+
+def _published(head_dim: int, heads: int, lengths: Sequence[int], label: str) -> Shape:
+    """A shape of the table that FLA is usually compared on: as many key as value heads."""
+    return replace(_chunk((heads, heads), lengths, "", head_dim), name=f"published {label} x {heads} x {head_dim}")
+
+
+def _padded(batch: int, tokens: int, heads: int, head_dim: int) -> Shape:
+    return _published(head_dim, heads, [tokens] * batch, f"{batch} x {tokens}")
+
+
+def _packed(lengths: Sequence[int], heads: int, head_dim: int, label: str = "") -> Shape:
+    return _published(head_dim, heads, lengths, f"packed {len(lengths)}, {sum(lengths)}{label}")
 
 
 def _recurrent(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> Shape:
@@ -280,15 +293,36 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
 }
 
 
+# Measured, not tuned: calls too short to matter alone, and the table of 27 shapes that others publish.
+_MEASURED_ONLY: dict[str, tuple[Shape, ...]] = {
+    "chunk": (
+        *(_chunk((16, 32), [tokens], f"short {tokens}") for tokens in (1, 16, 64, 128, 256, 512)),
+        *(_chunk((16, 32), [tokens] * 64, f"short 64 x {tokens}") for tokens in (16, 64, 128)),
+        _padded(1, 63, 1, 64), _padded(2, 500, 3, 60), _padded(2, 1000, 3, 64), _padded(3, 1024, 4, 100),
+        _padded(4, 1024, 4, 128), _padded(2, 1500, 4, 128), _padded(4, 2048, 8, 64), _padded(8, 512, 8, 64),
+        _padded(16, 512, 8, 64), _padded(32, 256, 8, 64), _padded(64, 128, 8, 64), _padded(8, 512, 8, 128),
+        _padded(16, 256, 8, 128), _padded(32, 128, 8, 128), _padded(64, 64, 8, 128),
+        _packed((15,), 4, 60), _packed((256, 244, 500), 4, 64), _packed((333, 333, 334), 4, 64, " even"),
+        _packed((15, 85, 200, 900, 800), 4, 100), _packed((8192,), 4, 60), _packed((512,) * 8, 4, 64),
+        _packed((512,) * 16, 4, 64), _packed((256,) * 32, 4, 64), _packed((128,) * 64, 4, 64), _packed((128,) * 32, 4, 128),
+        _packed((104,) * 64, 4, 128), _packed((36,) * 128, 4, 64),
+    ),
+}  # fmt: skip
+
+
 def operators() -> list[str]:
     return list(_SHAPES)
 
 
-def shapes(op: str, pattern: str = "") -> list[Shape]:
-    """The shapes of an operator whose name contains pattern. ValueError where there is no such operator or shape."""
+def shapes(op: str, pattern: str = "", measured: bool = False) -> list[Shape]:
+    """The shapes of an operator whose name contains pattern; measured: also those that are not tuned.
+
+    ValueError where there is no such operator or shape.
+    """
     if op not in _SHAPES:
         raise ValueError(f"op: expected one of {', '.join(_SHAPES)}, got {op!r}")
-    found = [shape for shape in _SHAPES[op] if pattern in shape.name]
+    known = (*_SHAPES[op], *(_MEASURED_ONLY.get(op, ()) if measured else ()))
+    found = [shape for shape in known if pattern in shape.name]
     if not found:
-        raise ValueError(f"shapes: expected part of one of {[shape.name for shape in _SHAPES[op]]}, got {pattern!r}")
+        raise ValueError(f"shapes: expected part of one of {[shape.name for shape in known]}, got {pattern!r}")
     return found

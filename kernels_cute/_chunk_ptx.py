@@ -76,6 +76,33 @@ def store_zeros(address: Any) -> None:
     cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, zero])
 
 
+def load_word(address: Any) -> Any:
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_word(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_words(address: Any, values: Any) -> None:
+    """16 bytes."""
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def load_byte(address: Any) -> Any:
+    """0 to 255."""
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_byte(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def prefetch_line(address: Any) -> None:
+    """The L2 cache is asked for what lies around a global address."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def store_global_words(address: Any, values: Any) -> None:
     """16 bytes to global memory."""
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
@@ -134,6 +161,11 @@ def expect_in_cluster(barrier: Any, num_bytes: Any) -> None:
     )
 
 
+def load_from_block(address: Any) -> Any:
+    """A word of another block of the cluster; address: of in_block."""
+    return cute.arch.inline_ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
 def copy_in_cluster(target: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
     """Shared memory of this block to that of another, which counts the bytes on its barrier."""
     cute.arch.inline_ptx(
@@ -148,6 +180,44 @@ def copy_from_global(target: Any, source: Any, num_bytes: Any, barrier: Any) -> 
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, num_bytes, barrier],
     )
+
+
+def copy_from_global_to_blocks(target: Any, source: Any, num_bytes: Any, barrier: Any, blocks: Any) -> None:
+    """The same to shared memory of several blocks of the cluster, a bit of the Int16 `blocks` each, and their barriers."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        read_only_args=[target, source, num_bytes, barrier, blocks],
+    )
+
+
+def copy_to_global(target: Any, source: Any, num_bytes: Any) -> None:
+    """Shared memory of this block to global memory, in the thread's bulk group."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[target, source, num_bytes]
+    )
+
+
+def count_up(address: Any) -> Any:
+    """Adds 1 to a word of global memory; what it was."""
+    return cute.arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+def load_acquire(address: Any) -> Any:
+    """A word of global memory that another block publishes with store_release."""
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+def store_release(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def sleep(nanoseconds: int) -> None:
+    cute.arch.inline_ptx(f"nanosleep.u32 {nanoseconds};")
 
 
 def pack(dtype: Any, low: Any, high: Any) -> Any:

@@ -12,12 +12,16 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
-_chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
-_chunk_summary.py (first launch), _chunk_compose.py (second).
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
+_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
+_chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
+With `makers` a head has four SMs instead of two: _chunk_wide.py.
+
+Head dims other than 64 and 128: _chunk_stand_in.py.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -31,21 +35,33 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
-from kernels_cute import _chunk_summary
+from kernels_cute import _chunk_stand_in, _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
-from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
+from kernels_cute._chunk_items import places_limit
+from kernels_cute._chunk_plan import (
+    default_places,
+    default_prefetch,
+    default_segment,
+    is_wide,
+    segments_to_try,
+    wide_places,
+)
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+from kernels_cute._chunk_wide import WideChunk
+from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes, ring_bytes
 from kernels_cute._memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
+RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
+_BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (240, 136, 96, 40)
+_ALL_PLACES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,13 +73,23 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
+    # Blocks that make tiles for the two that carry the state of a sequence and head: 2, or 0 = the two make them.
+    makers: int = 0
+    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; 0 = a cluster has one item, and there are
+    # as many as items. A scalar of the launch. Without segments. With makers: clusters of four that run side by side, or 0.
+    places: int = field(default=0, metadata={"compiled": bool})
+    # With makers: sequences and heads at most that run beside those of the clusters of four, their tiles going through the L2
+    # cache. Of more none does, and all take places in turn. A scalar of the launch.
+    ringed: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
     """None where this kernel serves the problem, else why not."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if k != v or k not in _HEAD_DIMS:
-        return f"requires K = V of 64 or 128, got K={k}, V={v}"
+    if k != v or k % 4 or not 4 <= k <= _chunk_stand_in.LARGEST:
+        return f"requires K = V, a multiple of 4 up to {_chunk_stand_in.LARGEST}, got K={k}, V={v}"
+    if k > 128 and problem.has_checkpoints:
+        return f"requires head dims up to 128 with checkpoints, got {k}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
     if problem.state_dtype not in ("float32", "bfloat16"):
@@ -75,6 +101,11 @@ def refusal(problem: ChunkProblem) -> str | None:
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
     return None
+
+
+def note(problem: ChunkProblem) -> str | None:
+    """What a user should know of how the problem is served."""
+    return None if problem.head_k_dim in _HEAD_DIMS else _chunk_stand_in.note(problem)
 
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -91,58 +122,121 @@ def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
     return _chunk_summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
+def _wide_shared_bytes(config: Config) -> int:
+    return max(chain_bytes(config.stages), maker_bytes(config.m_parts))
+
+
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return bool(_chunk_stand_in.kernel(problem).fits(_chunk_stand_in.stand_in(problem), config, device))
+    if config.makers:
+        return (
+            config.makers == MAKERS
+            and problem.head_v_dim == DIM
+            and config.stages >= 2
+            and config.prefetch >= 0
+            and config.m_parts in (1, 2)
+            and config.segment == 0
+            and config.places >= 0
+            and config.ringed >= 0
+            and config.places + config.ringed > 0
+            and _wide_shared_bytes(config) <= device.shared_bytes_per_block
+        )
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and config.segment >= 0
+        and 0 <= config.places <= places_limit(config.paired)
+        and config.ringed == 0
+        # Inverse waits for every second fill of such a stage only, see the notes.
+        and not (config.places > 0 and config.paired and config.stages % 2 == 1)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
         and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
 
 
-def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
+def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
+    """Of head dims other than 64 and 128, what the kernel that computes them takes: a Config, or the recurrent kernel's."""
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.kernel(problem).default_config(_chunk_stand_in.stand_in(problem), device)
+    narrow = _narrow_config(problem, device)
+    return _wide(narrow, device) if narrow.segment == 0 and is_wide(problem, device) else narrow
+
+
+def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
     segment = default_segment(problem, device)
+    paired = problem.head_v_dim == 128
+    places = 0 if segment else default_places(problem, paired, device)
     return Config(
-        paired=problem.head_v_dim == 128,
+        paired=paired,
         stages=4,
-        prefetch=default_prefetch(problem, segment),
+        prefetch=default_prefetch(problem, segment, places),
         m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
+        places=places,
     )
 
 
-def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
+def _wide(narrow: Config, device: DeviceSpec) -> Config:
+    places, ringed = wide_places(device)
+    return replace(narrow, stages=3, prefetch=0, segment=0, makers=MAKERS, places=places, ringed=ringed)
+
+
+def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
     """m_parts is not searched: it decides accuracy, not only time."""
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return list(_chunk_stand_in.kernel(problem).configs(_chunk_stand_in.stand_in(problem), device))
     return [config for config in _space(problem, device) if fits(problem, config, device)]
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    default = default_config(problem, device)
+    narrow = _narrow_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, default.m_parts, 0)
+        for places in sorted({0, default_places(problem, paired, device)}):
+            yield Config(paired, stages, prefetch, narrow.m_parts, 0, 0, places)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(default, segment=segment, prefetch=prefetch)
+        yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
+    if problem.head_v_dim == DIM:
+        for stages, prefetch in product((2, 3), (0, 2)):
+            yield replace(_wide(narrow, device), stages=stages, prefetch=prefetch)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.workspace_bytes(problem, config)
+    if config.makers:
+        return ring_bytes(_ringed(problem.num_sequences * problem.num_state_heads, config))
     if config.segment == 0:
         return 0
     slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
     return slots * problem.num_state_heads * summary_bytes(problem.head_k_dim)
 
 
+def _uses_workspace(config: Config) -> bool:
+    return bool(config.segment or config.makers)
+
+
+def _ringed(groups: int, config: Config) -> int:
+    """Of so many sequences and heads of the wide form, those whose tiles go through the L2 cache."""
+    rest = max(groups - config.places, 0)
+    return rest if config.places == 0 or rest <= config.ringed else 0
+
+
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config.segment > 0))}
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.compile(problem, config)
+    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config))}
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads = problem.num_state_heads
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    kernel = SplitChunk if config.segment > 0 else FusedChunk
+    kernel: Callable[..., FusedChunk] = SplitChunk if config.segment > 0 else FusedChunk
+    if config.makers:
+        kernel = functools.partial(WideChunk, fours=config.places > 0, ringed=config.ringed > 0)
     return kernel(
         heads=heads,
         q_group=heads // problem.num_q_heads,
@@ -168,10 +262,11 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         prefetch=config.prefetch,
         parts=config.m_parts,
         registers=_REGISTERS,
+        deals=config.places > 0 and config.segment == 0 and config.makers == 0,
     )
 
 
-def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
+def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
     """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens."""
     heads = problem.num_state_heads
     num_tokens = cute.sym_int()
@@ -201,6 +296,7 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else bounds()
 
     columns = cute.sym_int()
+    workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)
     final_dtype = problem.state_dtype if problem.pooled else "float32"
     return [
         tokens(problem.num_q_heads, problem.head_k_dim),
@@ -219,10 +315,11 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         checkpoints(problem.index_dtype),
         bounds(),
         tokens(heads, problem.head_v_dim),
-        *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
+        *([workspace] if _uses_workspace(config) else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else []),  # tokens of a segment, slots
+        # Tokens of a segment, slots; or places, or what goes through the ring.
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else [cutlass.Int32(1)]),
     ]
 
 
@@ -254,10 +351,22 @@ def launch(
         out.zero_()
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
+    if problem.head_k_dim not in _HEAD_DIMS:
+        _chunk_stand_in.launch(
+            compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
+            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
+        )  # fmt: skip
+        return
     scalars: tuple[Any, ...] = (scale, null_slot)
+    if _uses_workspace(compiled.config):
+        scalars = (workspace, *scalars)
     if compiled.config.segment:
         tokens = CHUNK * compiled.config.segment
-        scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+        scalars = (*scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+    elif compiled.config.makers:
+        scalars = (*scalars, _ringed(problem.num_state_heads * num_sequences, compiled.config))
+    else:
+        scalars = (*scalars, compiled.config.places or _ALL_PLACES)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate

@@ -4,13 +4,13 @@ One block per (V slice, sequence, state head). Its math warpgroups own 64 rows (
 
     U^T  = S^T K^T              O^T = S^T Q^T                     S^T rounded to 16 bits, A operand from registers
     W^T  = V^T - exp(c) U^T     columns of tokens past the end set to zero here
-    Vn^T = W^T M^T              M in `parts` 16-bit summands
-    S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c)) K
-    O^T  = exp(c) O^T + Vn^T P^T
+    S^T  = exp(c_last) S^T + W^T Z
+    O^T  = exp(c) O^T + W^T R^T
 
-(factors of norms and scale are in the vectors and in P, see _chunk_prepare). The layout of a float32 accumulator, rounded,
-is the layout of a register operand, so nothing of the chain passes through shared memory. K, Q and S^T are kept as halves of
-64 key columns: the halves of Q S and of the state update fill the tensor cores while something else is rounded.
+(factors of norms and scale are in the vectors, in Z and in R, see _chunk_prepare). The layout of a float32 accumulator, rounded,
+is the layout of a register operand, so nothing of the chain passes through shared memory. K, Q, Z and S^T are kept as halves of
+64 key columns. The tensor cores take products in the order Q S, W Z, W R^T, and U of the next chunk: W is made while Q S runs,
+S rounded while W R^T does, the output while U does. Iterations end with all products done, or the assembler serialises them.
 
 The last warpgroup copies: warp 0 brings K, Q, V, tiles and vectors, warp 1 takes the output of full chunks away. A tail's
 output is stored from registers. No barrier is left to the compiler (`tl.disable_thread_storage_sync`).
@@ -21,7 +21,6 @@ output is stored from registers. No barrier is left to the compiler (`tl.disable
 | empty[stage] | warp 0 | one lane of every math warp (64 columns = 4 warps) |
 | out_full[step % 2] | warp 1 | every math thread (64 columns = 128 threads) |
 | out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
-| named barrier 3 | math, in a tail | math: before keys set to zero are read |
 """
 
 from typing import Any
@@ -33,17 +32,24 @@ from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
+    MOST_RANKED,
     NUM_VECTORS,
-    ROW_KEY_TO_LAST,
     ROW_LAST,
     ROW_STATE_KEY,
     ROW_STATE_QUERY,
+    TILE_R,
+    TILE_Z,
+    TILE_Z_HIGH,
     bounds_tensor,
+    checkpoint_tensor,
+    find_ranked,
     find_segment,
     row_tensor,
     starts_tensor,
     state_loader,
+    state_storer,
     state_tensor,
+    tiles_tensor,
     token_tensor,
 )
 
@@ -70,7 +76,7 @@ def transposed_accumulator(columns: int) -> Any:
     return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
 
 
-def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: bool = False) -> Any:
+def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False) -> Any:
     """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup).
 
     split: a block works on a segment of a sequence. Without, `segment_starts` and `segment` are not read.
@@ -80,9 +86,9 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
     heads_per_k = heads // problem.num_k_heads
     heads_per_v = heads // problem.num_v_heads
     dtype = problem.dtype
-    v_first, pooled = problem.state_v_first, problem.pooled
+    pooled = problem.pooled
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
-    has_final_indices = problem.has_final_indices
+    has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
     math_threads = columns * 2
     wide = head_k > HALF
     halves = head_k // HALF
@@ -106,7 +112,12 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
     segment_start_type = starts_tensor(segment_slots, problem) if split else bounds_tensor(bounds, problem)
     pieces = segment_slots if split else bounds - 1
 
+    checkpoints = T.dynamic("num_checkpoints")
+    checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
+    checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
+
     load_state = state_loader(problem, columns)
+    store_state = state_storer(problem, columns, final_dtype)
 
     @T.macro
     def load_v(source, target, barriers, stage, token, head, column_begin):
@@ -153,13 +164,16 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
         final_indices: final_index_type,
         cu_seqlens: bounds_type,
         out: out_type,
-        tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
+        tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         segment_starts: segment_start_type,
+        checkpoint_offsets: checkpoint_offset_type,
+        checkpoint_slots: checkpoint_slot_type,
         null_slot: T.int32,
         segment: T.int32,
     ):
-        with T.Kernel(slices, pieces, heads, threads=math_threads + PRODUCER_THREADS) as (v_slice, piece, head):
+        # The pieces slowest: blocks start in this order, those of the longest sequence first.
+        with T.Kernel(slices, heads, pieces, threads=math_threads + PRODUCER_THREADS) as (v_slice, head, piece):
             k_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             q_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
@@ -168,9 +182,9 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
             v_shared = T.alloc_shared((rows, PANEL), dtype)
             v_second_shared = T.alloc_shared((rows, PANEL), dtype)
             v_third_shared = T.alloc_shared((rows if stages == 3 else 8, PANEL), dtype)
-            m_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
-            rest_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
-            p_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
+            z_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            z_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
+            r_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
             vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
             out_shared = T.alloc_shared((rows, PANEL), dtype)
             out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
@@ -185,15 +199,13 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
             u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             v_fragment = T.alloc_fragment((rows, PANEL), dtype)
             w_operand = T.alloc_fragment((columns, CHUNK), dtype)
-            new_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            new_operand = T.alloc_fragment((columns, CHUNK), dtype)
-            decayed_operand = T.alloc_fragment((columns, CHUNK), dtype)
             out_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            to_last_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             out_rows = T.alloc_fragment((rows, PANEL), dtype)
             last = T.alloc_local((1,), "float32")
+            lengths = T.alloc_shared((MOST_RANKED,), "int32")
+            chosen = T.alloc_shared((2,), "int32")
             place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
             write_slot = T.alloc_var("int64", init=0)
@@ -214,7 +226,15 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
 
             if split:
                 find_segment(cu_seqlens, bounds, piece, segment, place)
-            sequence = place[0] if split else piece
+                if has_checkpoints:
+                    # The sequence, and its tokens before this segment: in registers, they spill.
+                    if tx == 0:
+                        chosen[0] = place[0]
+                        chosen[1] = place[1] * segment * CHUNK
+                    T.sync_threads()
+            else:
+                find_ranked(cu_seqlens, bounds, piece, lengths, chosen)
+            sequence = place[0] if split else chosen[0]
             index = place[1] if split else 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
@@ -276,14 +296,17 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
                             vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
                         T.tma_copy(
-                            tiles[slot, head, 0, :, :], m_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                            tiles[slot, head, TILE_Z, :, :], z_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
-                        if parts == 2:
+                        if wide:
                             T.tma_copy(
-                                tiles[slot, head, 1, :, :], rest_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                                tiles[slot, head, TILE_Z_HIGH, :, :],
+                                z_high_shared[stage, :, :],
+                                barrier=full[stage],
+                                leader_scope_threads=32,
                             )
                         T.tma_copy(
-                            tiles[slot, head, parts, :, :], p_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                            tiles[slot, head, TILE_R, :, :], r_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
                         # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
                         T.barrier_arrive(full[stage])
@@ -323,20 +346,24 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
                 if num_chunks > 0:
                     T.barrier_wait(full[0], 0)
                 read_ahead(0, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last)
+                T.wgmma_gemm(state_operand, k_shared[0, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
+                if wide:
+                    T.wgmma_gemm(state_high_operand, k_high_shared[0, :, :], u_fragment, transpose_B=True, policy=ROWS)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
                 for step in T.serial(num_chunks):
                     stage = step % stages
+                    following = (step + 1) % stages
                     valid = T.min(length - step * CHUNK, CHUNK)
-                    # The tensor cores take products in order: half of Q S runs while W is made, the other half while Vn is
-                    # rounded. Whatever else there is to do is done behind U or behind W M^T.
-                    T.wgmma_gemm(
-                        state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS
-                    )
-                    if wide:
-                        T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
                     T.wgmma_gemm(
                         state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
                     )
-                    T.wait_wgmma(1)
+                    if wide:
+                        T.wgmma_gemm(state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
+                    # Nothing to wait for. It tells so to the assembler, which would wait for Q S where U and S are read.
+                    T.wait_wgmma(halves)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
                     if valid == CHUNK:
                         for i, j in T.Parallel(columns, CHUNK):
@@ -352,61 +379,45 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
                                 - factor_fragment[i, j] * u_fragment[i, j],
                                 0.0,
                             )
-                        # The tile holds the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
-                        for i, j in T.Parallel(CHUNK, HALF):
-                            if i >= valid:
-                                k_shared[stage, i, j] = 0
-                                if wide:
-                                    k_high_shared[stage, i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads(3, math_threads)
-                    # Before the products, since a load queues behind those that were issued first.
-                    for i, j in T.Parallel(columns, CHUNK):
-                        to_last_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
-                    for i, j in T.Parallel(columns, CHUNK):
-                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
-                    T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
-                    if parts == 2:
-                        T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
                     for i, j in T.Parallel(columns, HALF):
                         state_fragment[i, j] *= last[0]
                     if wide:
                         for i, j in T.Parallel(columns, HALF):
                             state_high_fragment[i, j] *= last[0]
-                    T.wait_wgmma(halves - 1)
-                    T.warpgroup_fence_operand(new_fragment, num_regs=ACCUMULATOR)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        decayed_operand[i, j] = new_fragment[i, j] * to_last_fragment[i, j]
-                    T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment, policy=ROWS)
-                    T.copy(new_fragment, new_operand)
-                    T.wait_wgmma(1)  # Q S
+                    T.wgmma_gemm(w_operand, z_shared[stage, :, :], state_fragment, policy=ROWS)
+                    if wide:
+                        T.wgmma_gemm(w_operand, z_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
+                    T.wait_wgmma(halves)  # Q S
                     T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_fragment[i, j] *= out_factor_fragment[i, j]
-                    T.wgmma_gemm(new_operand, p_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(decayed_operand, k_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
+                    T.wgmma_gemm(w_operand, r_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
                     # What the next chunk reads from shared memory before its first product.
                     if step + 1 < num_chunks:
-                        T.barrier_wait(full[(step + 1) % stages], ((step + 1) // stages) & 1)
+                        T.barrier_wait(full[following], ((step + 1) // stages) & 1)
                     read_ahead(
-                        (step + 1) % stages, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment,
-                        factor_fragment, last,
-                    )  # fmt: skip
-                    T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
+                        following, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last
+                    )
+                    # U of the next chunk; behind the last one, of whatever lies there, for nobody.
                     T.wait_wgmma(halves)  # the lower half of the state
                     T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
                     T.copy(state_fragment, state_operand)
-                    T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
+                    T.wgmma_gemm(
+                        state_operand, k_shared[following, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS
+                    )
                     if wide:
+                        T.wait_wgmma(2)  # the upper half
                         T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
                         T.copy(state_high_fragment, state_high_operand)
+                        T.wgmma_gemm(
+                            state_high_operand, k_high_shared[following, :, :], u_fragment, transpose_B=True, policy=ROWS
+                        )
+                    T.wait_wgmma(halves)  # W R^T
+                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
                     if valid == CHUNK:
+                        T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
                         if step % 2 == 0:
                             T.copy(out_rows, out_shared)
                         else:
@@ -415,6 +426,19 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
                         T.barrier_arrive(out_full[step % 2])
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                    if has_checkpoints:
+                        if valid == CHUNK:
+                            row = chosen[0]
+                            done = chosen[1] + (step + 1) * CHUNK if split else (step + 1) * CHUNK
+                            for column in T.serial(checkpoints):
+                                if checkpoint_offsets[row, column] == done:
+                                    write_slot = T.cast(checkpoint_slots[row, column], "int64")
+                                    if write_slot > T.cast(null_slot, "int64"):
+                                        store_state(
+                                            final_state, write_slot, head, column_begin, state_fragment, state_high_fragment
+                                        )
 
                 if num_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
@@ -428,26 +452,16 @@ def chain(problem: ChunkProblem, parts: int, columns: int, stages: int, split: b
                 if split:
                     live = live and rest <= segment * CHUNK  # the last segment
                 if has_final:
-                    write_slot = read_slot
+                    # Once more from memory: the loop has no register to keep them in.
+                    ending = place[0] if split and not has_checkpoints else chosen[0]
+                    write_slot = T.cast(ending, "int64")
+                    if pooled and not has_final_indices:
+                        write_slot = T.cast(indices[ending], "int64")
                     if has_final_indices:
                         if live:
-                            write_slot = T.cast(final_indices[sequence], "int64")
+                            write_slot = T.cast(final_indices[ending], "int64")
                             live = write_slot > T.cast(null_slot, "int64")
                     if live:
-                        for i, j in T.Parallel(columns, HALF):
-                            if v_first:
-                                final_state[write_slot, head, column_begin + i, j] = T.cast(state_fragment[i, j], final_dtype)
-                            else:
-                                final_state[write_slot, head, j, column_begin + i] = T.cast(state_fragment[i, j], final_dtype)
-                        if wide:
-                            for i, j in T.Parallel(columns, HALF):
-                                if v_first:
-                                    final_state[write_slot, head, column_begin + i, HALF + j] = T.cast(
-                                        state_high_fragment[i, j], final_dtype
-                                    )
-                                else:
-                                    final_state[write_slot, head, HALF + j, column_begin + i] = T.cast(
-                                        state_high_fragment[i, j], final_dtype
-                                    )
+                        store_state(final_state, write_slot, head, column_begin, state_fragment, state_high_fragment)
 
     return chunk_chain

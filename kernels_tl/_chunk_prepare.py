@@ -5,12 +5,16 @@ K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K 
 
     A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
                                                                     the rest by matmuls of 16-bit operands, block row by block row
-    M = A_ij exp(c_i - c_j) beta_j                                  16-bit, as `parts` summands
-    P = lower(scale exp(c_i - c_j) Q^_i . |k_j|^-1 K^_j ...)        16-bit
+    X = |k_i|^-1 A_ij                                               16-bit, as `parts` summands
+    Z = beta_i exp(c_last - c_i) (X^T K)_ij                         16-bit, [64, K]
+    R = exp(c_i - c_j) beta_j (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
     vectors                                                         float32, see _chunk_types
 
-Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows and columns of M and P are zero,
-and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
+With M = A_ij exp(c_i - c_j) beta_j the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
+P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to what stands before it.
+
+Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows of Z and R and their columns of R are
+zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
 chunk if the sequence is padding, and those of tokens `64 * slot ...` that lie at or beyond cu_seqlens[N].
 """
 
@@ -23,13 +27,16 @@ from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
     NUM_VECTORS,
-    ROW_KEY_TO_LAST,
     ROW_LAST,
     ROW_STATE_KEY,
     ROW_STATE_QUERY,
+    TILE_R,
+    TILE_Z,
+    TILE_Z_HIGH,
     bounds_tensor,
     gate_tensor,
     row_tensor,
+    tiles_tensor,
     token_tensor,
 )
 
@@ -40,6 +47,8 @@ SOFTPLUS_THRESHOLD = 20.0
 # A decay below exp(-128) is 0 in float32. Cutting g there keeps c small, so that its later differences keep their digits.
 LOWEST_LOG_DECAY = -128.0
 BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
+# float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
+HALF_SCALE = 32.0
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
@@ -56,6 +65,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     wide = head_k > HALF
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
+    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
@@ -68,6 +78,13 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
+    @T.macro
+    def zero_rows(out, row_begin, row_end, head):
+        tx = T.get_thread_binding()
+        for row in T.serial(T.max(row_end - row_begin, 0)):
+            if tx < head_v:
+                out[T.cast(row_begin + row, "int64"), head, tx] = 0
+
     @T.prim_func
     def chunk_prepare(
         q: q_type,
@@ -79,13 +96,13 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
         indices: index_type,
         cu_seqlens: bounds_type,
         out: out_type,
-        tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
+        tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         scale: T.float32,
         null_slot: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
-            # K and Q as halves of 64 columns. What goes out reuses them: M and its rest K's tiles, P the first one of Q.
+            # K and Q as halves of 64 columns. X and its rest take the place of what they are made of, Z that of K, R that of Q.
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
@@ -93,6 +110,9 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             q_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
             below_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
             inverse_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
+            x_shared = T.view(inverse_shared, (CHUNK, CHUNK), dtype)
+            rest_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
+            query_shared = q_high_shared
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((CHUNK,), "float32")
             beta_shared = T.alloc_shared((CHUNK,), "float32")
@@ -101,7 +121,13 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             loaded = T.alloc_barrier(PREPARE_THREADS)
             kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
+            z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
+            z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            z_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            row_factor = T.alloc_fragment((CHUNK,), "float32")
+            column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
             inverse_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             product_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             product_operand = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
@@ -115,6 +141,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             running = T.alloc_var("float32", init=0.0)
             live = T.alloc_var("bool", init=True)
             decays = T.alloc_local((2,), "float32")
+            strengths = T.alloc_local((2,), "float32")
             tx = T.get_thread_binding()
 
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
@@ -133,16 +160,13 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 if valid > 0:
                     live = indices[low] > null_slot
 
+            # Loops in series: rare, and unrolled they cost the others registers.
             used = T.cast(cu_seqlens[bounds - 1], "int32")
             if slot * CHUNK + CHUNK > used:
-                for i, j in T.Parallel(CHUNK, head_v):
-                    if slot * CHUNK + i >= used and slot * CHUNK + i < num_tokens:
-                        out[T.cast(slot * CHUNK + i, "int64"), head, j] = 0
+                zero_rows(out, T.max(used, slot * CHUNK), T.min(slot * CHUNK + CHUNK, num_tokens), head)
             if pooled:
                 if valid > 0 and not live:
-                    for i, j in T.Parallel(CHUNK, head_v):
-                        if i < valid:
-                            out[T.cast(begin + i, "int64"), head, j] = 0
+                    zero_rows(out, begin, begin + valid, head)
 
             # A loop of at most one round: inside a plain condition the compiler would split the body at every barrier.
             for _ in T.serial(T.if_then_else(valid > 0 and live, 1, 0)):
@@ -154,14 +178,20 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.barrier_arrive(loaded)
 
                 if tx < 32:  # two tokens a lane: the cumulative sum needs no barrier
+                    # All loads first, of some token where there is none: their latencies do not add up.
+                    for half in T.unroll(2):
+                        token = T.cast(begin + T.min(2 * tx + half, valid - 1), "int64")
+                        if has_gate:
+                            decays[half] = T.cast(g[token, head], "float32")
+                        if has_beta:
+                            strengths[half] = T.cast(beta[token, head], "float32")
                     for half in T.unroll(2):
                         row = 2 * tx + half
                         log_decay = 0.0
                         strength = 0.0
                         if row < valid:
-                            token = T.cast(begin + row, "int64")
                             if has_gate:
-                                gate_input = T.cast(g[token, head], "float32")
+                                gate_input = decays[half]
                                 if raw_gate:
                                     gate_input = gate_input + dt_bias[head]
                                     if gate_input <= SOFTPLUS_THRESHOLD:
@@ -173,7 +203,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                                     log_decay = LOWEST_LOG_DECAY
                             strength = 1.0
                             if has_beta:
-                                strength = T.cast(beta[token, head], "float32")
+                                strength = strengths[half]
                                 if raw_beta:
                                     strength = 1.0 / (1.0 + T.exp(-strength))
                         beta_shared[row] = strength
@@ -201,7 +231,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.wgmma_gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
                 if wide:
                     T.wgmma_gemm(k_high_shared, k_high_shared, kk_fragment, transpose_B=True)
-                T.clear(inverse_shared)
                 if normalize:
                     # For the norms alone; the tensor cores have little else to do here.
                     T.wgmma_gemm(q_shared, q_shared, product_fragment, transpose_B=True, clear_accum=True)
@@ -211,44 +240,55 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     for i in T.Parallel(CHUNK):
                         k_factor_shared[i] = 1.0
                         q_factor_shared[i] = scale
+                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(kk_fragment, num_regs=32)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 if normalize:
                     T.warpgroup_fence_operand(product_fragment, num_regs=32)
+                    # The sums alone: the roots of all 64 elements that a thread holds would be 62 too many.
                     for i, j in T.Parallel(CHUNK, CHUNK):
                         if i == j:
-                            k_factor_shared[i] = T.rsqrt(kk_fragment[i, j] + NORM_EPS)
-                            q_factor_shared[i] = T.rsqrt(product_fragment[i, j] + NORM_EPS) * scale
+                            k_factor_shared[i] = kk_fragment[i, j]
+                            q_factor_shared[i] = product_fragment[i, j]
+                    T.sync_threads()
+                    if tx < CHUNK:
+                        k_factor_shared[tx] = T.rsqrt(k_factor_shared[tx] + NORM_EPS)
+                    else:
+                        q_factor_shared[tx - CHUNK] = T.rsqrt(q_factor_shared[tx - CHUNK] + NORM_EPS) * scale
                 T.sync_threads()
-
-                # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them, negated.
+                T.copy(q_factor_shared, row_factor)
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    kk_fragment[i, j] *= (k_factor_shared[i] * beta_shared[i]) * k_factor_shared[j]
+                    qk_fragment[i, j] *= row_factor[i]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    query_operand[i, j] = T.Select(i >= j, qk_fragment[i, j], 0.0)
+                # In the place of a half of Q: its registers are needed. The barriers before its product are plenty.
+                T.copy(query_operand, query_shared)
+
+                # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
+                T.clear(inverse_shared)
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = -k_factor_shared[i] * beta_shared[i]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    column_fragment[i, j] = k_factor_shared[j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     if i // BLOCK == j // BLOCK:
                         diagonal_shared[j, i % BLOCK] = kk_fragment[i, j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    below_fragment[i, j] = T.if_then_else(i // BLOCK > j // BLOCK, -kk_fragment[i, j], 0.0)
+                    below_fragment[i, j] = T.Select(i // BLOCK > j // BLOCK, kk_fragment[i, j], 0.0)
                 T.copy(below_fragment, below_shared)
                 T.sync_threads()
-                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
-                if wide:
-                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    decay_fragment[i, j] = T.Select(i >= j, T.exp2(sum_shared[i] - sum_shared[j]), 0.0)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-                T.sync_threads()  # every warp is done with Q
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    qk_fragment[i, j] *= (q_factor_shared[i] * k_factor_shared[j]) * decay_fragment[i, j]
-                T.copy(qk_fragment, q_shared)
                 if tx < CHUNK:
                     for i in T.unroll(BLOCK):
                         column[i] = T.if_then_else(tx % BLOCK == i, 1.0, 0.0)
                     for pivot in T.unroll(BLOCK - 1):
                         for i in T.unroll(BLOCK):
                             if i > pivot:
-                                column[i] = column[i] - diagonal_shared[tx // BLOCK * BLOCK + pivot, i] * column[pivot]
+                                column[i] = column[i] + diagonal_shared[tx // BLOCK * BLOCK + pivot, i] * column[pivot]
                 T.sync_threads()
                 if tx < CHUNK:
                     for i in T.unroll(BLOCK):
@@ -256,8 +296,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                         inverse_shared[tx // BLOCK * BLOCK + i, tx] = column[i]
                 T.fence_proxy_async()
                 T.sync_threads()
-                if tx < 32:
-                    T.tma_copy(q_shared, tiles[slot, head, parts, :, :], leader_scope_threads=32)
 
                 # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
                 T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
@@ -265,11 +303,6 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.warpgroup_fence_operand(product_fragment, num_regs=32)
                 T.copy(product_fragment, product_operand)
                 for turn in T.unroll(CHUNK // BLOCK - 1):
-                    if turn > 0:
-                        T.sync_threads()
-                        T.copy(inverse_fragment, inverse_shared)
-                        T.fence_proxy_async()
-                        T.sync_threads()
                     for i, j in T.Parallel(CHUNK, CHUNK):
                         inverse_fragment[i, j] = 0.0
                         if i // BLOCK == j // BLOCK:
@@ -277,25 +310,73 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     T.wgmma_gemm(product_operand, inverse_shared, inverse_fragment)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
+                    if turn < CHUNK // BLOCK - 2:
+                        T.sync_threads()
+                        T.copy(inverse_fragment, inverse_shared)
+                        T.fence_proxy_async()
+                        T.sync_threads()
 
+                T.sync_threads()  # every warp is done with what X is made of
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = k_factor_shared[i] * x_scale
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    inverse_fragment[i, j] *= beta_shared[j] * decay_fragment[i, j]
-                T.copy(inverse_fragment, k_shared)
+                    inverse_fragment[i, j] *= row_factor[i]
+                T.copy(inverse_fragment, x_shared)
                 if parts == 2:
                     for i, j in T.Parallel(CHUNK, CHUNK):
-                        product_fragment[i, j] = inverse_fragment[i, j] - T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
-                    T.copy(product_fragment, k_high_shared)
+                        inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
+                    T.copy(inverse_fragment, rest_shared)
+                T.fence_proxy_async()
+                T.sync_threads()
+                T.wgmma_gemm(query_shared, x_shared, qk_fragment, clear_accum=True)
+                if parts == 2:
+                    T.wgmma_gemm(query_shared, rest_shared, qk_fragment)
+                T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
+                if parts == 2:
+                    T.wgmma_gemm(rest_shared, k_shared, z_fragment, transpose_A=True)
+                total = sum_shared[CHUNK - 1]
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = sum_shared[i]
+                T.wait_wgmma(parts)
+                T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    column_fragment[i, j] = sum_shared[j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    column_fragment[i, j] = beta_shared[j] * (1.0 / x_scale)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
+                T.copy(r_fragment, q_shared)
+                if wide:
+                    T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
+                    if parts == 2:
+                        T.wgmma_gemm(rest_shared, k_high_shared, qk_fragment, transpose_A=True)
+                for i in T.Parallel(CHUNK):
+                    row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[i] * (1.0 / x_scale))
+                T.wait_wgmma(parts if wide else 0)
+                T.warpgroup_fence_operand(z_fragment, num_regs=32)
+                for i, j in T.Parallel(CHUNK, HALF):
+                    z_operand[i, j] = z_fragment[i, j] * row_factor[i]
+                T.wait_wgmma(0)
+                if wide:
+                    T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+                    for i, j in T.Parallel(CHUNK, HALF):
+                        z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
+                T.sync_threads()  # every warp is done with X
+                T.copy(z_operand, x_shared)
+                if wide:
+                    T.copy(z_high_operand, rest_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 if tx < 32:
-                    T.tma_copy(k_shared, tiles[slot, head, 0, :, :], leader_scope_threads=32)
-                    if parts == 2:
-                        T.tma_copy(k_high_shared, tiles[slot, head, 1, :, :], leader_scope_threads=32)
+                    T.tma_copy(q_shared, tiles[slot, head, TILE_R, :, :], leader_scope_threads=32)
+                    T.tma_copy(x_shared, tiles[slot, head, TILE_Z, :, :], leader_scope_threads=32)
+                    if wide:
+                        T.tma_copy(rest_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
 
                 if tx < CHUNK:
-                    total = sum_shared[CHUNK - 1]
                     vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[tx]) * k_factor_shared[tx]
-                    vectors[slot, head, ROW_KEY_TO_LAST, tx] = T.exp2(total - sum_shared[tx]) * k_factor_shared[tx]
                     vectors[slot, head, ROW_STATE_QUERY, tx] = T.exp2(sum_shared[tx]) * q_factor_shared[tx]
                     vectors[slot, head, ROW_LAST, tx] = T.exp2(total)
                 T.tma_store_wait(0)

@@ -2,7 +2,7 @@
 
 A run of chunks maps the state before it to P S + h. Of every segment but its sequence's last, `chunk_summaries` computes h (the
 state after it, from zero; after the first one, from the sequence's own start) and the transition P (not of the first), each
-in a block of its own: the chain of _chunk_chain.py without Q, output and P tile; P is what it makes of the identity with V = 0.
+in a block of its own: the chain of _chunk_chain.py without Q, output and R; P is what it makes of the identity with V = 0.
 `chunk_starts` then walks the segments of a sequence, a block per head and 64 V columns:
 
     start_1 = h_0        start_{i+1} = P_i start_i + h_i
@@ -38,9 +38,10 @@ from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
     NUM_VECTORS,
-    ROW_KEY_TO_LAST,
     ROW_LAST,
     ROW_STATE_KEY,
+    TILE_Z,
+    TILE_Z_HIGH,
     TRANSITION_DTYPE,
     bounds_tensor,
     find_segment,
@@ -48,6 +49,7 @@ from kernels_tl._chunk_types import (
     starts_tensor,
     state_loader,
     state_tensor,
+    tiles_tensor,
     token_tensor,
     transitions_tensor,
 )
@@ -57,7 +59,7 @@ START_STAGES = 3
 START_THREADS = 128  # of the math warpgroup
 
 
-def summaries(problem: ChunkProblem, parts: int) -> Any:
+def summaries(problem: ChunkProblem) -> Any:
     """The prim_func `chunk_summaries`."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_k = heads // problem.num_k_heads
@@ -111,7 +113,7 @@ def summaries(problem: ChunkProblem, parts: int) -> Any:
         indices: index_type,
         mask: mask_type,
         cu_seqlens: bounds_type,
-        tiles: T.Tensor((slots, heads, parts + 1, CHUNK, CHUNK), dtype),
+        tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         segment_starts: starts_tensor(segment_slots, problem),
         transitions: transitions_tensor(segment_slots, problem),
@@ -125,8 +127,8 @@ def summaries(problem: ChunkProblem, parts: int) -> Any:
             v_shared = T.alloc_shared((rows, PANEL), dtype)
             v_second_shared = T.alloc_shared((rows, PANEL), dtype)
             v_third_shared = T.alloc_shared((rows, PANEL), dtype)
-            m_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, CHUNK), dtype)
-            rest_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, CHUNK), dtype)
+            z_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
+            z_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
             vector_shared = T.alloc_shared((SUMMARY_STAGES, NUM_VECTORS, CHUNK), "float32")
             full = T.alloc_barrier([32] * SUMMARY_STAGES)
             empty = T.alloc_barrier([math_threads // 32] * SUMMARY_STAGES)
@@ -137,10 +139,7 @@ def summaries(problem: ChunkProblem, parts: int) -> Any:
             u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             v_fragment = T.alloc_fragment((rows, PANEL), dtype)
             w_operand = T.alloc_fragment((columns, CHUNK), dtype)
-            new_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            decayed_operand = T.alloc_fragment((columns, CHUNK), dtype)
             factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            to_last_fragment = T.alloc_fragment((columns, CHUNK), "float32")
             last = T.alloc_local((1,), "float32")
             place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
@@ -203,11 +202,14 @@ def summaries(problem: ChunkProblem, parts: int) -> Any:
                             vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
                         T.tma_copy(
-                            tiles[slot, head, 0, :, :], m_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                            tiles[slot, head, TILE_Z, :, :], z_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
                         )
-                        if parts == 2:
+                        if wide:
                             T.tma_copy(
-                                tiles[slot, head, 1, :, :], rest_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
+                                tiles[slot, head, TILE_Z_HIGH, :, :],
+                                z_high_shared[stage, :, :],
+                                barrier=full[stage],
+                                leader_scope_threads=32,
                             )
                         # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
                         T.barrier_arrive(full[stage])
@@ -248,8 +250,11 @@ def summaries(problem: ChunkProblem, parts: int) -> Any:
                     )
                     if wide:
                         T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        to_last_fragment[i, j] = vector_shared[stage, ROW_KEY_TO_LAST, j]
+                    for i, j in T.Parallel(columns, HALF):
+                        state_fragment[i, j] *= last[0]
+                    if wide:
+                        for i, j in T.Parallel(columns, HALF):
+                            state_high_fragment[i, j] *= last[0]
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
@@ -257,21 +262,9 @@ def summaries(problem: ChunkProblem, parts: int) -> Any:
                             T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
                             - factor_fragment[i, j] * u_fragment[i, j]
                         )
-                    T.wgmma_gemm(w_operand, m_shared[stage, :, :], new_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
-                    if parts == 2:
-                        T.wgmma_gemm(w_operand, rest_shared[stage, :, :], new_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, HALF):
-                        state_fragment[i, j] *= last[0]
+                    T.wgmma_gemm(w_operand, z_shared[stage, :, :], state_fragment, policy=ROWS)
                     if wide:
-                        for i, j in T.Parallel(columns, HALF):
-                            state_high_fragment[i, j] *= last[0]
-                    T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(new_fragment, num_regs=ACCUMULATOR)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        decayed_operand[i, j] = new_fragment[i, j] * to_last_fragment[i, j]
-                    T.wgmma_gemm(decayed_operand, k_shared[stage, :, :], state_fragment, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(decayed_operand, k_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
+                        T.wgmma_gemm(w_operand, z_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
                     # What the next chunk reads from shared memory before its first product.
                     if step + 1 < num_chunks:
                         T.barrier_wait(full[(step + 1) % SUMMARY_STAGES], ((step + 1) // SUMMARY_STAGES) & 1)

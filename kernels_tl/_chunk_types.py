@@ -13,11 +13,14 @@ from gdn.problems import ChunkProblem
 
 CHUNK = 64  # tokens of a chunk; the tile of every matmul and the rows of a wgmma
 HALF = 64  # columns of K and Q in one shared tile: 128 bytes, a row of the swizzle
-NUM_VECTORS = 4  # rows of the per-chunk vectors in the workspace:
+TILE_R = 0  # places of the per-chunk tiles in the workspace, see _chunk_prepare: R,
+TILE_Z = 1  # Z's lower 64 columns,
+TILE_Z_HIGH = 2  # and the upper ones, where K = 128
+NUM_VECTORS = 3  # rows of the per-chunk vectors in the workspace:
 ROW_STATE_KEY = 0  # exp(c) * |k|^-1: factor of K S
-ROW_KEY_TO_LAST = 1  # exp(c_last - c) * |k|^-1: factor of Vn before it enters the state
-ROW_STATE_QUERY = 2  # exp(c) * |q|^-1 * scale: factor of Q S
-ROW_LAST = 3  # element 0: exp(c_last), the decay of the whole chunk
+ROW_STATE_QUERY = 1  # exp(c) * |q|^-1 * scale: factor of Q S
+ROW_LAST = 2  # element 0: exp(c_last), the decay of the whole chunk
+MOST_RANKED = 256  # sequences that a block of so many threads ranks by length
 TRANSITION_DTYPE = "bfloat16"  # of a segment's transition, whatever the tokens are: keys that are not normalised make it large
 
 
@@ -41,6 +44,41 @@ def find_segment(cu_seqlens, bounds, slot, segment, place):
         else:
             place[1] = middle - 1
     place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (segment * CHUNK) - place[0]
+
+
+@T.macro
+def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
+    """chosen[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
+
+    Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
+    """
+    tx = T.get_thread_binding()
+    ahead = T.alloc_var("int32", init=0)
+    if bounds > 2 and bounds <= MOST_RANKED + 1:
+        if tx < bounds - 1:
+            lengths[tx] = T.cast(cu_seqlens[tx + 1] - cu_seqlens[tx], "int32")
+        T.sync_threads()
+        if tx < bounds - 1:
+            for other in T.serial(bounds - 1):
+                # Of equal ones the first: ranks are a permutation.
+                if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
+                    ahead += 1
+            if ahead == rank:
+                chosen[0] = tx
+    elif tx == 0:
+        chosen[0] = rank
+    T.fence_proxy_async()
+    T.sync_threads()  # bulk copies write where the lengths lie
+
+
+def num_tiles(problem: ChunkProblem) -> int:
+    """Tiles of a chunk and head: R and Z."""
+    return 1 + problem.head_k_dim // HALF
+
+
+def tiles_tensor(slots: Any, problem: ChunkProblem) -> Any:
+    """[slots, HS, tiles, 64, 64] of the tokens' dtype."""
+    return T.Tensor((slots, problem.num_state_heads, num_tiles(problem), CHUNK, CHUNK), problem.dtype)
 
 
 def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -> Any:
@@ -86,6 +124,13 @@ def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | Non
     return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)
 
 
+def checkpoint_tensor(columns: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+    """[>= N, C] contiguous, or the stand-in."""
+    if not problem.has_checkpoints or dtype is None:
+        return bounds_tensor(bounds, problem)
+    return T.Tensor((T.dynamic("checkpoint_rows"), columns), dtype)
+
+
 def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
     """[segment slots, HS, V, K] float32: the state that a segment starts from, V first."""
     return T.Tensor((segment_slots, problem.num_state_heads, problem.head_v_dim, problem.head_k_dim), "float32")
@@ -115,3 +160,24 @@ def state_loader(problem: ChunkProblem, columns: int) -> Any:
                     high_fragment[i, j] = T.cast(source[slot, head, HALF + j, column_begin + i], "float32")
 
     return load_state
+
+
+def state_storer(problem: ChunkProblem, columns: int, dtype: str) -> Any:
+    """A macro that writes V columns of a state, the halves of a transposed fragment, to a slot of `dtype`."""
+    v_first, wide = problem.state_v_first, problem.head_k_dim > HALF
+
+    @T.macro
+    def store_state(target, slot, head, column_begin, low_fragment, high_fragment):
+        for i, j in T.Parallel(columns, HALF):
+            if v_first:
+                target[slot, head, column_begin + i, j] = T.cast(low_fragment[i, j], dtype)
+            else:
+                target[slot, head, j, column_begin + i] = T.cast(low_fragment[i, j], dtype)
+        if wide:
+            for i, j in T.Parallel(columns, HALF):
+                if v_first:
+                    target[slot, head, column_begin + i, HALF + j] = T.cast(high_fragment[i, j], dtype)
+                else:
+                    target[slot, head, HALF + j, column_begin + i] = T.cast(high_fragment[i, j], dtype)
+
+    return store_state

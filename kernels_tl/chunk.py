@@ -3,17 +3,17 @@
 Per sequence and state head, with S [K, V] float32, c the inclusive cumulative sum of g inside a chunk and
 G_ij = exp(c_i - c_j) for i >= j, else 0:
 
-    A  = (I + strict_lower(diag(beta) K K^T))^-1
-    Vn = (A * G * beta_column) (V - exp(c) * (K S))
-    O  = scale * (exp(c) * (Q S) + (G * (Q K^T)) Vn)
-    S  = exp(c_last) S + K^T (exp(c_last - c) * Vn)
+    A = (I + strict_lower(diag(beta) K K^T))^-1          M = A * G * beta_column
+    W = V - exp(c) * (K S)
+    O = scale * exp(c) * (Q S) + R W                     R = scale * (G * (Q K^T)) M
+    S = exp(c_last) S + Z^T W                            Z = (exp(c_last - c) * M)^T K
 
 L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.problems.ChunkProblem` is the
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-Two launches. `chunk_prepare` (_chunk_prepare.py), a block per chunk and head, computes what depends on no state: A * G * beta,
-scale * G * (Q K^T) and the row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per sequence, head and
+Two launches. `chunk_prepare` (_chunk_prepare.py), a block per chunk and head, computes what depends on no state, Z, R and the
+row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per sequence, head and
 slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
 on comes from cu_seqlens on the device: the grids are sized by shapes alone.
 
@@ -21,8 +21,8 @@ Few sequences x heads leave SMs idle in the chain. Then sequences are cut into s
 (_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
 `chunk_starts` the states themselves. The chain has a block per segment.
 
-Workspace: tiles [slots, HS, m_parts + 1, 64, 64] of the tokens' dtype (the summands of A * G * beta, then G * Q K^T), vectors
-[slots, HS, 4, 64] float32, and with segments: starts [segment slots, HS, V, K] float32 and transitions
+Workspace: tiles [slots, HS, 1 + K / 64, 64, 64] of the tokens' dtype (R, then Z's columns by 64), vectors
+[slots, HS, 3, 64] float32, and with segments: starts [segment slots, HS, V, K] float32 and transitions
 [segment slots, HS, 2, K, K] bfloat16.
 """
 
@@ -39,18 +39,18 @@ from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
 from kernels_tl._chunk_prepare import prepare
 from kernels_tl._chunk_segments import starts, summaries
-from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots
+from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
 
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_BARRIER_BYTES = 1024  # static shared memory of the barriers, rounded up
+_OTHER_BYTES = 2048  # static shared memory of the barriers and the block's sequence, each rounded up
 
 
 @dataclass(frozen=True)
 class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
-    m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
+    m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -71,8 +71,6 @@ def refusal(problem: ChunkProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
-    if problem.has_checkpoints:
-        return "requires a call without checkpoint_offsets, got checkpoints"
     return None
 
 
@@ -103,19 +101,18 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     split = config.segment > 0
-    parts = config.m_parts
     functions = {
-        "chunk_prepare": prepare(problem, parts),
-        "chunk_chain": chain(problem, parts, config.columns, config.stages, split),
+        "chunk_prepare": prepare(problem, config.m_parts),
+        "chunk_chain": chain(problem, config.columns, config.stages, split),
     }
     if split:
-        functions |= {"chunk_summaries": summaries(problem, parts), "chunk_starts": starts(problem)}
+        functions |= {"chunk_summaries": summaries(problem), "chunk_starts": starts(problem)}
     return {name: _build.library(function, pass_configs=_OWN_BARRIERS) for name, function in functions.items()}
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
-    size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem, config) + _VECTOR_BYTES)
+    size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem) + _VECTOR_BYTES)
     if config.segment:
         size += num_slots(tokens, sequences, config.segment) * heads * (_start_bytes(problem) + _transition_bytes(problem))
     return size
@@ -156,11 +153,11 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
-    heads, parts, segment = problem.num_state_heads, config.m_parts, config.segment
+    heads, segment = problem.num_state_heads, config.segment
     slots = num_slots(num_tokens, num_sequences)
-    end_of_tiles = slots * heads * _tile_bytes(problem, config)
+    end_of_tiles = slots * heads * _tile_bytes(problem)
     end = end_of_tiles + slots * heads * _VECTOR_BYTES
-    tiles = workspace[:end_of_tiles].view(q.dtype).view(slots, heads, parts + 1, CHUNK, CHUNK)
+    tiles = workspace[:end_of_tiles].view(q.dtype).view(slots, heads, num_tiles(problem), CHUNK, CHUNK)
     vectors = workspace[end_of_tiles:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
     compiled.functions["chunk_prepare"](
         q,
@@ -209,6 +206,8 @@ def launch(
         tiles,
         vectors,
         segment_starts,
+        given(checkpoint_offsets, problem.has_checkpoints),
+        given(checkpoint_slots, problem.has_checkpoints),
         null_slot,
         segment,
     )
@@ -283,16 +282,16 @@ def _transition_bytes(problem: ChunkProblem) -> int:
     return 2 * problem.head_k_dim * problem.head_k_dim * DTYPE_BYTES[TRANSITION_DTYPE]
 
 
-def _tile_bytes(problem: ChunkProblem, config: Config) -> int:
+def _tile_bytes(problem: ChunkProblem) -> int:
     """Bytes of the tiles of one chunk slot and head."""
-    return (config.m_parts + 1) * CHUNK * CHUNK * DTYPE_BYTES[problem.dtype]
+    return num_tiles(problem) * CHUNK * CHUNK * DTYPE_BYTES[problem.dtype]
 
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     """Shared memory of a chain block."""
     item = DTYPE_BYTES[problem.dtype]
-    stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem, config) + _VECTOR_BYTES
-    return config.stages * stage + 2 * CHUNK * config.columns * item + _BARRIER_BYTES
+    stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem) + _VECTOR_BYTES
+    return config.stages * stage + 2 * CHUNK * config.columns * item + _OTHER_BYTES
 
 
 def _states_without_tokens(

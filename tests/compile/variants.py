@@ -58,8 +58,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
         _state(True, True, "int64", True, has_mask=True, has_checkpoints=True),
     ],
     "segment": [0, 16],  # of the configuration, where a backend has it: whole sequences, or in segments of so many chunks
+    "places": [0, 3],  # likewise: a cluster an item, or so many that take one after the other
 }
-_CONFIG_AXES = ("segment", "overlaps")
+_CONFIG_AXES = ("segment", "places", "overlaps")
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
@@ -320,7 +321,10 @@ def _variants(op: str, rows: Iterator[Row], module: Any) -> Iterator[Variant]:
         if made is None:
             continue
         changes = {name: row[name] for name in in_config}
-        yield made, dataclasses.replace(module.default_config(made, H100), **changes) if changes else None
+        default = module.default_config(made, H100)
+        if getattr(default, "makers", 0) and changes:
+            changes = {"makers": 0, "stages": 4, "ringed": 0} | changes  # the wide form of the chunk kernel has no segments
+        yield made, dataclasses.replace(default, **changes) if changes else None
 
 
 def cover(op: str, module: Any) -> list[Variant]:

@@ -37,7 +37,9 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
             spec, _ = devices.describe(device)
             assert spec is not None
             module = runtime.candidates(problem.op)[backend].module
-            config = replace(module.default_config(problem, spec), **fields)
+            default = module.default_config(problem, spec)
+            narrow = {"makers": 0, "stages": 4, "places": 0, "ringed": 0} if getattr(default, "makers", 0) else {}
+            config = replace(default, **(narrow | fields))
             assert module.fits(problem, config, spec)
             return runtime.prepare(problem, device, backend, config=config)
 

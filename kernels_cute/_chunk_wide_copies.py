@@ -1,0 +1,76 @@
+"""The warps of a maker block of the wide chunk kernel that bring K and Q and make the gates.
+
+The barriers and who waits for whom stand in `_chunk_wide`.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int16, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from kernels_cute import _chunk_layouts as layouts
+from kernels_cute._chunk_shape import AUX_BYTES, CHUNK
+from kernels_cute._chunk_wide_shape import KEY_BYTES, KEY_STAGES, MAKERS, ROUND, SETS
+
+
+class MakerCopies:
+    """Methods of the copying warpgroup's warps; `self` is a WideBlock."""
+
+    @cute.jit
+    def wide_tiles(self, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
+        """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
+        layout = layouts.by_rows(self.dtype, CHUNK, columns, stages)
+        shared = field.get_tensor(layout.outer, swizzle=layout.inner)
+        rows = cute.domain_offset((begin, 0), tensor[None, None, head])
+        chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
+        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
+
+    @cute.jit
+    def copy_keys(self, atom, source, target, barrier, blocks):
+        """K or Q; blocks: a bit for every rank that gets it."""
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(blocks))
+
+    @cute.jit
+    def maker_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, number):
+        """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
+        to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, SETS, begin, head // self.q_group, 0)
+        to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, SETS * KEY_STAGES, begin, head // self.k_group, 0)
+        here = Int32(1) << (number + self.first_maker)
+        num_chunks = (length + (CHUNK - 1)) // CHUNK
+        for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
+            group, turn = step // MAKERS % SETS, step // ROUND
+            stage = group * KEY_STAGES + turn % KEY_STAGES
+            full = storage.k_full.data_ptr() + stage
+            cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, turn // KEY_STAGES & 1 ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
+            self.copy_keys(k_atom, from_k[None, step], to_k[None, stage], full, here)
+            full = storage.q_full.data_ptr() + group
+            cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + group, turn & 1 ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
+            self.copy_keys(q_atom, from_q[None, step], to_q[None, group], full, here)
+            if cutlass.const_expr(self.prefetch > 0):
+                if step + ROUND < num_chunks:
+                    cute.prefetch(k_atom, from_k[None, step + ROUND])
+                    cute.prefetch(q_atom, from_q[None, step + ROUND])
+
+    @cute.jit
+    def maker_gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, number):
+        """Cumulative log2 decays and beta of this block's chunks, for either set."""
+        lane = cute.arch.lane_idx()
+        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        minus_rate, bias = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(self.raw_gate):
+            minus_rate = -cute.math.exp(a_log[head])
+            bias = dt_bias[head]
+        self.load_gates(g, beta, gates, betas, begin, number * CHUNK, length, head, lane)
+        for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
+            turn = step // ROUND
+            half, half_turn = step // MAKERS % SETS * 2 + turn % 2, turn // 2 & 1
+            rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
+            cute.arch.mbarrier_wait(storage.gates_free.data_ptr() + half, half_turn ^ 1)
+            self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
+            cute.arch.mbarrier_arrive(storage.gates_full.data_ptr() + half)
+            self.load_gates(g, beta, gates, betas, begin, (step + MAKERS) * CHUNK, length, head, lane)

@@ -1,0 +1,128 @@
+"""The wide form of the CuTe chunk kernel: four SMs for a sequence and head, where it is chosen, and its machine code."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gdn import runtime
+from gdn.device import H100
+from gdn.problems import ChunkProblem
+from gdn.runtime import compiled, select
+from gdn.runtime.env import Switches
+from gdn.testing.inputs import chunk_problem
+from tests.compile import checks, variants
+
+chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+plan = pytest.importorskip("kernels_cute._chunk_plan", reason="needs the CuTe DSL")
+shape = pytest.importorskip("kernels_cute._chunk_wide_shape", reason="needs the CuTe DSL")
+
+
+def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 128) -> ChunkProblem:
+    return chunk_problem(
+        num_q_heads=heads, num_k_heads=heads, num_v_heads=heads, head_k_dim=head_dim, head_v_dim=head_dim, dtype="bfloat16",
+        num_tokens=num_tokens, num_sequences=num_sequences,
+    )  # fmt: skip
+
+
+def wide_config(problem: ChunkProblem) -> Any:
+    return replace(
+        chunk.default_config(problem, H100), paired=True, stages=3, prefetch=0, segment=0, makers=2, places=30, ringed=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "num_sequences", "is_wide"),
+    [
+        (32, 8192, 1, True), (33, 32768, 1, True), (32, 1024, 1, True), (24, 8192, 1, True), (8, 2048, 1, True),
+        (16, 8192, 2, True), (8, 16384, 4, True), (30, 8192, 1, True), (31, 8192, 1, True),
+        (34, 8192, 1, False), (32, 8192, 2, False), (64, 8192, 1, False), (96, 32768, 1, False),  # more blocks than SMs
+        (16, 8192, 1, False), (8, 8192, 1, False), (4, 32768, 1, False),  # segments on all SMs are faster
+        (32, 0, 1, False),
+    ],
+)  # fmt: skip
+def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_wide: bool) -> None:
+    problem = problem_of(heads, num_tokens, num_sequences)
+    config = chunk.default_config(problem, H100)
+    assert bool(config.makers) == is_wide and chunk.fits(problem, config, H100)
+    found = chunk.configs(problem, H100)
+    assert config in found and {one.makers for one in found} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_sequences", "ringed"),
+    [(1, 1, 0), (16, 1, 0), (30, 1, 0), (31, 1, 1), (32, 1, 2), (33, 1, 3), (8, 4, 2), (34, 1, 0), (32, 64, 0)],
+)
+def test_what_goes_through_the_ring(heads: int, num_sequences: int, ringed: int) -> None:
+    """The rest beside the clusters of four, unless it is more than there is room for: then nothing."""
+    problem = problem_of(heads, 4096, num_sequences)
+    config = wide_config(problem)
+    assert chunk._ringed(heads * num_sequences, config) == ringed
+    assert chunk._ringed(heads * num_sequences, replace(config, places=0)) == heads * num_sequences
+    assert chunk._ringed(heads * num_sequences, replace(config, ringed=0)) == 0
+    # A place of counts more than there are rings of tiles.
+    tile, vectors = 64 * 64 * 2, 4 * 64 * 4
+    expected = 256 * (ringed + 1) + ringed * shape.RING * (3 * tile + vectors)
+    assert chunk.workspace_bytes(problem, config) == expected
+
+
+@pytest.mark.parametrize("num_sms", [132, 114, 144])
+def test_all_run_at_once(num_sms: int) -> None:
+    fours, ringed = plan.wide_places(replace(H100, num_sms=num_sms))
+    assert fours > 0 and ringed >= 0 and shape.BLOCKS * (fours + ringed) <= num_sms
+
+
+def test_the_ring() -> None:
+    assert (shape.TAKEN + 1) * shape.WORD_BYTES <= shape.WORDS_BYTES
+    # Makers wait for a count that the chains write when they read a later chunk, which must not be one that waits for it.
+    assert shape.RING > shape.SLOTS + shape.TAKEN_EVERY
+
+
+def test_what_does_not_fit() -> None:
+    problem = problem_of(32, 8192, 1)
+    config = wide_config(problem)
+    assert chunk.fits(problem, config, H100)
+    for changes in ({"segment": 16}, {"makers": 1}, {"stages": 1}, {"stages": 4}, {"places": 0, "ringed": 0}, {"ringed": -1}):
+        assert not chunk.fits(problem, replace(config, **changes), H100)
+    narrow = problem_of(32, 8192, 1, head_dim=64)
+    assert not chunk.fits(narrow, wide_config(narrow), H100)
+    assert all(one.makers == 0 for one in chunk.configs(narrow, H100))
+    assert not chunk.fits(problem, replace(config, makers=0, places=0, stages=4), H100)  # a ring of nobody
+    assert chunk.fits(problem, replace(config, makers=0, places=0, ringed=0, stages=4), H100)
+
+
+def test_batch_invariance_fixes_the_form() -> None:
+    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    switches = Switches(batch_invariant=True, tuned="off")
+    for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
+        choice = select.choose(problem_of(32, *sizes), H100, runtime.candidates("chunk"), switches, "cute")
+        assert choice.config.makers == 2
+
+
+def test_places_compile_nothing_new() -> None:
+    problem = problem_of(32, 8192, 1)
+    config = wide_config(problem)
+    keys = [
+        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, places=p, ringed=r)) for p, r in ((30, 3), (1, 9))
+    ]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_room(stages: int, parts: int) -> None:
+    assert max(shape.chain_bytes(stages), shape.maker_bytes(parts)) <= H100.shared_bytes_per_block
+    registers = shape.SETS * (shape.INVERSE_REGISTERS + shape.SCORE_REGISTERS) + shape.COPY_REGISTERS
+    idle = (shape.WARPGROUPS - 2) * shape.IDLE_REGISTERS
+    pool = 65536 // (shape.WARPGROUPS * 128) // 8 * 8 * shape.WARPGROUPS
+    assert max(registers, shape.STATE_REGISTERS + shape.COPY_REGISTERS + idle) <= pool
+
+
+def test_variants_compile_as_they_should() -> None:
+    served = (problem for problem, _ in variants.cover("chunk", chunk) if isinstance(problem, ChunkProblem))
+    found = [problem for problem in served if problem.head_v_dim == 128]
+    forms = ({}, {"prefetch": 2}, {"places": 0}, {"ringed": 0})
+    tasks = [(problem, replace(wide_config(problem), **forms[i % 4])) for i, problem in enumerate(dict.fromkeys(found))]
+    assert len(tasks) >= 5
+    failed = checks.failures("kernels_cute.chunk", "cute", tasks, H100)
+    assert not failed, "\n".join(failed)
