@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32
 
 from kernels_cute._chunk_ptx import in_block, load_four, load_one, pack, store_one, unpack
 
@@ -11,10 +11,8 @@ __all__ = [
     "as_float",
     "in_block",
     "load_four",
-    "load_current",
     "load_one",
     "pack",
-    "prefetch",
     "send",
     "store_four",
     "store_global_pair",
@@ -45,16 +43,3 @@ def store_global_pair(address: Any, first: Any, second: Any) -> None:
 def as_float(word: Any) -> Any:
     """The float32 of these bits."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-
-
-def load_current(address: Any, width: int) -> Any:
-    """An integer of `width` bits as it is in memory now, not in L1, and without leaving a copy there."""
-    kind = {32: Int32, 64: Int64}[width]
-    return cute.arch.inline_ptx(
-        f"ld.relaxed.gpu.global.b{width} {{$w0}}, [{{$r0}}];", write_only_types=[kind], read_only_args=[address]
-    )
-
-
-def prefetch(address: Any, num_bytes: Any) -> None:
-    """Asks for bytes of global memory to be in L2; address and number: multiples of 16."""
-    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, num_bytes])

@@ -24,12 +24,12 @@ class DecodeStep(StateTile):
     sums of squares of o of every warp of the head, for even and odd tokens; `barriers`, which count the bytes of those.
     """
 
-    def __init__(self, problem: GdnDecodeProblem, threads: int, lanes: int, rows: int, resident: int, overlaps: int) -> None:
+    def __init__(self, problem: GdnDecodeProblem, threads: int, lanes: int, rows: int, resident: int) -> None:
         super().__init__(
             problem.head_k_dim, problem.head_v_dim, problem.state_v_first, problem.state_dtype, threads, lanes, rows,
             problem.has_rounding,
         )  # fmt: skip
-        self.min_blocks, self.overlaps = resident // threads, overlaps
+        self.min_blocks = resident // threads
         self.H, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
         self.columns = threads // lanes * rows  # of V, a block
         self.splits = self.V // self.columns  # blocks of a value head
@@ -89,7 +89,6 @@ class DecodeStep(StateTile):
             stream=stream,
             min_blocks_per_mp=self.min_blocks,
             preferred_smem_carveout=16,  # percent: a few KiB a block; without a value the DSL asks a device for its limit
-            use_pdl=self.overlaps > 0,
         )  # fmt: skip
 
     @cute.kernel
@@ -123,13 +122,6 @@ class DecodeStep(StateTile):
         value_head = key_head * self.ratio + rank // self.splits
         lane, group = self.lane_and_group(thread)
         v_start = rank % self.splits * self.columns + group * self.rows
-        if cutlass.const_expr(self.overlaps > 0):
-            cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(self.overlaps > 1):
-                self.prefetch(
-                    sequence, key_head, value_head, rank, thread, gIndices, gAccepted, gPool, gWindows, gWeight, null_slot
-                )
-            cute.arch.griddepcontrol_wait()
 
         # Everything that the slot depends on, at once.
         begin = Int32(sequence)
@@ -204,50 +196,6 @@ class DecodeStep(StateTile):
                 self.store_out(token, value_head, lane, v_start, Float32(0.0), gOut)
 
     @cute.jit
-    def prefetch(
-        self, sequence, key_head, value_head, rank, thread, gIndices, gAccepted, gPool, gWindows, gWeight, null_slot: Int64
-    ):  # fmt: skip
-        """Before the launches in front have ended: what the block will read of the pools, if the indices stay what they
-        are, and of the filter, on its way to L2. Nothing that is read here is used for anything else."""
-        column = Int32(0)
-        if cutlass.const_expr(self.has_accepted):
-            at = gAccepted.iterator.toint() + sequence * gAccepted.stride[0] * 4
-            column = cutlass.max(cutlass.min(ptx.load_current(at, 32), gIndices.shape[1]), 1) - 1
-        size = cutlass.const_expr(gIndices.element_type.width // 8)
-        address = gIndices.iterator.toint() + sequence * gIndices.stride[0] * size
-        window_slot = Int64(ptx.load_current(address, 8 * size))
-        read_slot = window_slot
-        if cutlass.const_expr(self.has_accepted):
-            read_slot = Int64(ptx.load_current(address + column * gIndices.stride[1] * size, 8 * size))
-        v_start = rank % self.splits * self.columns
-        if (read_slot > null_slot) & (read_slot < gPool.shape[0]):
-            size = cutlass.const_expr(gPool.element_type.width // 8)
-            state = gPool.iterator.toint() + (read_slot * gPool.stride[0] + value_head * (self.K * self.V)) * size
-            if cutlass.const_expr(self.v_first):
-                if thread == 0:
-                    ptx.prefetch(state + v_start * (self.K * size), Int32(self.columns * self.K * size))
-            else:
-                for k in cutlass.range(thread, self.K, self.threads, unroll=1):
-                    ptx.prefetch(state + (k * self.V + v_start) * size, Int32(self.columns * size))
-        # Threads 0 to 2 of a warp bring q, k and v of the block: of the filter, and of a column of the window.
-        part = thread % 32
-        if part < 3:
-            channel = cutlass.select_(part == 0, key_head * self.K, self.H * self.K + key_head * self.K)
-            v_channel = Int32(2 * self.H * self.K) + value_head * self.V + v_start
-            channel = cutlass.select_(part == 2, v_channel, channel)
-            count = cutlass.select_(part == 2, Int32(self.columns), Int32(self.K))
-            if thread < 32:
-                size = cutlass.const_expr(self.taps * gWeight.element_type.width // 8)
-                ptx.prefetch(gWeight.iterator.toint() + Int64(channel) * size, count * size)
-            if cutlass.const_expr(self.together):
-                if (window_slot > null_slot) & (window_slot < gWindows.shape[0]):
-                    size = cutlass.const_expr(gWindows.element_type.width // 8)
-                    for c in cutlass.range(thread // 32, self.history, self.warps, unroll=1):
-                        if column + c < gWindows.shape[2]:
-                            offset = self.column_offset(gWindows, window_slot, column + c, channel)
-                            ptx.prefetch(gWindows.iterator.toint() + offset * size, count * size)
-
-    @cute.jit
     def run(
         self, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
         column, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32,
@@ -255,11 +203,12 @@ class DecodeStep(StateTile):
     ):  # fmt: skip
         """A sequence that is no padding: all blocks of a cluster come here, or none."""
         rows, entries = cutlass.const_expr(self.rows), cutlass.const_expr(self.entries)
-        rState = cute.make_rmem_tensor(rows * entries, Float32)
-        self.load_state(Int64(read_slot), value_head, lane, v_start, gPool, rState)
+        # The few bytes of the convolution before the many of the state: it is done while those are under way.
         self.load_windows(thread, key_head, value_head, rank, Int64(window_slot), column, gWindows, rLine)
         if cutlass.const_expr(self.has_offsets):
             self.load_token(begin, thread, lane, key_head, value_head, rank, v_start, gX, gZ, gB, gA, rLine, rGates, rZ)
+        rState = cute.make_rmem_tensor(rows * entries, Float32)
+        self.load_state(Int64(read_slot), value_head, lane, v_start, gPool, rState)
 
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         tokens = storage.tokens.data_ptr().toint()

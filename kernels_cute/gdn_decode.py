@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import GdnDecodeProblem
+from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
 from kernels_cute._decode_step import CHANNELS, DecodeStep
 from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake
 from kernels_cute._state_tile import k_vector
@@ -36,6 +36,8 @@ ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _MOST_BLOCKS = 8  # of a cluster, on every device
 _RESIDENT = (768, 512, 384, 256)
+_MANY_WAVES = 16  # heads an SM
+_STATE_BYTES = 128  # of the state, a thread, where there are many heads
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,6 @@ class Config:
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
     resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
-    # 0: launches follow each other. 1: the next one may begin before this one has ended, and waits for its end before it
-    # reads anything. 2: and until then prefetches into L2 what it will probably read: pools and filter.
-    overlaps: int
 
     @property
     def block_v(self) -> int:
@@ -99,7 +98,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (64, 128, 256) or config.overlaps not in (0, 1, 2):
+    if config.lanes not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
         return False
     if config.resident not in _RESIDENT or config.resident % config.threads:
         return False
@@ -117,7 +116,7 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
 
 def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, lanes: int, rows: int) -> Config | None:
     """With the tightest cap on registers that the estimate allows."""
-    found = (Config(threads, lanes, rows, resident, 0) for resident in _RESIDENT)
+    found = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
     return next((config for config in found if fits(problem, config, device)), None)
 
 
@@ -139,7 +138,7 @@ def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
-    """The most state in flight on an SM in as few blocks a head as give every SM two; with less to do, the most blocks."""
+    """As measured (NOTES-decode.md), by the value heads of the call: too few for the device, one wave, several, many."""
     space = configs(problem, device)
     heads = max(problem.num_sequences, 1) * problem.num_v_heads
 
@@ -152,10 +151,19 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     def is_narrow(config: Config) -> bool:
         return not problem.state_v_first and config.rows < 4  # its loads are as wide as a thread has columns
 
-    enough = [config for config in space if heads * blocks(config) >= 2 * device.num_sms]
-    if enough:
-        return min(enough, key=lambda c: (is_narrow(c), -c.resident * state(c), blocks(c), c.lanes))
-    return min(space, key=lambda c: (is_narrow(c), -blocks(c), abs(c.threads - 128), -state(c), c.lanes))
+    if heads < device.num_sms:  # as many blocks as there can be
+        return min(space, key=lambda c: (is_narrow(c), -blocks(c), -state(c), c.lanes))
+    if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM
+        return min(space, key=lambda c: (is_narrow(c), -c.resident * state(c), blocks(c), c.lanes))
+    # A head a block, so that no sums pass between blocks, where all of them are on the device at once.
+    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.resident // c.threads) and not is_narrow(c)]
+    if wave:
+        return min(wave, key=lambda c: (-state(c), c.lanes))
+    if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
+        return min(space, key=lambda c: (is_narrow(c), -state(c), -blocks(c), c.lanes))
+    # Less state a thread and more threads an SM: some load while others store.
+    size = DTYPE_BYTES[problem.state_dtype]
+    return min(space, key=lambda c: (is_narrow(c), abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.rows - 4)))
 
 
 def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
@@ -164,7 +172,7 @@ def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    kernel = DecodeStep(problem, config.threads, config.lanes, config.rows, config.resident, config.overlaps)
+    kernel = DecodeStep(problem, config.threads, config.lanes, config.rows, config.resident)
     return {ENTRY: _build.library(ENTRY, kernel, *_arguments(problem))}
 
 

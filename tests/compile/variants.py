@@ -60,7 +60,7 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
     "segment": [0, 16],  # of the configuration, where a backend has it: whole sequences, or in segments of so many chunks
     "places": [0, 3],  # likewise: a cluster an item, or so many that take one after the other
 }
-_CONFIG_AXES = ("segment", "places", "overlaps")
+_CONFIG_AXES = ("segment", "places")
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
@@ -126,7 +126,6 @@ AXES: dict[str, Axes] = {
         "drafts": [(False, False), (True, False), (True, True)],  # columns of the indices, accepted counts
         "has_rounding": [False, True],
         "num_sequences": [1, 8, 128],  # they choose the configuration
-        "overlaps": [0, 1, 2],  # of the configuration
     },
     "split": {
         "heads": [(16, 32), (4, 4), (2, 6)],
