@@ -195,6 +195,40 @@ def test_right_on_average_over_seeds(device: torch.device) -> None:
     assert 0.9 < float(deviation.square().mean()) < 1.1
 
 
+def test_drift_over_4096_steps(device: torch.device) -> None:
+    """Decay near 1 and small updates, against a float32 pool: changes below half a unit, which nearest loses."""
+    heads, dim, steps = 4, 64, 4096
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator).to(BF16)
+
+    q, k, v = normal(steps, 1, 1, heads, dim), normal(steps, 1, 1, heads, dim), normal(steps, 1, 1, heads, dim)
+    g = torch.full((1, 1, heads), -(2.0**-12), device=device)
+    beta = torch.full((1, 1, heads), 2.0**-8, device=device)
+    start, seed = normal(2, heads, dim, dim), torch.zeros(1, dtype=torch.int64, device=device)
+    common: Arguments = {
+        "cu_seqlens": torch.tensor([0, 1], device=device), "ssm_state_indices": torch.tensor([1], device=device),
+        "use_qk_l2norm_in_kernel": True, "state_v_first": True, "backend": "cute",
+    }  # fmt: skip
+    exact, nearest, noisy = start.float(), start.clone(), start.clone()
+    for step in range(steps):
+        seed.fill_(step)
+        for pool in (exact, nearest, noisy):
+            rounding = seed if pool is noisy else None
+            gdn.fused_recurrent_gated_delta_rule(
+                q[step], k[step], v[step], g, beta, initial_state=pool, rounding_seed=rounding, **common
+            )
+    wanted = exact[1].double()
+
+    def error(pool: Tensor) -> float:
+        return float((pool[1].double() - wanted).norm() / wanted.norm())
+
+    assert error(nearest) > 1.0
+    assert error(noisy) < 0.2
+    assert abs(float((noisy[1].double() * wanted).sum() / wanted.square().sum()) - 1) < 0.02
+
+
 def test_a_replayed_graph_reads_the_seed(device: torch.device) -> None:
     arguments = decode(device, Case(state_dtype=BF16, lengths=(1,) * 5, offsets_dtype=None))
     seed = torch.tensor([5], device=device)
