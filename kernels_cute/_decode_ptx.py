@@ -31,8 +31,12 @@ def send(target: Any, value: Any, barrier: Any, positive: Any) -> None:
     )
 
 
-def store_four(address: Any, values: Any) -> None:
-    cute.arch.inline_ptx("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+def store_four(address: Any, values: Any, positive: Any) -> None:
+    """Where `positive` is. Without a branch: what the values are made of stays in one block of code with its loads."""
+    cute.arch.inline_ptx(
+        "{.reg .pred p;\nsetp.gt.s32 p, {$r5}, 0;\n@p st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};}",
+        read_only_args=[address, *values, positive],
+    )
 
 
 def store_global_pair(address: Any, first: Any, second: Any) -> None:

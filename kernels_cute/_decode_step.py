@@ -141,31 +141,16 @@ class DecodeStep(StateTile):
         if cutlass.const_expr(self.rounds):
             seed = mixed_seed(gSeed)
 
-        # The filter, the gates' and the norm's parameters and (without offsets) the row depend on no index.
-        # Two 16-bit values a word: one by one they would take a register each.
-        rWeight = cute.make_rmem_tensor(self.passes * self.weight_words, Int32)
-        rBias = cute.make_rmem_tensor(self.passes * CHANNELS, Float32)
-        rLine = cute.make_rmem_tensor(self.passes * self.taps * WORDS, Int32)
+        # The gates, while the index is under way: what a branch uses waits for all that is under way, later the state too.
         rGates = cute.make_rmem_tensor(2, Float32)  # raw a and b of the thread that makes the gates
-        rZ = cute.make_rmem_tensor(1, Float32)
-        rWeight.fill(0)
-        rBias.fill(0.0)
-        rLine.fill(0)
         rGates.fill(0.0)
-        rZ.fill(0.0)
-        self.load_filter(thread, key_head, value_head, rank, gWeight, gBias, rWeight, rBias)
         minus_decay = Float32(0.0)
         dt_bias = Float32(0.0)
         if thread == self.threads - 1:
             minus_decay = gALog[value_head].to(Float32)
             dt_bias = gDtBias[value_head].to(Float32)
-        norm_weight = Float32(0.0)
-        if lane < self.rows:
-            norm_weight = gNorm[v_start + lane].to(Float32)
         if cutlass.const_expr(not self.has_offsets):
-            self.load_token(
-                begin, thread, lane, key_head, value_head, rank, v_start, gX, gZ, gB, gA, rLine, rGates, rZ
-            )
+            self.load_gates(begin, thread, key_head, value_head, rank, gB, gA, rGates)
 
         # The slots to read, and the column at which the window starts. One that is null makes the sequence padding.
         read_slot = lane_slot
@@ -182,8 +167,8 @@ class DecodeStep(StateTile):
         if is_live:
             self.run(
                 sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-                column, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
-                null_slot, rWeight, rBias, rLine, rGates, rZ,
+                column, seed, minus_decay, dt_bias, rGates, gX, gZ, gB, gA, gWindows, gWeight, gBias, gNorm, gPool, gIndices,
+                gOut, scale, eps, null_slot,
             )  # fmt: skip
         else:
             for token in cutlass.range(begin, begin + count, unroll=1):
@@ -198,16 +183,28 @@ class DecodeStep(StateTile):
     @cute.jit
     def run(
         self, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
-        column, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32,
-        eps: Float32, null_slot: Int64, rWeight, rBias, rLine, rGates, rZ,
+        column, seed, minus_decay, dt_bias, rGates, gX, gZ, gB, gA, gWindows, gWeight, gBias, gNorm, gPool, gIndices, gOut,
+        scale: Float32, eps: Float32, null_slot: Int64,
     ):  # fmt: skip
         """A sequence that is no padding: all blocks of a cluster come here, or none."""
         rows, entries = cutlass.const_expr(self.rows), cutlass.const_expr(self.entries)
+        # Two 16-bit values a word: one by one they would take a register each.
+        rWeight = cute.make_rmem_tensor(self.passes * self.weight_words, Int32)
+        rBias = cute.make_rmem_tensor(self.passes * CHANNELS, Float32)
+        rLine = cute.make_rmem_tensor(self.passes * self.taps * WORDS, Int32)
+        rZ = cute.make_rmem_tensor(1, Float32)
+        rState = cute.make_rmem_tensor(rows * entries, Float32)
+        rBias.fill(0.0)
+        rZ.fill(0.0)
         # The few bytes of the convolution before the many of the state: it is done while those are under way.
         self.load_windows(thread, key_head, value_head, rank, Int64(window_slot), column, gWindows, rLine)
+        self.load_row(begin, thread, lane, key_head, value_head, rank, v_start, gX, gZ, rLine, rZ)
+        self.load_filter(thread, key_head, value_head, rank, gWeight, gBias, rWeight, rBias)
         if cutlass.const_expr(self.has_offsets):
-            self.load_token(begin, thread, lane, key_head, value_head, rank, v_start, gX, gZ, gB, gA, rLine, rGates, rZ)
-        rState = cute.make_rmem_tensor(rows * entries, Float32)
+            self.load_gates(begin, thread, key_head, value_head, rank, gB, gA, rGates)
+        norm_weight = Float32(0.0)
+        if lane < self.rows:
+            norm_weight = gNorm[v_start + lane].to(Float32)
         self.load_state(Int64(read_slot), value_head, lane, v_start, gPool, rState)
 
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
@@ -253,8 +250,7 @@ class DecodeStep(StateTile):
         for p in cutlass.range_constexpr(self.passes):
             item = p * self.threads + thread
             self.convolve(p, rWeight, rBias, rLine, rOut)
-            if item < self.items:
-                ptx.store_four(tokens + item * (4 * CHANNELS), [rOut[c] for c in range(CHANNELS)])
+            ptx.store_four(tokens + item * (4 * CHANNELS), [rOut[c] for c in range(CHANNELS)], self.items - item)
         if thread == self.threads - 1:
             ptx.store_one(tokens + 4 * self.gates_at, self.decay(rGates[0] + dt_bias, minus_decay))
             ptx.store_one(tokens + 4 * self.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
@@ -338,9 +334,9 @@ class DecodeStep(StateTile):
         gate = self.gate(rZ[0])
         if cutlass.const_expr(self.has_offsets):
             if step + 1 < count:
-                self.load_token(
-                    begin + step + 1, thread, lane, key_head, value_head, rank, v_start, gX, gZ, gB, gA, rLine, rGates, rZ
-                )
+                token = begin + step + 1
+                self.load_row(token, thread, lane, key_head, value_head, rank, v_start, gX, gZ, rLine, rZ)
+                self.load_gates(token, thread, key_head, value_head, rank, gB, gA, rGates)
         for r in cutlass.range_constexpr(rows):
             for i in cutlass.range_constexpr(entries):
                 rState[self.at(r, i)] = alpha * rState[self.at(r, i)] + rU[r] * rK[i]
@@ -443,26 +439,23 @@ class DecodeStep(StateTile):
         within = cutlass.select_(item < self.shared_items, item * CHANNELS, item * CHANNELS + inner)
         return key_head * self.group_width + within
 
+    def loaded(self, p: int, thread: Any) -> Any:
+        """The item whose inputs a thread loads in pass p: one beyond the last loads the last, so that nothing branches."""
+        return cutlass.min(p * self.threads + thread, self.items - 1)
+
     @cute.jit
     def load_filter(self, thread, key_head, value_head, rank, gWeight, gBias, rWeight, rBias):
         for p in cutlass.range_constexpr(self.passes):
-            item = p * self.threads + thread
-            if item < self.items:
-                channel = Int64(self.channel(item, key_head, value_head, rank))
-                size = cutlass.const_expr(4 * self.weight_words)
-                load_words(gWeight, channel * self.taps, size, min(16, size & -size), rWeight, p * self.weight_words, False)
-                if cutlass.const_expr(self.has_bias):
-                    align = cutlass.const_expr(min(16, CHANNELS * gBias.element_type.width // 8))
-                    load(pointer(gBias, channel, align), CHANNELS, rBias, p * CHANNELS, False)
+            channel = Int64(self.channel(self.loaded(p, thread), key_head, value_head, rank))
+            size = cutlass.const_expr(4 * self.weight_words)
+            load_words(gWeight, channel * self.taps, size, min(16, size & -size), rWeight, p * self.weight_words, False)
+            if cutlass.const_expr(self.has_bias):
+                align = cutlass.const_expr(min(16, CHANNELS * gBias.element_type.width // 8))
+                load(pointer(gBias, channel, align), CHANNELS, rBias, p * CHANNELS, False)
 
     @cute.jit
-    def load_token(self, token, thread, lane, key_head, value_head, rank, v_start, gX, gZ, gB, gA, rLine, rGates, rZ):
-        """The token's row behind the window in rLine, its gates and the norm's gate."""
-        for p in cutlass.range_constexpr(self.passes):
-            item = p * self.threads + thread
-            if item < self.items:
-                offset = Int64(token) * gX.stride[0] + self.place(item, key_head, value_head, rank)
-                load_words(gX, offset, 4 * WORDS, 4 * WORDS, rLine, (p * self.taps + self.history) * WORDS, True)
+    def load_gates(self, token, thread, key_head, value_head, rank, gB, gA, rGates):
+        """Raw a and b, for the thread that makes decay and beta."""
         if thread == self.threads - 1:
             if cutlass.const_expr(self.interleaved):
                 at = key_head * (2 * self.ratio) + rank // self.splits
@@ -471,6 +464,13 @@ class DecodeStep(StateTile):
             else:
                 rGates[0] = gA[token, value_head].to(Float32)
                 rGates[1] = gB[token, value_head].to(Float32)
+
+    @cute.jit
+    def load_row(self, token, thread, lane, key_head, value_head, rank, v_start, gX, gZ, rLine, rZ):
+        """The token's row behind the window in rLine, and the norm's gate."""
+        for p in cutlass.range_constexpr(self.passes):
+            offset = Int64(token) * gX.stride[0] + self.place(self.loaded(p, thread), key_head, value_head, rank)
+            load_words(gX, offset, 4 * WORDS, 4 * WORDS, rLine, (p * self.taps + self.history) * WORDS, True)
         if lane < self.rows:
             if cutlass.const_expr(self.interleaved):
                 at = key_head * self.group_width + (2 * self.K + self.ratio * self.V) + rank // self.splits * self.V
@@ -492,23 +492,21 @@ class DecodeStep(StateTile):
     def load_windows(self, thread, key_head, value_head, rank, slot, column, gWindows, rLine):
         size = cutlass.const_expr(gWindows.element_type.width // 8)
         for p in cutlass.range_constexpr(self.passes):
-            item = p * self.threads + thread
-            if item < self.items:
-                channel = self.channel(item, key_head, value_head, rank)
-                for c in cutlass.range_constexpr(self.history):
-                    offset = self.column_offset(gWindows, slot, column + c, channel)
-                    at = cutlass.const_expr((p * self.taps + c) * WORDS)
-                    if cutlass.const_expr(self.copies_windows):
-                        load_words(gWindows, offset, 4 * WORDS, 4 * WORDS, rLine, at, True)
+            channel = self.channel(self.loaded(p, thread), key_head, value_head, rank)
+            for c in cutlass.range_constexpr(self.history):
+                offset = self.column_offset(gWindows, slot, column + c, channel)
+                at = cutlass.const_expr((p * self.taps + c) * WORDS)
+                if cutlass.const_expr(self.copies_windows):
+                    load_words(gWindows, offset, 4 * WORDS, 4 * WORDS, rLine, at, True)
+                else:
+                    rRow = cute.make_rmem_tensor(CHANNELS, Float32)
+                    if cutlass.const_expr(self.together):
+                        load(pointer(gWindows, offset, CHANNELS * size), CHANNELS, rRow, 0, True)
                     else:
-                        rRow = cute.make_rmem_tensor(CHANNELS, Float32)
-                        if cutlass.const_expr(self.together):
-                            load(pointer(gWindows, offset, CHANNELS * size), CHANNELS, rRow, 0, True)
-                        else:
-                            for e in cutlass.range_constexpr(CHANNELS):
-                                load(pointer(gWindows, offset + e * gWindows.stride[1], size), 1, rRow, e, False)
-                        for word in cutlass.range_constexpr(WORDS):
-                            rLine[at + word] = ptx.pack(self.dtype, rRow[2 * word], rRow[2 * word + 1])
+                        for e in cutlass.range_constexpr(CHANNELS):
+                            load(pointer(gWindows, offset + e * gWindows.stride[1], size), 1, rRow, e, False)
+                    for word in cutlass.range_constexpr(WORDS):
+                        rLine[at + word] = ptx.pack(self.dtype, rRow[2 * word], rRow[2 * word + 1])
 
     @cute.jit
     def store_column(
