@@ -14,10 +14,18 @@ import torch
 import gdn
 from autotune import steps
 from autotune._case import Call, Case, WrongResult, launch_of
+from autotune.decode import DecodeCase
 from autotune.shapes import Shape
 from gdn import reference
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, RecurrentProblem, TopkProblem
+from gdn.problems import (
+    ChunkProblem,
+    GdnDecodeProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    RecurrentProblem,
+    TopkProblem,
+)
 from gdn.runtime import Prepared
 from gdn.testing import compare, inputs, inputs_logits, oracle, oracle_logits, timing
 
@@ -33,6 +41,8 @@ def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
         return _LogitsCase(shape, problem, device, copies)
     if isinstance(problem, TopkProblem):
         return _TopkCase(problem, device, copies)
+    if isinstance(problem, GdnDecodeProblem):
+        return DecodeCase(problem, shape.lengths, device, copies)
     if isinstance(problem, steps.PROBLEMS):
         return steps.StepCase(problem, shape.lengths, device, copies)
     raise TypeError(f"shape.problem: expected one of an operator with a case, got {type(problem).__name__}")

@@ -20,7 +20,7 @@ class Shape:
 
     name: str
     problem: Problem
-    lengths: tuple[int, ...] = ()  # tokens of each sequence (chunk, recurrent, conv1d, conv1d_update)
+    lengths: tuple[int, ...] = ()  # tokens of each sequence (chunk, recurrent, conv1d, conv1d_update, gdn_decode)
     ranges: str = "causal"  # of keys, as gdn.testing.inputs_logits names them (mqa_logits)
 
     @property
@@ -187,6 +187,23 @@ def _conv1d_update(heads: tuple[int, int], batch: int, drafts: int = 0, tree: bo
     return Shape(f"{heads[0]}/{heads[1]} batch {batch}{steps}", problem, lengths=(tokens,) * batch)
 
 
+def _decode(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> Shape:
+    tokens = 1 + drafts
+    problem = _example(
+        "gdn_decode",
+        heads,
+        state_dtype=state_dtype,
+        cu_seqlens_dtype="int32" if drafts else None,
+        has_columns=drafts > 0,
+        has_accepted=drafts > 0,
+        num_tokens=batch * tokens,
+        num_sequences=batch,
+    )
+    steps = f", {tokens} tokens each" if drafts else ""
+    kind = {"float32": "f32", "bfloat16": "bf16"}[state_dtype]
+    return Shape(f"{heads[0]}/{heads[1]} batch {batch} {kind}{steps}", problem, lengths=(tokens,) * batch)
+
+
 def _split(heads: tuple[int, int], num_tokens: int) -> Shape:
     return Shape(f"{heads[0]}/{heads[1]} {num_tokens}", _example("split", heads, num_tokens=num_tokens))
 
@@ -263,6 +280,12 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
         *(_conv1d_update((16, 32), batch) for batch in (1, 32, 128, 512)),
         _conv1d_update((16, 32), 128, drafts=3),
         _conv1d_update((16, 32), 128, drafts=3, tree=True),
+    ),
+    "gdn_decode": (
+        *(_decode((16, 32), batch) for batch in (1, 8, 32, 128, 512)),
+        *(_decode((16, 32), batch, "bfloat16") for batch in (128, 512)),
+        *(_decode((4, 8), batch) for batch in (1, 8, 32, 128)),
+        *(_decode((16, 32), batch, drafts=3) for batch in (32, 128)),
     ),
     "split": (_split((16, 32), 8192), _split((16, 32), 128), _split((4, 8), 8192)),
     "gating": (_gating(32, 8192), _gating(32, 128)),

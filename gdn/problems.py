@@ -460,3 +460,75 @@ class RmsNormGatedProblem(Problem):
     def bytes_moved(self) -> int:
         per_element = 2 * DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.z_dtype]
         return self.num_tokens * self.num_heads * self.head_dim * per_element
+
+
+@dataclass(frozen=True)
+class GdnDecodeProblem(Problem):
+    """`gdn.fused_gdn_decode`: everything of a decode step between the projections.
+
+    launch(compiled, mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state,
+           state_indices, num_accepted_tokens, cu_seqlens, rounding_seed, out, scale, eps, null_slot)
+        mixed_qkv [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row
+            stride multiples of 16 bytes
+        z [L, HV, V], last dim contiguous; a [L, HV]; b [L, HV], or interleaved [L, 2 * HV] with a and z None: any strides
+        conv_state [slots, 2 * H * K + HV * V, columns], updated in place; conv_weight [.., width], conv_bias [..] or None:
+            contiguous, bases multiples of 16 bytes
+        A_log, dt_bias [HV], norm_weight [V]: any stride
+        ssm_state [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
+        state_indices [>= N], or [>= N, columns] with has_columns, any strides
+        num_accepted_tokens [>= N] int32 any stride, or None; cu_seqlens [N + 1], or None: one token per sequence
+        rounding_seed int64 [1] or None; out [L, HV, V], last dim contiguous; scale, eps float, null_slot int
+    Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
+    is null is padding: nothing of it is read or written. Every row of out is written.
+    """
+
+    op: ClassVar[str] = "gdn_decode"
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    width: int  # of the convolution
+    dtype: str  # of mixed_qkv and out: bfloat16 | float16
+    z_dtype: str | None  # None = interleaved
+    a_dtype: str | None  # None = interleaved
+    b_dtype: str
+    weight_dtype: str
+    bias_dtype: str | None
+    A_log_dtype: str
+    dt_bias_dtype: str
+    norm_dtype: str
+    conv_dtype: str  # of the windows
+    conv_channels_contiguous: bool  # as ConvolutionProblem.state_channels_contiguous
+    state_dtype: str  # float32 | bfloat16
+    state_v_first: bool
+    index_dtype: str
+    cu_seqlens_dtype: str | None  # None = one token per sequence
+    interleaved: bool
+    silu: bool  # behind the convolution
+    gate_sigmoid: bool  # the norm's gate: sigmoid(z), else silu(z)
+    has_columns: bool  # 2-D indices: drafts
+    has_accepted: bool  # num_accepted_tokens given
+    has_rounding: bool  # stochastic rounding of a bf16 state
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    @property
+    def dim(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    def flops(self) -> int:
+        return self.num_tokens * (self.num_v_heads * 6 * self.head_k_dim * self.head_v_dim + 2 * self.dim * self.width)
+
+    def bytes_moved(self) -> int:
+        values = self.num_v_heads * self.head_v_dim
+        state = values * self.head_k_dim * DTYPE_BYTES[self.state_dtype]
+        states = self.num_sequences + (self.num_tokens if self.has_columns else self.num_sequences)
+        columns = 2 * self.num_sequences * (self.width - 1)
+        if self.has_columns:
+            columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
+        gates = self.num_v_heads * (DTYPE_BYTES[self.b_dtype] + DTYPE_BYTES[self.a_dtype or self.b_dtype])
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + _bytes(self.bias_dtype))
+        return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters

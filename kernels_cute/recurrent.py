@@ -31,8 +31,11 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, RecurrentProblem
+from gdn.problems import RecurrentProblem
 from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._recurrent_tree import DraftTree
+from kernels_cute._rounding import mixed_seed
+from kernels_cute._state_tile import StateTile, k_vector
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
@@ -68,18 +71,13 @@ def refusal(problem: RecurrentProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
-    if problem.has_parent:
-        return "requires drafts in a chain, got parent_token (a tree)"
-    if problem.has_rounding:
-        return "requires rounding to nearest, got rounding_seed"
+    if problem.has_parent and not problem.write_every_token:
+        return "requires a column of indices per token with parent_token, got one slot per sequence"
     return None
 
 
 def _k_vector(problem: RecurrentProblem) -> int:
-    """Consecutive K entries of a thread: a 16-byte load of the state where K is its last dim, else 8 bytes of q and k."""
-    if problem.state_v_first and problem.state_dtype == "bfloat16" and problem.head_k_dim % 8 == 0:
-        return 8
-    return 4
+    return k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
 
 
 def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
@@ -94,7 +92,9 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
     write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
-    return config.rows * entries + per_entry + per_column + 4 * masked + 2 * write_slots + _OTHER_REGISTERS
+    state = config.rows * entries * (1 + problem.has_parent)  # a tree comes back to its start
+    noise = 6 * (problem.has_rounding and problem.write_every_token)
+    return state + per_entry + per_column + 4 * masked + 2 * write_slots + noise + _OTHER_REGISTERS
 
 
 def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
@@ -113,7 +113,7 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
-    if _k_per_thread(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
+    if _k_per_thread(problem, config.lanes) * config.rows * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
         return False
     if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
         return False
@@ -145,6 +145,8 @@ def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
         lanes //= 2
     rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
+    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, 384), device):
+        lanes, rows = 2 * lanes, 4
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
     narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
     shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
@@ -204,6 +206,8 @@ def launch(
         final_state if _has_new_final(problem) else absent,
         final_state_indices if problem.has_final_indices else absent,
         cu_seqlens,
+        parent_token if problem.has_parent else absent,
+        rounding_seed if problem.has_rounding else absent,
         out,
         scale,
         null_slot,
@@ -269,28 +273,34 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
         state("float32") if _has_new_final(problem) else offsets(),
         indices(problem.has_final_indices),
         offsets(),
+        fake("int32", num_tokens, last=1) if problem.has_parent else offsets(),
+        fake("int64", 1, last=1) if problem.has_rounding else offsets(),
         fake(problem.dtype, num_tokens, HS, V, last=1),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
     ]
 
 
-class _Recurrent:
+class _Recurrent(StateTile, DraftTree):
     """The kernel for one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: RecurrentProblem, config: Config) -> None:
-        self.threads, self.lanes, self.rows = config.threads, config.lanes, config.rows
+        super().__init__(
+            problem.head_k_dim, problem.head_v_dim, problem.state_v_first, problem.state_dtype, config.threads, config.lanes,
+            config.rows, problem.has_rounding,
+        )  # fmt: skip
+        self.HS = problem.num_state_heads
         self.min_blocks = config.resident // config.threads
-        self.K, self.V, self.HS = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
         self.q_group = self.HS // problem.num_q_heads
         self.k_group = self.HS // problem.num_k_heads
         self.v_group = self.HS // problem.num_v_heads
-        self.v_first, self.pooled, self.every_token = problem.state_v_first, problem.pooled, problem.write_every_token
+        self.pooled, self.every_token = problem.pooled, problem.write_every_token
         self.read_state = problem.has_initial_state
         self.write_pool = problem.has_final_state and problem.pooled
         self.write_new = _has_new_final(problem)
         self.stores_after_loop = self.write_new or self.write_pool and not self.every_token
         self.has_accepted, self.has_final_indices = problem.has_accepted, problem.has_final_indices
+        self.has_parent = problem.has_parent
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
         self.use_gate, self.use_sigmoid = problem.use_gate and self.has_gate, problem.use_beta_sigmoid
         self.use_l2norm = problem.use_qk_l2norm
@@ -298,18 +308,7 @@ class _Recurrent:
         self.gate_dtype = CUTE_DTYPES[problem.gate_dtype or "float32"]
         self.beta_dtype = CUTE_DTYPES[problem.beta_dtype or "float32"]
 
-        self.vec = _k_vector(problem)
-        self.entries = _k_per_thread(problem, self.lanes)  # K entries of a thread
-        self.chunks = self.entries // self.vec
         self.v_tiles = -(-self.V // config.block_v)
-        self.groups = self.threads // self.lanes
-        self.groups_per_warp = 32 // self.lanes
-        # V first: the lanes of a group are neighbours, so that a group reads whole lines of one column's K entries. K
-        # first: neighbouring lanes hold neighbouring columns.
-        self.lane_step = 1 if self.v_first else self.groups_per_warp
-        self.mask_k = self.chunks * self.lanes * self.vec != self.K
-        self.mask_v = self.V % config.block_v != 0
-        self.width = self.vec if self.v_first else min(self.rows, 16 // DTYPE_BYTES[problem.state_dtype])
         self.new_width = min(self.width, 4)
         self.num_sums = 2 * self.rows + (3 if self.use_l2norm else 1)  # S.k, S.q per column; k.q; k.k and q.q for norms
 
@@ -329,6 +328,8 @@ class _Recurrent:
         final_state: cute.Tensor,
         final_state_indices: cute.Tensor,
         cu_seqlens: cute.Tensor,
+        parent_token: cute.Tensor,
+        rounding_seed: cute.Tensor,
         out: cute.Tensor,
         scale: cutlass.Float32,
         null_slot: cutlass.Int64,
@@ -349,6 +350,8 @@ class _Recurrent:
             final_state,
             final_state_indices,
             cu_seqlens,
+            parent_token,
+            rounding_seed,
             out,
             scale,
             null_slot,
@@ -376,6 +379,8 @@ class _Recurrent:
         gFinal: cute.Tensor,
         gFinalIndices: cute.Tensor,
         gOffsets: cute.Tensor,
+        gParents: cute.Tensor,
+        gSeed: cute.Tensor,
         gOut: cute.Tensor,
         scale: cutlass.Float32,
         null_slot: cutlass.Int64,
@@ -386,12 +391,7 @@ class _Recurrent:
         num_sequences = gOffsets.shape[0] - 1
         sequence = block // (self.HS * self.v_tiles)
         head = block // self.v_tiles % self.HS
-        if cutlass.const_expr(self.v_first):
-            lane = thread % self.lanes
-            group = thread // self.lanes
-        else:
-            lane = thread % 32 // self.groups_per_warp
-            group = thread // 32 * self.groups_per_warp + thread % self.groups_per_warp
+        lane, group = self.lane_and_group(thread)
         v_start = (block % self.v_tiles * self.groups + group) * rows
 
         rState = cute.make_rmem_tensor(rows * entries, cutlass.Float32)
@@ -416,8 +416,9 @@ class _Recurrent:
         written_tokens = cutlass.Int32(gOffsets[num_sequences])
         if count < 0:
             count = cutlass.Int32(0)
-        if count > 0:
-            self.load_token(begin, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
+        if cutlass.const_expr(not self.has_parent):
+            if count > 0:
+                self.load_token(begin, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
 
         # The slot to read. A padding sequence has none: its rows become zero and nothing else happens.
         read_slot = cutlass.Int64(sequence)
@@ -443,6 +444,9 @@ class _Recurrent:
             else:
                 self.load_state(read_slot, head, lane, v_start, gPool, rState)
 
+        seed = cutlass.Int32(0)
+        if cutlass.const_expr(self.rounds):
+            seed = mixed_seed(gSeed)
         minus_decay = cutlass.Float32(0.0)
         bias = cutlass.Float32(0.0)
         if cutlass.const_expr(self.use_gate):
@@ -457,70 +461,32 @@ class _Recurrent:
         for t in cutlass.range(written_tokens + sequence, gOut.shape[0], num_sequences, unroll=1):
             self.store_out(t, head, lane, v_start, zero, gOut)
 
+        chain_count = live_count
+        if cutlass.const_expr(self.has_parent):
+            chain_count = cutlass.Int32(0)
+            self.run_tree(
+                sequence, begin, live_count, head, lane, v_start, minus_decay, bias, seed, gQ, gK, gV, gG, gBeta, gPool, gIndices,
+                gFinalIndices, gParents, gOut, scale, null_slot, rState, rQNext, rKNext, rVNext, rGNext, rBetaNext, rV, rK, rSums,
+                rU,
+            )  # fmt: skip
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
-        for token in cutlass.range(begin, begin + live_count, unroll=1):
-            for r in cutlass.range_constexpr(rows):
-                rV[r] = rVNext[r].to(cutlass.Float32)
-            alpha = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.has_gate):
-                alpha = self.decay(rGNext[0].to(cutlass.Float32), minus_decay, bias)
-            beta = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.has_beta):
-                beta = rBetaNext[0].to(cutlass.Float32)
-                if cutlass.const_expr(self.use_sigmoid):
-                    beta = 1.0 / (1.0 + cute.math.exp(-beta))
-
-            rSums.fill(0.0)
-            for i in cutlass.range_constexpr(entries):
-                q_value = rQNext[i].to(cutlass.Float32)
-                k_value = rKNext[i].to(cutlass.Float32)
-                rK[i] = k_value
-                rSums[2 * rows] += q_value * k_value
-                if cutlass.const_expr(self.use_l2norm):
-                    rSums[2 * rows + 1] += k_value * k_value
-                    rSums[2 * rows + 2] += q_value * q_value
-                for r in cutlass.range_constexpr(rows):
-                    s_value = rState[self.at(r, i)]
-                    rSums[2 * r] += s_value * k_value
-                    rSums[2 * r + 1] += s_value * q_value
-
+        for token in cutlass.range(begin, begin + chain_count, unroll=1):
+            alpha, beta = self.multiply(
+                rQNext, rKNext, rVNext, rGNext, rBetaNext, minus_decay, bias, rState, rV, rK, rSums
+            )
             if token + 1 < begin + live_count:
                 self.load_token(
                     token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext
                 )
 
-            for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-                for i in cutlass.range_constexpr(self.num_sums):
-                    rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
-
-            q_factor = scale
-            k_factor = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.use_l2norm):
-                k_factor = cute.math.rsqrt(rSums[2 * rows + 1] + 1e-6)
-                q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
-
-            o_value = cutlass.Float32(0.0)
-            for r in cutlass.range_constexpr(rows):
-                rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
-                o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
-                if lane == r:
-                    o_value = o_row
+            o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU)
             self.store_out(token, head, lane, v_start, o_value, gOut)
 
-            for r in cutlass.range_constexpr(rows):
-                for i in cutlass.range_constexpr(entries):
-                    rState[self.at(r, i)] = alpha * rState[self.at(r, i)] + rU[r] * rK[i]
-
+            self.update(alpha, rU, rK, rState)
             if cutlass.const_expr(self.write_pool and self.every_token):
-                write_slot = null_slot
-                if cutlass.const_expr(self.has_final_indices):
-                    if token < begin + gFinalIndices.shape[1]:
-                        write_slot = cutlass.Int64(gFinalIndices[sequence, token - begin])
-                else:
-                    if token < begin + gIndices.shape[1]:
-                        write_slot = cutlass.Int64(gIndices[sequence, token - begin])
+                write_slot = self.slot_to_write(sequence, token - begin, null_slot, gIndices, gFinalIndices)
                 if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
+                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
 
         if cutlass.const_expr(not self.stores_after_loop):
             # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
@@ -532,14 +498,109 @@ class _Recurrent:
                 write_slot = cutlass.Int64(gFinalIndices[sequence])
             if live_count > 0:
                 if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState)
+                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
-            self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState)
+            self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState, seed)
 
-    def at(self, row: int, entry: int) -> int:
-        """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""
-        return row * self.entries + entry if self.v_first else entry * self.rows + row
+    @cute.jit
+    def multiply(
+        self,
+        rQ: cute.Tensor,
+        rKIn: cute.Tensor,
+        rVIn: cute.Tensor,
+        rG: cute.Tensor,
+        rBeta: cute.Tensor,
+        minus_decay: cutlass.Float32,
+        bias: cutlass.Float32,
+        rState: cute.Tensor,
+        rV: cute.Tensor,
+        rK: cute.Tensor,
+        rSums: cute.Tensor,
+    ):
+        """The thread's parts of a token's dot products in rSums, v and k as float32 in rV and rK; returns decay and beta."""
+        rows = cutlass.const_expr(self.rows)
+        for r in cutlass.range_constexpr(rows):
+            rV[r] = rVIn[r].to(cutlass.Float32)
+        alpha = cutlass.Float32(1.0)
+        if cutlass.const_expr(self.has_gate):
+            alpha = self.decay(rG[0].to(cutlass.Float32), minus_decay, bias)
+        beta = cutlass.Float32(1.0)
+        if cutlass.const_expr(self.has_beta):
+            beta = rBeta[0].to(cutlass.Float32)
+            if cutlass.const_expr(self.use_sigmoid):
+                beta = 1.0 / (1.0 + cute.math.exp(-beta))
+
+        rSums.fill(0.0)
+        for i in cutlass.range_constexpr(self.entries):
+            q_value = rQ[i].to(cutlass.Float32)
+            k_value = rKIn[i].to(cutlass.Float32)
+            rK[i] = k_value
+            rSums[2 * rows] += q_value * k_value
+            if cutlass.const_expr(self.use_l2norm):
+                rSums[2 * rows + 1] += k_value * k_value
+                rSums[2 * rows + 2] += q_value * q_value
+            for r in cutlass.range_constexpr(rows):
+                s_value = rState[self.at(r, i)]
+                rSums[2 * r] += s_value * k_value
+                rSums[2 * r + 1] += s_value * q_value
+        return alpha, beta
+
+    @cute.jit
+    def combine(
+        self,
+        alpha: cutlass.Float32,
+        beta: cutlass.Float32,
+        scale: cutlass.Float32,
+        lane: cutlass.Int32,
+        rV: cute.Tensor,
+        rSums: cute.Tensor,
+        rU: cute.Tensor,
+    ):
+        """rU = what the columns take up of k; returns the output of column `lane`."""
+        rows = cutlass.const_expr(self.rows)
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            for i in cutlass.range_constexpr(self.num_sums):
+                rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
+
+        q_factor = scale
+        k_factor = cutlass.Float32(1.0)
+        if cutlass.const_expr(self.use_l2norm):
+            k_factor = cute.math.rsqrt(rSums[2 * rows + 1] + 1e-6)
+            q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
+
+        o_value = cutlass.Float32(0.0)
+        for r in cutlass.range_constexpr(rows):
+            rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
+            o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
+            if lane == r:
+                o_value = o_row
+        return o_value
+
+    @cute.jit
+    def update(self, alpha: cutlass.Float32, rU: cute.Tensor, rK: cute.Tensor, rState: cute.Tensor):
+        for r in cutlass.range_constexpr(self.rows):
+            for i in cutlass.range_constexpr(self.entries):
+                rState[self.at(r, i)] = alpha * rState[self.at(r, i)] + rU[r] * rK[i]
+
+    @cute.jit
+    def slot_to_write(
+        self,
+        sequence: cutlass.Int32,
+        node: cutlass.Int32,
+        null_slot: cutlass.Int64,
+        gIndices: cute.Tensor,
+        gFinalIndices: cute.Tensor,
+    ):
+        """For the state after token `node` of a sequence; null where it has no column."""
+        write_slot = null_slot
+        if cutlass.const_expr(self.has_final_indices):
+            if node < gFinalIndices.shape[1]:
+                write_slot = cutlass.Int64(gFinalIndices[sequence, node])
+        else:
+            if node < gIndices.shape[1]:
+                write_slot = cutlass.Int64(gIndices[sequence, node])
+        return write_slot
 
     @cute.jit
     def decay(self, gate: cutlass.Float32, minus_decay: cutlass.Float32, bias: cutlass.Float32):
@@ -551,58 +612,6 @@ class _Recurrent:
                 softplus = cute.math.log1p(cute.math.exp(raw))
             gate = minus_decay * softplus
         return cute.math.exp(gate)
-
-    @cute.jit
-    def is_live(self, lane: cutlass.Int32, chunk: cutlass.Constexpr, v_start: cutlass.Int32):
-        """Whether a thread's chunk of K and columns of V exist."""
-        live = cutlass.Boolean(True)
-        if cutlass.const_expr(self.mask_k):
-            live = (chunk * self.lanes + lane) * self.vec < self.K
-        if cutlass.const_expr(self.mask_v):
-            live = live & (v_start < self.V)
-        return live
-
-    @cute.jit
-    def pointer(self, gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
-        """gX + offset elements, known to be a multiple of align bytes."""
-        dtype = gX.element_type
-        address = gX.iterator.toint() + offset * (dtype.width // 8)
-        return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
-
-    @cute.jit
-    def load(
-        self,
-        source: cute.Pointer,
-        width: cutlass.Constexpr,
-        streaming: cutlass.Constexpr,
-        rX: cute.Tensor,
-        start: cutlass.Constexpr,
-    ):
-        """rX[start : start + width] = the width elements at source, one access."""
-        dtype = source.dtype
-        rSlice = cute.make_rmem_tensor(width, dtype)
-        priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if streaming else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=width * dtype.width, l1c_evict_priority=priority
-        )
-        cute.copy(atom, cute.make_tensor(source, cute.make_layout(width)), rSlice)
-        for e in cutlass.range_constexpr(width):
-            rX[start + e] = rSlice[e].to(rX.element_type)
-
-    @cute.jit
-    def store(self, rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, target: cute.Pointer):
-        """The width elements at target = rX[start : start + width], rounded to target's dtype, one access."""
-        dtype = target.dtype
-        rSlice = cute.make_rmem_tensor(width, dtype)
-        for e in cutlass.range_constexpr(width):
-            rSlice[e] = rX[start + e].to(dtype)
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyR2GOp(),
-            dtype,
-            num_bits_per_copy=width * dtype.width,
-            store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
-        )
-        cute.copy(atom, rSlice, cute.make_tensor(target, cute.make_layout(width)))
 
     @cute.jit
     def load_token(
@@ -647,73 +656,6 @@ class _Recurrent:
             rG[0] = gG[token, head]
         if cutlass.const_expr(self.has_beta):
             rBeta[0] = gBeta[token, head]
-
-    @cute.jit
-    def load_state(
-        self,
-        slot: cutlass.Int64,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-        v_start: cutlass.Int32,
-        gState: cute.Tensor,
-        rState: cute.Tensor,
-    ):
-        source = self.state_pointer(slot, head, lane, v_start, self.width, gState)
-        for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
-            for c in cutlass.range_constexpr(self.entries // self.width if self.v_first else self.rows // self.width):
-                step, start, chunk = self.state_place(r, c, self.width)
-                if cutlass.const_expr(self.mask_k or self.mask_v):
-                    if self.is_live(lane, chunk, v_start):
-                        self.load(source + step, self.width, True, rState, start)
-                else:
-                    self.load(source + step, self.width, True, rState, start)
-
-    @cute.jit
-    def store_state(
-        self,
-        slot: cutlass.Int64,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-        v_start: cutlass.Int32,
-        width: cutlass.Constexpr,
-        gState: cute.Tensor,
-        rState: cute.Tensor,
-    ):
-        target = self.state_pointer(slot, head, lane, v_start, width, gState)
-        for r in cutlass.range_constexpr(self.rows if self.v_first else self.entries):
-            for c in cutlass.range_constexpr(self.entries // width if self.v_first else self.rows // width):
-                step, start, chunk = self.state_place(r, c, width)
-                if cutlass.const_expr(self.mask_k or self.mask_v):
-                    if self.is_live(lane, chunk, v_start):
-                        self.store(rState, start, width, target + step)
-                else:
-                    self.store(rState, start, width, target + step)
-
-    @cute.jit
-    def state_pointer(
-        self,
-        slot: cutlass.Int64,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-        v_start: cutlass.Int32,
-        width: cutlass.Constexpr,
-        gState: cute.Tensor,
-    ):
-        """A thread's first element of a head's state."""
-        within = head * (self.K * self.V)
-        if cutlass.const_expr(self.v_first):
-            within += v_start * self.K + lane * self.vec
-        else:
-            within += lane * (self.vec * self.V) + v_start
-        return self.pointer(gState, slot * gState.stride[0] + within, width * gState.element_type.width // 8)
-
-    def state_place(self, r: int, c: int, width: int) -> tuple[int, int, int]:
-        """Of access (r, c) of `width` elements: offset from the thread's first one, place in registers, chunk of K."""
-        if self.v_first:
-            chunk, within = c * width // self.vec, c * width % self.vec
-            return r * self.K + chunk * self.lanes * self.vec + within, r * self.entries + c * width, chunk
-        chunk, within = r // self.vec, r % self.vec
-        return (chunk * self.lanes * self.vec + within) * self.V + c * width, r * self.rows + c * width, chunk
 
     @cute.jit
     def store_out(

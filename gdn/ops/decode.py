@@ -1,14 +1,20 @@
 """Public operator: one whole decode step of a GDN layer between its projections."""
 
+import functools
+
 import torch
 
-from gdn.ops import _delta_rule, _library
-from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops import _delta_rule, _library, _rows
+from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._memo import Made, Memo, make
 from gdn.ops.norm import check_gate_activation
+from gdn.problems import GdnDecodeProblem
 from gdn.reference import steps as reference
-from gdn.runtime import env, reference_only
+from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
+
+_memo = Memo()
 
 
 def fused_gdn_decode(
@@ -59,7 +65,8 @@ def fused_gdn_decode(
         A_log, dt_bias [HV], norm_weight [V]: any float dtype.
         ssm_state: the pool [slots, HV, K, V] (or V first), float32 or bfloat16; both pools are updated in place.
         state_indices [>= N], or [>= N, 1 + num_spec] with speculative decoding (as in fused_recurrent_gated_delta_rule for
-            the state, as in causal_conv1d_update for the conv window); a slot <= null_slot is padding: zero rows.
+            the state, as in causal_conv1d_update for the conv window). A sequence one of whose two slots to read (of the
+            state, of the window) is <= null_slot is padding: zero rows, and nothing of it is read or written.
         query_start_loc [N + 1] int32 or int64: token offsets; None = one token per sequence.
         num_accepted_tokens [>= N] int32, with 2-D indices.
         rounding_seed [1] int64 on the device, advanced by the caller: stochastic rounding of a bfloat16 pool; None = nearest.
@@ -76,6 +83,19 @@ def fused_gdn_decode(
             gate_activation, projection_layout, rounding_seed, state_v_first, null_slot, out, backend,
         )  # fmt: skip
         return o if out is None else out
+    tensors = (
+        mixed_qkv, query_start_loc, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices,
+        conv_bias, num_accepted_tokens, rounding_seed, out,
+    )  # fmt: skip
+    flags = (
+        num_k_heads, type(num_k_heads), head_k_dim, type(head_k_dim), head_v_dim, type(head_v_dim), scale, type(scale), eps,
+        activation, gate_activation, projection_layout, state_v_first, null_slot, type(null_slot), backend,
+    )  # fmt: skip
+    repeated: Tensor | None = _memo.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+
+    switches = env.current()
     heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
     floats = _delta_rule.FLOAT_DTYPES
@@ -115,7 +135,7 @@ def fused_gdn_decode(
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if out is not None:
         check_tensor("out", out, shape=(length, heads * head_v_dim), dtypes=(mixed_qkv.dtype,), device=device)
-    if env.current().validate:
+    if switches.validate:
         if query_start_loc is not None:
             _delta_rule.validate_offsets("query_start_loc", query_start_loc, length)
         num_slots = min(ssm_state.shape[0], conv_state.shape[0])
@@ -123,14 +143,68 @@ def fused_gdn_decode(
         if num_accepted_tokens is not None:
             _delta_rule.validate_accepted(num_accepted_tokens, query_start_loc, count, state_indices.shape[1])
 
-    reference_only("gdn_decode", backend)
-    return reference.fused_gdn_decode(
-        mixed_qkv, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices,
-        conv_bias=conv_bias, query_start_loc=query_start_loc, num_accepted_tokens=num_accepted_tokens,
-        num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, scale=scale, eps=eps, activation=activation,
-        gate_activation=gate_activation, projection_layout=projection_layout, rounding_seed=rounding_seed,
-        state_v_first=state_v_first, null_slot=null_slot, out=out,
+    is_flat = projection_layout == "flat"
+    problem = GdnDecodeProblem(
+        num_k_heads=num_k_heads,
+        num_v_heads=heads,
+        head_k_dim=head_k_dim,
+        head_v_dim=head_v_dim,
+        width=conv_weight.shape[1],
+        dtype=dtype_name(mixed_qkv.dtype),
+        z_dtype=None if z is None else dtype_name(z.dtype),
+        a_dtype=None if a is None else dtype_name(a.dtype),
+        b_dtype=dtype_name(b.dtype),
+        weight_dtype=dtype_name(conv_weight.dtype),
+        bias_dtype=None if conv_bias is None else dtype_name(conv_bias.dtype),
+        A_log_dtype=dtype_name(A_log.dtype),
+        dt_bias_dtype=dtype_name(dt_bias.dtype),
+        norm_dtype=dtype_name(norm_weight.dtype),
+        conv_dtype=dtype_name(conv_state.dtype),
+        conv_channels_contiguous=_rows.is_aligned(conv_state.mT),
+        state_dtype=dtype_name(ssm_state.dtype),
+        state_v_first=state_v_first,
+        index_dtype=dtype_name(state_indices.dtype),
+        cu_seqlens_dtype=None if query_start_loc is None else dtype_name(query_start_loc.dtype),
+        interleaved=not is_flat,
+        silu=activation is not None,
+        gate_sigmoid=gate_activation == "sigmoid",
+        has_columns=state_indices.dim() == 2,
+        has_accepted=num_accepted_tokens is not None,
+        has_rounding=rounding_seed is not None and ssm_state.dtype == torch.bfloat16,
+        num_tokens=length,
+        num_sequences=count,
+    )
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None:
+        return reference.fused_gdn_decode(
+            mixed_qkv, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices,
+            conv_bias=conv_bias, query_start_loc=query_start_loc, num_accepted_tokens=num_accepted_tokens,
+            num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, scale=scale, eps=eps,
+            activation=activation, gate_activation=gate_activation, projection_layout=projection_layout,
+            rounding_seed=rounding_seed, state_v_first=state_v_first, null_slot=null_slot, out=out,
+        )  # fmt: skip
+
+    made: list[Made] = []
+    shape = (length, heads * head_v_dim)
+    o = make(made, functools.partial(torch.empty, shape, dtype=mixed_qkv.dtype, device=device)) if out is None else out
+    if length == 0 or count == 0:
+        return o.zero_()
+    written = o if o.stride(1) == 1 or shape[1] == 1 else torch.empty(shape, dtype=o.dtype, device=device)
+    arguments = (
+        _rows.aligned("mixed_qkv", mixed_qkv), z, b, a, conv_state, _rows.constant(conv_weight),
+        None if conv_bias is None else _rows.constant(conv_bias), A_log, dt_bias, norm_weight, ssm_state, state_indices,
+        None if num_accepted_tokens is None else make(made, _delta_rule.as_int32, num_accepted_tokens),
+        None if query_start_loc is None else query_start_loc.contiguous(),
+        rounding_seed if problem.has_rounding else None, written.view(length, heads, head_v_dim),
+        head_k_dim**-0.5 if scale is None else float(scale), float(eps), null_slot,
     )  # fmt: skip
+    prepared.launch(*arguments)
+    if written is not o:
+        return o.copy_(written)
+    windows = conv_state if problem.conv_channels_contiguous else None
+    aligned = (mixed_qkv, conv_weight, conv_bias, windows, ssm_state)
+    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (o,), made, aligned)
+    return o
 
 
 def _check_projections(

@@ -12,6 +12,10 @@ on nothing else: not on the layout of the state, the order of work or the batch.
 the same for both state layouts. Adding noise uniform in [0, 2**16) to the bits and cutting the low half rounds the
 magnitude up with a probability equal to the fraction that is cut, so the rounded value is right on average. An infinity
 or NaN is stored as ordinary rounding stores it.
+
+It is worth its noise where a step changes the state by less than half a unit in the last place, at least 2**-9 of a value:
+rounding to the nearest then stores what was there before, in every step anew. A head that forgets a fraction of 2**-12 a
+token forgets nothing. Where every step changes more than that, ordinary rounding errs less.
 """
 
 import torch

@@ -83,7 +83,9 @@ def fused_gdn_decode(
     null_slot: int = -1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gdn.fused_gdn_decode`, as the composition of its steps; what lies between two steps has the dtype of mixed_qkv."""
+    """`gdn.fused_gdn_decode`, as the composition of its steps; what lies between two steps has the dtype of mixed_qkv.
+
+    Where one step would take a sequence for padding, all of them do."""
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(
@@ -93,6 +95,8 @@ def fused_gdn_decode(
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens
         query_start_loc = torch.arange(length + 1, dtype=torch.int32, device=mixed_qkv.device)
+    if state_indices.dim() == 2:
+        state_indices = _without_padding(state_indices, num_accepted_tokens, query_start_loc.shape[0] - 1, null_slot)
 
     x = causal_conv1d_update(
         mixed_qkv,
@@ -129,6 +133,19 @@ def fused_gdn_decode(
     normed = rms_norm_gated(o, z, norm_weight, eps, gate_activation).masked_fill(is_padding, 0)
     normed = normed.reshape(length, num_v_heads * head_v_dim)
     return normed if out is None else out.copy_(normed)
+
+
+def _without_padding(
+    state_indices: torch.Tensor, num_accepted_tokens: torch.Tensor | None, count: int, null_slot: int
+) -> torch.Tensor:
+    """The rows of the sequences, null throughout where the slot of the window (column 0) or of the state is null."""
+    used = state_indices[:count]
+    column = torch.zeros(count, dtype=torch.int64, device=used.device)
+    if num_accepted_tokens is not None:
+        column = num_accepted_tokens[:count].long() - 1
+    read = used.gather(1, column.clamp(0, used.shape[1] - 1)[:, None])
+    is_padding = (used[:, :1] <= null_slot) | (read <= null_slot)
+    return used.masked_fill(is_padding, null_slot)
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:

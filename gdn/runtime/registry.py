@@ -47,7 +47,7 @@ _ATTENTION = {backend: backend for backend in BACKENDS}
 _OPERATORS = (
     Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
     Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "tilelang", "cute"), (_BLADNN,)),
-    Operator("gdn_decode", ("fused_gdn_decode",)),
+    Operator("gdn_decode", ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
     Operator("gating", ("fused_gdn_gating",), _modules("gating", "cute")),
     Operator("split", ("fused_qkvzba_split_reshape_cat",), _modules("split", "cute")),
     Operator("conv1d", ("causal_conv1d_fn",), _modules("conv1d", "cute")),

@@ -13,6 +13,7 @@ from gdn.device import H100
 from gdn.problems import (
     ConvolutionProblem,
     GatingProblem,
+    GdnDecodeProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     RmsNormGatedProblem,
@@ -47,6 +48,11 @@ def _small(shape: shapes.Shape) -> shapes.Shape:
         lengths = shape.lengths[:3] if shape.op == "conv1d_update" else (70, 5)
         sizes: dict[str, int] = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
         return replace(shape, lengths=lengths, problem=replace(problem, dim=64, **sizes))  # type: ignore[arg-type]
+    if isinstance(problem, GdnDecodeProblem):
+        small = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 32, "head_v_dim": 32}
+        lengths = shape.lengths[:3]
+        sizes = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
+        return replace(shape, lengths=lengths, problem=replace(problem, **small, **sizes))  # type: ignore[arg-type]
     lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
     heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
     return replace(shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths)))
@@ -136,6 +142,20 @@ def _norm(tensors: tuple[Any, ...], problem: Any) -> None:
     out.copy_(reference.rms_norm_gated(x, z, weight, eps))
 
 
+def _decode(tensors: tuple[Any, ...], problem: Any) -> None:
+    *given, slots, accepted, offsets, _, out, scale, eps, null_slot = tensors
+    # As the kernel: nothing between the steps is rounded.
+    qkv, z, b, a, windows, weight, bias, *rest = [
+        given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))
+    ]
+    o = reference.fused_gdn_decode(
+        qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, num_accepted_tokens=accepted,
+        num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
+        state_v_first=problem.state_v_first, null_slot=null_slot,
+    )  # fmt: skip
+    out.copy_(o.view(out.shape))
+
+
 _BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
     "chunk": _chunk,
     "recurrent": _recurrent,
@@ -144,13 +164,14 @@ _BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
     "topk": _topk,
     "conv1d": _conv1d,
     "conv1d_update": _conv1d_update,
+    "gdn_decode": _decode,
     "split": _split,
     "gating": _gating,
     "rms_norm_gated": _norm,
 }
 _OUT = {
     "chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5, "topk": 3, "conv1d": 9, "conv1d_update": 8, "split": 3,
-    "gating": 5, "rms_norm_gated": 3,
+    "gdn_decode": 15, "gating": 5, "rms_norm_gated": 3,
 }  # fmt: skip
 
 

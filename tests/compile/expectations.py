@@ -11,6 +11,7 @@ from gdn.problems import (
     Conv1dProblem,
     ConvolutionProblem,
     GatingProblem,
+    GdnDecodeProblem,
     LogitsProblem,
     Problem,
     RecurrentProblem,
@@ -44,6 +45,11 @@ def expectation(problem: Problem, backend: str) -> Expectation:
         # Scores in accesses of four, and counts whose lanes of one bin are added up by the hardware.
         load = "LDG.128" if problem.dtype == "float32" else "LDG.64"
         return Expectation({load: 1, "ATOMS.POPC.INC": 1}, none_of=("HGMMA", "QGMMA", "HMMA"))
+    if isinstance(problem, GdnDecodeProblem):
+        # The state, as above; a part of a row in 8-byte accesses.
+        wide = "64|{0}.128" if problem.state_dtype == "bfloat16" or not problem.state_v_first else "128"
+        patterns = {f"{name}.{wide.format(name)}": 1 for name in ("LDG", "STG")}
+        return Expectation(patterns, none_of=("HGMMA", "QGMMA", "HMMA"))
     # The steps only move memory: rows in 16-byte accesses, several at once.
     tensor_cores = ("HGMMA", "QGMMA", "HMMA")
     if isinstance(problem, ConvolutionProblem):

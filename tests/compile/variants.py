@@ -14,6 +14,7 @@ from gdn.problems import (
     Conv1dProblem,
     Conv1dUpdateProblem,
     GatingProblem,
+    GdnDecodeProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     Problem,
@@ -105,6 +106,26 @@ AXES: dict[str, Axes] = {
         "cu_seqlens_dtype": ["int32", "int64", None],
         "drafts": [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
         "tokens": [1, 2, 4],  # of a sequence: they choose the configuration
+    },
+    "gdn_decode": {
+        "heads": [(16, 32), (4, 4), (2, 6), (2, 16)],
+        "head_dims": [(128, 128), (64, 64), (256, 256), (96, 160)],
+        "width": [4, 3, 2],
+        "dtypes": [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],  # of rows; of z and the gates
+        "parameter_dtype": ["float32", "bfloat16"],  # of A_log, dt_bias and the norm's weight
+        "weight_dtype": ["bfloat16", "float32"],
+        "bias_dtype": [None, "float32", "bfloat16"],
+        "silu": [True, False],
+        "gate_sigmoid": [False, True],
+        "interleaved": [False, True],
+        "pool": _POOLS,
+        "state_dtype": ["float32", "bfloat16"],
+        "state_v_first": [True, False],
+        "index_dtype": ["int32", "int64"],
+        "cu_seqlens_dtype": ["int32", "int64", None],
+        "drafts": [(False, False), (True, False), (True, True)],  # columns of the indices, accepted counts
+        "has_rounding": [False, True],
+        "num_sequences": [1, 8, 128],  # they choose the configuration
     },
     "split": {
         "heads": [(16, 32), (4, 4), (2, 6)],
@@ -221,8 +242,39 @@ def _step(op: str, row: Row) -> Problem | None:
     )
 
 
+def _decode(row: Row) -> Problem | None:
+    """A whole decode step; None as in `problem`."""
+    if row["has_rounding"] and row["state_dtype"] != "bfloat16":
+        return None
+    same = (
+        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "interleaved", "state_dtype", "state_v_first",
+        "index_dtype", "cu_seqlens_dtype", "has_rounding", "num_sequences",
+    )  # fmt: skip
+    dtype, other = row["dtypes"]
+    parameters = dict.fromkeys(("A_log_dtype", "dt_bias_dtype", "norm_dtype"), row["parameter_dtype"])
+    return GdnDecodeProblem(
+        num_k_heads=row["heads"][0],
+        num_v_heads=row["heads"][1],
+        head_k_dim=row["head_dims"][0],
+        head_v_dim=row["head_dims"][1],
+        dtype=dtype,
+        z_dtype=None if row["interleaved"] else other,
+        a_dtype=None if row["interleaved"] else other,
+        b_dtype=other,
+        conv_dtype=row["pool"][0],
+        conv_channels_contiguous=row["pool"][1],
+        has_columns=row["drafts"][0],
+        has_accepted=row["drafts"][1],
+        num_tokens=row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4),
+        **parameters,
+        **{name: row[name] for name in same},
+    )
+
+
 def problem(op: str, row: Row) -> Problem | None:
     """The problem of a row, or None where the public operator would not make it."""
+    if op == "gdn_decode":
+        return _decode(row)
     if op in ("conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"):
         return _step(op, row)
     if op in ("chunk", "recurrent"):

@@ -1,5 +1,7 @@
 """The noise of stochastic rounding is fixed for ever: kernels reproduce it."""
 
+import math
+
 import torch
 
 from gdn import reference
@@ -65,3 +67,18 @@ def test_operator_rounds_with_the_noise_of_its_slots_whatever_the_layout() -> No
             assert same_bits(stored[-1][slot].contiguous(), expected)
     live = arguments["ssm_state_indices"].long()
     assert same_bits(stored[0][live].contiguous(), stored[1][live].contiguous())
+
+
+def test_slow_decay_survives_4096_steps() -> None:
+    """A factor within half a unit of 1 is lost by ordinary rounding every time, and kept on average by the noise."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1, 24, 24, generator=generator).to(torch.bfloat16)
+    factor = torch.exp(torch.tensor(-(2.0**-12)))
+    nearest, noisy = start.float(), start.float()
+    for step in range(4096):
+        nearest = (factor * nearest).to(torch.bfloat16).float()
+        noisy = stochastic_bfloat16(factor * noisy, seed=step, slot=1).float()
+    wanted = math.exp(-1.0) * start.double()
+    assert torch.equal(nearest, start.float())  # nothing is forgotten: an error of e - 1
+    assert float((noisy - wanted).norm() / wanted.norm()) < 0.12
+    assert abs(float((noisy * wanted).sum() / wanted.square().sum()) - 1) < 0.03

@@ -1,0 +1,56 @@
+"""The fused decode's choice of tiles: what was fastest where it was measured, and a choice for everything it serves."""
+
+from dataclasses import replace
+
+import pytest
+
+from gdn.device import H100
+from gdn.problems import GdnDecodeProblem
+from kernels_cute import gdn_decode
+
+MAIN = GdnDecodeProblem(
+    num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, width=4, dtype="bfloat16", z_dtype="bfloat16",
+    a_dtype="bfloat16", b_dtype="bfloat16", weight_dtype="bfloat16", bias_dtype=None, A_log_dtype="float32",
+    dt_bias_dtype="float32", norm_dtype="bfloat16", conv_dtype="bfloat16", conv_channels_contiguous=True, state_dtype="float32",
+    state_v_first=True, index_dtype="int32", cu_seqlens_dtype=None, interleaved=False, silu=True, gate_sigmoid=False,
+    has_columns=False, has_accepted=False, has_rounding=False, num_tokens=1, num_sequences=1,
+)  # fmt: skip
+QUARTER = replace(MAIN, num_k_heads=4, num_v_heads=8)
+BF16 = replace(MAIN, state_dtype="bfloat16")
+DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_columns=True, has_accepted=True)
+
+
+@pytest.mark.parametrize(
+    ("problem", "batch", "tiles"),
+    [
+        (MAIN, 1, (64, 8, 4)),
+        (MAIN, 8, (256, 8, 4)),
+        (MAIN, 32, (64, 8, 4)),
+        (MAIN, 128, (128, 16, 4)),
+        (MAIN, 512, (128, 16, 4)),
+        (QUARTER, 1, (64, 8, 4)),
+        (QUARTER, 8, (64, 8, 4)),
+        (QUARTER, 32, (256, 8, 4)),
+        (QUARTER, 512, (128, 16, 4)),
+        (BF16, 128, (128, 8, 4)),
+        (DRAFTS, 32, (128, 8, 4)),
+        (DRAFTS, 128, (128, 8, 4)),
+    ],
+)
+def test_measured_tiles(problem: GdnDecodeProblem, batch: int, tiles: tuple[int, int, int]) -> None:
+    config = gdn_decode.default_config(replace(problem, num_sequences=batch, num_tokens=batch), H100)
+    assert (config.threads, config.lanes, config.rows) == tiles
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3, 8, 16, 64, 256, 4096])
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 160), (128, 128), (256, 256)])
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("base", [MAIN, DRAFTS], ids=["single", "drafts"])
+def test_default_fits(base: GdnDecodeProblem, state_dtype: str, v_first: bool, dims: tuple[int, int], batch: int) -> None:
+    problem = replace(
+        base, num_v_heads=16, head_k_dim=dims[0], head_v_dim=dims[1], state_dtype=state_dtype, state_v_first=v_first,
+        num_sequences=batch, num_tokens=batch,
+    )  # fmt: skip
+    assert gdn_decode.refusal(problem) is None
+    assert gdn_decode.fits(problem, gdn_decode.default_config(problem, H100), H100)

@@ -1,0 +1,455 @@
+"""The fused decode step on the GPU, against its reference in float64.
+
+Every tensor that the kernel may touch lies inside a larger one full of NaN, and so do the slots that are nobody's: what
+must not be read poisons the result, and what must not be written is compared bit for bit. Windows are copies of inputs:
+they are compared bit for bit too.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn import reference, runtime
+from gdn.device import H100
+from gdn.ops._memo import Memo
+from gdn.testing.compare import same_bits
+from tests.compile.pairwise import pairwise
+
+pytestmark = pytest.mark.gpu
+
+Tensor = torch.Tensor
+Arguments = dict[str, Any]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ROUNDING = {BF16: 2.0**-8, F16: 2.0**-10, F32: 1e-5}  # of 16 bits: twice the half unit in the last place
+NULL = 0
+POOLS = ("conv_state", "ssm_state")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call; everything else follows from the seed."""
+
+    lengths: tuple[int, ...] = (1, 2, 0, 4, 1, 3, 8, 1)
+    offsets_dtype: torch.dtype | None = torch.int32  # None = one token per sequence, no offsets
+    heads: tuple[int, int] = (2, 4)  # key, value
+    dims: tuple[int, int] = (128, 128)  # K, V
+    dtype: torch.dtype = BF16
+    other_dtype: torch.dtype = BF16  # of z, a, b, dt_bias and the norm's weight
+    weight_dtype: torch.dtype = BF16
+    bias_dtype: torch.dtype | None = None
+    width: int = 4
+    activation: str | None = "silu"
+    gate_activation: str = "silu"
+    layout: str = "flat"
+    conv_dtype: torch.dtype = BF16
+    order: str = "channels"  # which of a window's dims is contiguous: channels, columns, neither
+    state_dtype: torch.dtype = F32
+    v_first: bool = True
+    index_dtype: torch.dtype = torch.int32
+    spec: int | None = None  # drafts that the indices have columns for; None = 1-D indices
+    accepted: bool = True  # with columns: num_accepted_tokens is given
+    padding: int = 3  # rows behind the last sequence, with offsets
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + (self.padding if self.offsets_dtype is not None else 0)
+
+    @property
+    def columns(self) -> int:
+        return 1 if self.spec is None else 1 + self.spec
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.heads[0] * self.dims[0] + self.heads[1] * self.dims[1]
+
+    def starts(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+
+def framed(values: Tensor, left: int = 8, right: int = 16) -> Tensor:
+    """The same values as columns left .. -right of a wider tensor of NaN."""
+    wide = values.new_full((values.shape[0], left + values.shape[1] + right), torch.nan)
+    wide[:, left:-right] = values
+    return wide[:, left:-right]
+
+
+def whole(x: Tensor) -> Tensor:
+    """The memory behind a view."""
+    return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+
+
+def copy_of(x: Tensor) -> Tensor:
+    """The same view of a copy of all the memory behind it."""
+    return torch.as_strided(whole(x).clone(), x.shape, x.stride(), x.storage_offset())
+
+
+def windows(case: Case, slots: int, columns: int, device: torch.device) -> Tensor:
+    """[slots, channels, columns] of NaN, in a frame of NaN."""
+
+    def nan(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=case.conv_dtype, device=device)
+
+    if case.order == "channels":
+        return nan(slots, columns + 1, case.channels + 8)[:, :columns, : case.channels].mT
+    if case.order == "columns":
+        return nan(slots, case.channels, columns)
+    return nan(slots, case.channels + 1, columns + 2, 3)[:, : case.channels, 1:-1, 1]
+
+
+def states(case: Case, slots: int, device: torch.device) -> Tensor:
+    """[slots, HV, K, V] (or V first) of NaN, with a gap behind every slot."""
+    (_, heads), (k, v) = case.heads, case.dims
+    inner = (v, k) if case.v_first else (k, v)
+    pool = torch.full((slots, heads * k * v + 24), torch.nan, dtype=case.state_dtype, device=device)
+    return pool[:, 8:-16].unflatten(1, (heads, *inner))
+
+
+def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, list[int]]:
+    """Arguments, and the sequences that are padding: 3; where counts are given, 5 by its count and 6 by its state's slot."""
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=source).to(dtype).to(device)
+
+    (H, HV), (K, V), count, columns = case.heads, case.dims, case.count, case.columns
+    total = count * columns + 4
+    indices = (torch.randperm(total - 1, generator=source)[: count * columns] + 1).view(count, columns)
+    counts = torch.tensor([1 + n % columns for n in range(count)], dtype=torch.int32)
+    dead = [3] if count > 3 else []
+    indices[dead] = NULL
+    if columns > 1 and case.accepted and count > 6:
+        counts[5], counts[6] = columns + 1, 2
+        indices[6, 1] = NULL
+        dead += [5, 6]
+    if columns > 2 and count > 2:
+        indices[1, 2] = NULL  # a state that is not kept
+    conv, ssm = windows(case, total, case.width - 2 + columns, device), states(case, total, device)
+    for n in range(count):
+        column = int(counts[n]) - 1 if case.accepted else 0
+        if n not in dead and case.lengths[n]:
+            conv[int(indices[n, 0]), :, column : column + case.width - 1] = normal(
+                case.channels, case.width - 1, dtype=case.dtype
+            ).to(case.conv_dtype)
+            ssm[int(indices[n, column])] = normal(*ssm.shape[1:], dtype=case.state_dtype)
+
+    given = indices if case.spec is not None else indices[:, 0]
+    spread = torch.stack([given, torch.full_like(given, 9999)], -1).to(case.index_dtype).to(device)
+    rows = case.tokens
+    mixed, z = normal(rows, case.channels, dtype=case.dtype), normal(rows, HV * V, dtype=case.other_dtype)
+    b, a = normal(rows, HV, dtype=case.other_dtype), 3 * normal(rows, HV, dtype=case.other_dtype)
+    starts = case.starts()
+    ignored = [row for n in dead for row in range(starts[n], starts[n + 1])] + list(range(starts[-1], rows))
+    for tensor in (mixed, z, b, a):
+        tensor[ignored] = torch.nan
+    projections = {"mixed_qkv": framed(mixed), "z": framed(z, 4, 3).unflatten(1, (HV, V)), "b": framed(b), "a": framed(a, 1, 1)}
+    if case.layout == "interleaved":
+        q, k, v = mixed.split([H * K, H * K, HV * V], dim=1)
+        groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
+        gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
+        projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
+    arguments = {
+        **projections, "conv_state": conv, "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
+        "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
+        "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
+        "norm_weight": normal(V, dtype=case.other_dtype), "ssm_state": ssm, "state_indices": spread[..., 0],
+        "query_start_loc": None if case.offsets_dtype is None
+        else torch.tensor(starts, dtype=case.offsets_dtype, device=device),
+        "num_accepted_tokens": counts.to(device) if case.spec is not None and case.accepted else None,
+        "num_k_heads": H, "head_k_dim": K, "head_v_dim": V, "activation": case.activation,
+        "gate_activation": case.gate_activation, "projection_layout": case.layout, "state_v_first": case.v_first,
+        "null_slot": NULL, "out": framed(torch.full((rows, HV * V), torch.nan, dtype=case.dtype, device=device)),
+    }  # fmt: skip
+    return arguments, ignored
+
+
+def on_cpu(arguments: Arguments, wide: bool) -> Arguments:
+    """Copies for the reference; wide: floats as float64."""
+    made = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            value = value.cpu().clone()
+            if wide and value.is_floating_point():
+                value = value.double()
+        made[name] = value
+    return made
+
+
+def judge(case: Case, before: Arguments, arguments: Arguments, ignored: list[int]) -> None:
+    """arguments: as the kernel left them; before: the same before it ran."""
+    exact, narrow = on_cpu(before, wide=True), on_cpu(before, wide=False)
+    expected = reference.fused_gdn_decode(**exact)
+    reference.fused_gdn_decode(**narrow)
+    out = arguments["out"]
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=ROUNDING[case.dtype], atol=2e-4)
+    assert bool((out[ignored] == 0).all())
+    rest = copy_of(out)
+    rest.fill_(torch.nan)
+    assert bool(whole(rest).isnan().all()), "written outside of out"
+
+    frame = copy_of(before["conv_state"])
+    frame.copy_(narrow["conv_state"].to(frame.device))
+    assert same_bits(whole(frame), whole(arguments["conv_state"])), "a window is not what it should be"
+    pool, wanted = arguments["ssm_state"], exact["ssm_state"]
+    written = [slot for slot in range(len(wanted)) if not same_bits(wanted[slot], before["ssm_state"][slot].cpu().double())]
+    for slot in written:  # per head
+        difference = (pool[slot].double().cpu() - wanted[slot]).flatten(1).norm(dim=1)
+        assert bool((difference <= (1e-5 if case.state_dtype == F32 else 4e-3) * wanted[slot].flatten(1).norm(dim=1)).all())
+    rest = copy_of(pool)
+    rest[written] = before["ssm_state"][written]
+    assert same_bits(whole(rest), whole(before["ssm_state"])), "a slot was written that is nobody's"
+
+
+def run(case: Case, device: torch.device, seed: int = 0) -> None:
+    arguments, ignored = make(case, device, seed)
+    before = {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    assert gdn.fused_gdn_decode(**arguments, backend="cute") is arguments["out"]
+    judge(case, before, arguments, ignored)
+
+
+AXES: dict[str, Any] = {
+    "offsets_dtype": [torch.int32, torch.int64],
+    "heads": [(2, 4), (1, 1), (2, 6), (1, 4), (1, 8)],
+    "dims": [(128, 128), (64, 64), (256, 256), (64, 128), (96, 160)],
+    "dtype": [BF16, F16],
+    "other_dtype": [BF16, F32],
+    "weight_dtype": [BF16, F32],
+    "bias_dtype": [None, F32, BF16],
+    "width": [4, 3, 2],
+    "activation": ["silu", None],
+    "gate_activation": ["silu", "sigmoid"],
+    "layout": ["flat", "interleaved"],
+    "conv_dtype": [BF16, F32],
+    "order": ["channels", "columns", "neither"],
+    "state_dtype": [F32, BF16],
+    "v_first": [True, False],
+    "index_dtype": [torch.int32, torch.int64],
+    "spec": [None, 3, 7],
+    "accepted": [True, False],
+}
+
+
+def is_served(row: dict[str, Any]) -> bool:
+    """A cluster has eight blocks: two value heads of 256 x 256, one of 96 x 160."""
+    most = {(256, 256): 2, (96, 160): 1}.get(row["dims"], 8)
+    return bool(row["heads"][1] <= most * row["heads"][0])
+
+
+CASES = [Case(**row) for row in pairwise(AXES, is_served)]
+
+
+def name(case: Case) -> str:
+    values = [getattr(case, field) for field in AXES]
+    return "-".join(str(value).removeprefix("torch.").replace(" ", "") for value in values)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_variants(case: Case, device: torch.device) -> None:
+    run(case, device)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=name)
+def test_one_token_each(case: Case, device: torch.device) -> None:
+    """Without offsets, with and without columns."""
+    run(replace(case, lengths=(1,) * 9, offsets_dtype=None), device)
+
+
+def test_more_tokens_than_columns(device: torch.device) -> None:
+    """What has no column is not kept."""
+    run(Case(lengths=(9, 1, 6, 2, 7, 8, 3), spec=2), device)
+
+
+@pytest.mark.parametrize("spec", [39])
+def test_more_columns_than_lanes(spec: int, device: torch.device) -> None:
+    case = Case(lengths=(36, 1, 40), spec=spec)
+    arguments, ignored = make(case, device)
+    accepted, before = torch.tensor([38, 35, 1], dtype=torch.int32), {}
+    arguments["num_accepted_tokens"] = accepted.to(device)
+    for n, column in enumerate(accepted.tolist()):
+        slots = arguments["state_indices"][n].tolist()
+        arguments["ssm_state"][slots[column - 1]] = torch.randn(arguments["ssm_state"].shape[1:], device=device)
+        arguments["conv_state"][slots[0]] = torch.randn(arguments["conv_state"].shape[1:], device=device).to(BF16)
+    before = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    gdn.fused_gdn_decode(**arguments, backend="cute")
+    judge(case, before, arguments, ignored)
+
+
+@pytest.mark.parametrize("lengths", [(0,), (1,), (0, 0, 5), (8,), (0,) * 40 + (1,)], ids=str)
+def test_few_tokens(lengths: tuple[int, ...], device: torch.device) -> None:
+    run(Case(lengths=lengths, spec=7 if len(lengths) < 3 else None), device)
+
+
+def test_many_sequences(device: torch.device) -> None:
+    run(Case(lengths=(1,) * 200, offsets_dtype=None, heads=(2, 4), dims=(64, 64)), device)
+
+
+Configure = Callable[[int], None]
+
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """configure(number): the operator runs with that one of `configs`, and remembers no call."""
+    operator = importlib.import_module("gdn.ops.decode")
+    module = importlib.import_module("kernels_cute.gdn_decode")
+
+    def set_config(number: int) -> None:
+        def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
+            space = module.configs(problem, H100)
+            return runtime.prepare(problem, device, backend, config=space[number % len(space)])
+
+        monkeypatch.setattr(operator, "prepare", prepare)
+        monkeypatch.setattr(operator, "_memo", Memo())
+
+    return set_config
+
+
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize(
+    "case", [Case(), Case(lengths=(1,) * 9, offsets_dtype=None), Case(spec=7, heads=(2, 2))], ids=["ragged", "single", "spec"]
+)
+def test_configurations(case: Case, number: int, configure: Configure, device: torch.device) -> None:
+    configure(number)
+    run(case, device)
+
+
+def test_repeats(device: torch.device) -> None:
+    """No block reads what another has written: the same bits on every run."""
+    for case in (Case(), Case(spec=7), Case(lengths=(1,) * 60, offsets_dtype=None, heads=(8, 16))):
+        first: list[Tensor] | None = None
+        for _ in range(20):
+            arguments, _ = make(case, device)
+            gdn.fused_gdn_decode(**arguments, backend="cute")
+            found = [whole(arguments[key]) for key in ("out", *POOLS)]
+            first = first or found
+            assert all(same_bits(one, other) for one, other in zip(first, found, strict=True))
+
+
+@pytest.mark.parametrize("spec", [None, 7])
+def test_graph_with_changing_contents(spec: int | None, device: torch.device) -> None:
+    """Captured once; offsets, slots and counts change between replays."""
+    first = Case(spec=spec)
+    second = replace(first, lengths=(0, 8, 1, 1, 3, 1, 2, 4))
+    live, _ = make(first, device)
+    live = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in live.items()}
+    gdn.fused_gdn_decode(**live, backend="cute")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.fused_gdn_decode(**live, backend="cute")
+    for seed, case in enumerate((second, first, second)):
+        given, ignored = make(case, device, seed)
+        for key, value in given.items():
+            if isinstance(value, Tensor):
+                whole(live[key]).copy_(whole(value))
+        graph.replay()
+        judge(case, given, live, ignored)
+
+
+def test_decode_after_decode_equals_verification(device: torch.device) -> None:
+    """Four tokens in one call, or one call each: the same window, and the same state within rounding."""
+    case = Case(lengths=(4,), padding=0)
+    arguments, _ = make(case, device)
+    single = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    gdn.fused_gdn_decode(**arguments, backend="cute")
+    for row in range(4):
+        rows = {key: single[key][row : row + 1] for key in ("mixed_qkv", "z", "b", "a", "out")}
+        gdn.fused_gdn_decode(**{**single, **rows, "query_start_loc": None}, backend="cute")
+    assert same_bits(single["conv_state"], arguments["conv_state"])
+    torch.testing.assert_close(single["out"], arguments["out"], rtol=2.0**-7, atol=1e-4)
+    torch.testing.assert_close(single["ssm_state"], arguments["ssm_state"], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_separate_operators(device: torch.device) -> None:
+    """What the operators give one after the other, within the roundings between them."""
+    case = Case(lengths=(1,) * 6, offsets_dtype=None)
+    arguments, ignored = make(case, device)
+    (H, HV), (K, V) = case.heads, case.dims
+    pools = {key: copy_of(arguments[key]) for key in POOLS}
+    fused = gdn.fused_gdn_decode(**arguments, backend="cute")
+    x = gdn.causal_conv1d_update(
+        arguments["mixed_qkv"], pools["conv_state"], arguments["conv_weight"], conv_state_indices=arguments["state_indices"],
+        null_slot=NULL,
+    )  # fmt: skip
+    q, k, v = x.split([H * K, H * K, HV * V], dim=1)
+    o, _ = gdn.fused_recurrent_gated_delta_rule(
+        q.unflatten(1, (H, K))[None], k.unflatten(1, (H, K))[None], v.unflatten(1, (HV, V))[None], arguments["a"][None],
+        arguments["b"][None], initial_state=pools["ssm_state"], use_qk_l2norm_in_kernel=True, state_v_first=True,
+        cu_seqlens=torch.arange(7, device=device), ssm_state_indices=arguments["state_indices"], use_gate_in_kernel=True,
+        A_log=arguments["A_log"], dt_bias=arguments["dt_bias"], use_beta_sigmoid_in_kernel=True, null_slot=NULL,
+    )  # fmt: skip
+    parts = gdn.rms_norm_gated(o[0], arguments["z"], arguments["norm_weight"]).flatten(1)
+    parts[ignored] = 0
+    assert same_bits(pools["conv_state"], arguments["conv_state"])
+    torch.testing.assert_close(fused, parts, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(pools["ssm_state"], arguments["ssm_state"], rtol=0.02, atol=0.05, equal_nan=True)
+
+
+def test_pools_beyond_32_bits(device: torch.device) -> None:
+    case = Case(lengths=(1, 2), heads=(1, 1), padding=0)
+    arguments, ignored = make(case, device)
+    small = {key: copy_of(arguments[key]) for key in POOLS}
+    slots = arguments["state_indices"].tolist()
+    for key in POOLS:
+        pool, step = arguments[key], 2**31 + 64
+        memory = torch.empty(step + pool[0].numel() * 2, dtype=pool.dtype, device=device)
+        strides = (1, case.channels) if key == "conv_state" else (pool.stride(1), pool.stride(2), pool.stride(3))
+        big = torch.as_strided(memory, (2, *pool.shape[1:]), (step, *strides))
+        for n, slot in enumerate(slots):
+            big[n] = pool[slot]
+        arguments[key] = big
+    arguments["state_indices"] = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    arguments["null_slot"] = -1
+    before = {**arguments, **small, "state_indices": torch.tensor(slots, dtype=torch.int32), "null_slot": NULL, "out": None}
+    exact = on_cpu(before, wide=True)
+    expected = reference.fused_gdn_decode(**exact)
+    gdn.fused_gdn_decode(**arguments, backend="cute")
+    torch.testing.assert_close(arguments["out"].double().cpu(), expected, rtol=2.0**-8, atol=2e-4)
+    for n, slot in enumerate(slots):
+        torch.testing.assert_close(arguments["ssm_state"][n].double().cpu(), exact["ssm_state"][slot], rtol=1e-5, atol=1e-5)
+        assert same_bits(arguments["conv_state"][n].cpu().double(), exact["conv_state"][slot])
+    assert ignored == []
+
+
+def test_unaligned_rows(device: torch.device) -> None:
+    """Copied where a row does not start at 16 bytes; out may lie anywhere."""
+    case = Case(lengths=(1,) * 5, offsets_dtype=None)
+    arguments, ignored = make(case, device)
+    before = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    arguments["mixed_qkv"] = framed(arguments["mixed_qkv"], 3, 2)
+    arguments["out"] = framed(arguments["out"], 5, 1)
+    gdn.fused_gdn_decode(**arguments, backend="cute")
+    judge(case, before, arguments, ignored)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"head_k_dim": 127}, r"^mixed_qkv: expected shape"),
+        ({"state_v_first": 1, "ssm_state": None}, r"^ssm_state: expected the state pool"),
+        ({"num_accepted_tokens": torch.ones(8, dtype=torch.int32)}, r"^num_accepted_tokens: expected .* on cuda"),
+        ({"rounding_seed": torch.ones(1, dtype=torch.int64)}, r"^rounding_seed: expected .* on cuda"),
+        ({"norm_weight": torch.ones(128)}, r"^norm_weight: expected .* on cuda"),
+        ({"null_slot": -3}, r"^null_slot: expected an int >= -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_calls_touch_nothing(changes: Arguments, pattern: str, device: torch.device) -> None:
+    arguments, _ = make(Case(spec=7), device)
+    before = {key: copy_of(arguments[key]) for key in ("out", *POOLS)}
+    with pytest.raises((TypeError, ValueError), match=pattern):
+        gdn.fused_gdn_decode(**{**arguments, **changes}, backend="cute")
+    assert all(same_bits(whole(before[key]), whole(arguments[key])) for key in before)
+
+
+def test_refused_head_dims(device: torch.device) -> None:
+    arguments, _ = make(Case(lengths=(1,) * 5, offsets_dtype=None, dims=(40, 40)), device)
+    with pytest.raises(ValueError, match=r"cute.*requires head dims that are multiples of 32"):
+        gdn.fused_gdn_decode(**arguments, backend="cute")
