@@ -1,12 +1,18 @@
 """Exact top-k over rows of logits, and groups of compressed keys back to token positions."""
 
+import functools
+
 import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa
 from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES, check_count
-from gdn.problems import TopkProblem
+from gdn.ops._memo import Made, Memo, make
+from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
+from gdn.runtime import env
+
+_expanded = Memo()
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -74,20 +80,45 @@ def expand_topk_groups(
     *,
     ratio: int = 4,
     out: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Selected groups of `ratio` tokens as token positions, with the causal tail: int32 [tokens, k * ratio + ratio - 1].
 
     group_indices [tokens, k] int32 or int64, -1 = none; positions [tokens] int32 or int64 of the query tokens (negative:
     no tail). The tail is the query's own unfinished group: (pos + 1) // ratio * ratio up to and with pos. Groups keep
-    their order, the tail follows, -1 is last. ValueError or TypeError before anything is written.
+    their order, the tail follows, -1 is last. backend: as in chunk_gated_delta_rule. ValueError or TypeError before anything
+    is written.
     """
     if torch.compiler.is_compiling():
-        listed = _library_qsa.expand_topk_groups(group_indices, positions, ratio)
+        listed = _library_qsa.expand_topk_groups(group_indices, positions, ratio, backend)
         return listed if out is None else out.copy_(listed)
+    tensors, flags = (group_indices, positions, out), (ratio, type(ratio), backend)
+    repeated: torch.Tensor | None = _expanded.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+    switches = env.current()
     check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
     check_count("ratio", ratio, minimum=1)
     check_indices_out(out, tokens, k * ratio + ratio - 1, group_indices.device)
-    runtime.reference_only("expand_topk_groups")
-    return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)
+    problem = ExpandTopkGroupsProblem(
+        ratio=ratio,
+        group_dtype=dtype_name(group_indices.dtype),
+        position_dtype=dtype_name(positions.dtype),
+        num_tokens=tokens,
+        k=k,
+    )
+    prepared = runtime.prepare(problem, group_indices.device, backend)
+    if prepared.launch is None or 0 in (tokens, k):
+        return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)
+    made: list[Made] = []
+    if out is None:
+        empty = functools.partial(
+            torch.empty, tokens, k * ratio + ratio - 1, dtype=torch.int32, device=group_indices.device
+        )
+        out = make(made, empty)
+    arguments = (group_indices, positions, out)
+    prepared.launch(*arguments)
+    _expanded.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made)
+    return out
