@@ -17,7 +17,7 @@ from kernels_cute import _build
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from gdn.device import DeviceSpec
 from gdn.problems import ExpandTopkGroupsProblem

@@ -48,7 +48,7 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     if x.is_contiguous():
         return x.view(-1, 1, group)
     if x.dim() == 2:
-        return x.unflatten(1, (-1, group))
+        return x.view(x.shape[0], -1, group) if x.stride(1) == 1 else x.contiguous().view(-1, 1, group)
     return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
 
 
