@@ -130,7 +130,7 @@ def expand_topk_groups(p: Any, group_indices: Any, positions: Any, out: Any) -> 
     reference.expand_topk_groups(group_indices, positions, ratio=p.ratio, out=out)
 
 
-_KERNELS = (
+KERNELS = (
     quantize_fp8, write_indexer_cache, prepare_indexer, compress_indexer_keys, gather_indexer_cache, expand_topk_groups,
 )  # fmt: skip
 
@@ -144,7 +144,7 @@ class StandIn:
 
     def prepare(self, problem: Problem, device: torch.device, backend: str | None = None) -> runtime.Prepared:
         self.problems.append(problem)
-        kernel = next(kernel for kernel in _KERNELS if kernel.__name__ == problem.op)
+        kernel = next(kernel for kernel in KERNELS if kernel.__name__ == problem.op)
 
         def launch(*tensors: Any) -> None:
             self.launches += 1
