@@ -101,12 +101,13 @@ def divide(value: Any, divisor: float) -> Any:
 
 
 def reciprocal(value: Any) -> Any:
-    return cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+    """To one unit in the last place."""
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
 
 
 def quotient(value: Any, inverse: Any, negative_divisor: Any) -> Any:
-    """value / divisor, correctly rounded for 16-bit values and divisors that are scales of such (checked over all pairs of
-    mantissas); inverse: the divisor's rounded reciprocal."""
+    """value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such: checked over all
+    pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal."""
     return cute.arch.inline_ptx(
         _QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, negative_divisor]
     )
@@ -116,6 +117,6 @@ def to_e4m3(first: Any, second: Any, third: Any, fourth: Any) -> Any:
     return cute.arch.inline_ptx(_E4M3, write_only_types=[Uint32], read_only_args=[first, second, third, fourth])
 
 
-def finite_or_zero(value: Any) -> Any:
-    """value, or 0 where it is infinite (not where it is NaN)."""
-    return cutlass.select_(value == Float32(float("inf")), Float32(0.0), value)
+def where_infinite(value: Any, then: Any, otherwise: Any) -> Any:
+    """then where the value is +infinity, not where it is NaN."""
+    return cutlass.select_(value == Float32(float("inf")), then, otherwise)

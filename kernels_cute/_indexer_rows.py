@@ -159,7 +159,9 @@ class IndexerRows:
             peak = ptx.larger(peak, ptx.magnitudes(rWords[start + i]))
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             peak = ptx.larger(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))
-        return ptx.divide(ptx.at_least(ptx.larger_half(dtype, peak), LEAST_PEAK), FP8_MAX)
+        most = ptx.at_least(ptx.larger_half(dtype, peak), LEAST_PEAK)
+        # The remainder of infinity would be NaN.
+        return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(-FP8_MAX)))
 
     @cute.jit
     def encode(
@@ -182,7 +184,7 @@ class IndexerRows:
                 scale = self.scale_of(rWords, start, dtype)
                 inverse = ptx.reciprocal(scale)
                 # The remainder of a division by infinity would be NaN, where the quotient is 0.
-                negative = -ptx.finite_or_zero(scale)
+                negative = ptx.where_infinite(scale, Float32(0.0), -scale)
                 for i in cutlass.range_constexpr(ELEMENTS):
                     rX[i] = ptx.quotient(rX[i], inverse, negative)
             if cutlass.const_expr(form in (SCALED, CAST)):

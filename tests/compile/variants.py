@@ -144,11 +144,11 @@ _INDEXER_AXES: dict[str, Axes] = {
         "num_rows": [8, 8192, 131072],
     },
     "expand_topk_groups": {
-        "ratio": [4, 1, 3],
+        "ratio": [4, 1, 3, 8],
         "group_dtype": ["int32", "int64"],
         "position_dtype": ["int64", "int32"],
         "num_tokens": [8, 4096],
-        "k": [512, 5000],
+        "k": [512, 64, 5000],
     },
 }
 AXES: dict[str, Axes] = _INDEXER_AXES | {
