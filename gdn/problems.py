@@ -251,9 +251,10 @@ class PagedMqaLogitsProblem(LogitsProblem):
 class TopkProblem(Problem):
     """`gdn.topk_indices`.
 
-    launch(compiled, logits, row_starts, row_ends, out)
+    launch(compiled, logits, row_starts, row_ends, out, list_short=0)
         logits [rows, n] any row stride, last dim contiguous; row_starts, row_ends [rows] any stride, any values, or None
         out int32 [rows, k], any row stride, last dim contiguous
+        list_short: 1 = a row of at most k columns lists them all, and none of its logits is read
     Every entry of out is written. Only a row's own range is read.
     """
 

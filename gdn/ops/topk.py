@@ -10,6 +10,8 @@ from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES, check_count
 from gdn.ops._memo import Made, Memo, make
 from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
+from gdn.reference.logits import key_range
+from gdn.reference.topk import list_short_rows
 from gdn.runtime import env
 
 _expanded = Memo()
@@ -55,6 +57,21 @@ def topk_indices(
     if sorted_by not in ("index", "score"):
         bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
     check_indices_out(out, rows, k, device)
+    return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
+
+
+def select_rows(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    sorted_by: str,
+    out: torch.Tensor | None,
+    backend: str | None,
+    list_short: bool = False,
+) -> torch.Tensor:
+    """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read."""
+    rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
         dtype=dtype_name(logits.dtype),
         starts_dtype=dtype_name(row_starts.dtype) if row_starts is not None else None,
@@ -66,12 +83,23 @@ def topk_indices(
     )
     prepared = runtime.prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+        picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+        return picked.copy_(list_short_rows(picked, _lengths(logits, row_starts, row_ends))) if list_short else picked
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if rows and k:
-        prepared.launch(logits, row_starts, row_ends, out)
+        prepared.launch(logits, row_starts, row_ends, out, int(list_short))
     return out
+
+
+def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:
+    """Columns of each row's range, which is clamped as the selection clamps it."""
+    rows, columns = logits.shape
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    start, end = key_range(
+        zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends, columns
+    )
+    return end - start
 
 
 def expand_topk_groups(

@@ -12,6 +12,8 @@ import torch
 import gdn
 from gdn import reference, runtime
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.reference.logits import key_range
+from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
 
@@ -62,8 +64,9 @@ class StandIn:
             max_seqlen_k=p.num_columns if p.packed else None, out=out,
         )  # fmt: skip
 
-    def topk(self, p, logits, starts, ends, out):
+    def topk(self, p, logits, starts, ends, out, list_short=0):
         self.launches += 1
+        assert list_short in (0, 1)
         assert p.num_rows and p.k
         assert tuple(logits.shape) == (p.num_rows, p.num_columns) and logits.stride(1) == 1
         assert str(logits.dtype) == f"torch.{p.dtype}"
@@ -72,7 +75,14 @@ class StandIn:
             if bound is not None:
                 assert tuple(bound.shape) == (p.num_rows,) and str(bound.dtype) == f"torch.{dtype}"
         assert tuple(out.shape) == (p.num_rows, p.k) and out.stride(1) == 1 and out.dtype == torch.int32
+        if list_short:  # what is listed is not read
+            first = torch.zeros(p.num_rows) if starts is None else starts
+            first, last = key_range(first, torch.full_like(first, p.num_columns) if ends is None else ends, p.num_columns)
+            short = (last - first <= p.k)[:, None]
+            logits = torch.where(short, torch.nan, logits)
         reference.topk_indices(logits, p.k, starts, ends, sorted_by=p.sorted_by, out=out)
+        if list_short:
+            out.copy_(list_short_rows(out, last - first))
 
     def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale):
         self.launches += 1
