@@ -202,6 +202,52 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
     assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
 
 
+def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
+    """They are empty ranges to the logits, listed by the selection; where no row can see more, nothing is scored."""
+    problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
+    inputs = make_mqa_inputs(problem)
+    starts = torch.tensor([3, -9, 0, 70, 20, 50])
+    ends = torch.tensor([19, 99, 17, 3, 37, 66])  # 16, 75 (clamped), 17, none, 17, 16 keys
+    ranges, plain = [], stand_in.ragged
+    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[4:6]), plain(p, *tensors)))
+    arguments = (inputs.q, inputs.k, None, starts, ends, 16)
+    for dtype in (torch.int64, torch.int32):
+        given = (*arguments[:3], starts.to(dtype), ends.to(dtype), 16)
+        for options in ({}, {"max_seqlen_k": 75}):
+            got = gdn.indexer_topk(*given, k_scale=inputs.k_scale, **options)
+            first, last = ranges.pop()
+            assert (last - first).tolist() == [0, 75, 17, 0, 17, 0]
+            assert torch.equal(got, reference.indexer_topk(*arguments, k_scale=inputs.k_scale))
+            assert [(row >= 0).sum().item() for row in got] == [16, 16, 16, 0, 16, 16]
+    launches = stand_in.launches
+    for options in ({}, {"max_seqlen_k": 30}):
+        k, k_scale = (inputs.k, inputs.k_scale) if options else (inputs.k[:30], inputs.k_scale[:30])
+        got = gdn.indexer_topk(inputs.q, k, None, starts, ends, 40, k_scale=k_scale, **options)
+        counts = (ends.clamp(0, k.shape[0]) - starts.clamp(0, k.shape[0])).clamp(0, 30)[:, None]
+        assert torch.equal(got, torch.where(torch.arange(40) < counts, torch.arange(40), -1).int())
+        assert not ranges
+    assert stand_in.launches == launches + 2
+
+
+@pytest.mark.parametrize("per_draft", [False, True])
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft, monkeypatch):
+    problem = PagedMqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, True, "float32", 16, next_n, per_draft, 5, 96)
+    lengths = [96, 16, 0, 17, 50]
+    inputs = make_paged_inputs(problem, lengths=[[n] * next_n for n in lengths] if per_draft else lengths)
+    seen, plain = [], stand_in.paged
+    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[3]), plain(p, *tensors)))
+    arguments = (inputs.q, inputs.cache, None, inputs.context_lens, inputs.block_tables)
+    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96)
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
+    (scored,) = seen
+    assert torch.equal(scored, inputs.context_lens * (inputs.context_lens > 16))
+    launches = stand_in.launches
+    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=12)
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=12))
+    assert stand_in.launches == launches + 1 and len(seen) == 1
+
+
 @pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("ends", [None, torch.int64])
 @pytest.mark.parametrize("sorted_by", ["index", "score"])
