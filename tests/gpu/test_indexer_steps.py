@@ -95,7 +95,7 @@ def one_rounding_apart(got: Tensor, want: Tensor) -> None:
     exact = want.double()
     allowed = 2.1 * UNIT[want.dtype] * exact.abs() + 2e-6 * exact.abs().amax(-1, keepdim=True)
     assert bool(((got.double() - exact).abs() <= allowed).all())
-    assert float((got != want).double().mean()) < 2e-3
+    assert int((got != want).sum()) <= 2 + 2e-3 * got.numel()
 
 
 # --- quantise ----------------------------------------------------------------------------------------------------------
@@ -442,13 +442,11 @@ def check_compressed(arguments: dict[str, Any]) -> None:
     assert same_bits(memory_of(arguments["ring"]), memory_of(want_ring)), "the ring is not what it should be"
     got, want = memory_of(arguments["cache"]), memory_of(want_cache)
     written = want != memory_of(before)
-    assert bool(((got == want) | written).all()), "written beside the keys"
+    assert torch.equal(got[~written], want[~written]), "written beside the keys"
     if arguments["cache"].dtype == torch.bfloat16 and dtype == torch.bfloat16:
-        keys, exact = arguments["cache"].float(), want_cache.float()
-        one_rounding_apart(keys.to(torch.bfloat16), exact.to(torch.bfloat16))
-    else:
-        # A mean or a key that rounds the other way moves a row's scale, or a value, by one step.
-        assert float((got != want).double().mean()) < 5e-3
+        one_rounding_apart(arguments["cache"], want_cache)
+    # A key that rounds the other way moves a value, or with its scale a row, by one step.
+    assert int((got != want).sum()) <= 2 + 1e-2 * int(written.sum())
 
 
 RUNS = {
