@@ -52,11 +52,14 @@ cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
 cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};
 mov.b32 {$w0}, {low, high};
 }"""
+# The remainder is taken negative, and so is its correction: only so does -0.0 stay what it is.
 _QUOTIENT = """{
-.reg .f32 near, rest;
+.reg .f32 near, rest, value, inverse;
 mul.rn.f32 near, {$r0}, {$r1};
-fma.rn.f32 rest, near, {$r2}, {$r0};
-fma.rn.f32 {$w0}, rest, {$r1}, near;
+neg.f32 value, {$r0};
+neg.f32 inverse, {$r1};
+fma.rn.f32 rest, near, {$r2}, value;
+fma.rn.f32 {$w0}, rest, inverse, near;
 }"""
 
 
@@ -105,11 +108,11 @@ def reciprocal(value: Any) -> Any:
     return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
 
 
-def quotient(value: Any, inverse: Any, negative_divisor: Any) -> Any:
+def quotient(value: Any, inverse: Any, divisor: Any) -> Any:
     """value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such: checked over all
     pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal."""
     return cute.arch.inline_ptx(
-        _QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, negative_divisor]
+        _QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, divisor]
     )
 
 

@@ -161,7 +161,7 @@ class IndexerRows:
             peak = ptx.larger(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))
         most = ptx.at_least(ptx.larger_half(dtype, peak), LEAST_PEAK)
         # The remainder of infinity would be NaN.
-        return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(-FP8_MAX)))
+        return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(FP8_MAX)))
 
     @cute.jit
     def encode(
@@ -184,9 +184,9 @@ class IndexerRows:
                 scale = self.scale_of(rWords, start, dtype)
                 inverse = ptx.reciprocal(scale)
                 # The remainder of a division by infinity would be NaN, where the quotient is 0.
-                negative = ptx.where_infinite(scale, Float32(0.0), -scale)
+                divisor = ptx.where_infinite(scale, Float32(0.0), scale)
                 for i in cutlass.range_constexpr(ELEMENTS):
-                    rX[i] = ptx.quotient(rX[i], inverse, negative)
+                    rX[i] = ptx.quotient(rX[i], inverse, divisor)
             if cutlass.const_expr(form in (SCALED, CAST)):
                 for i in cutlass.range_constexpr(ELEMENTS // 4):
                     rCodes[i] = ptx.to_e4m3(rX[4 * i], rX[4 * i + 1], rX[4 * i + 2], rX[4 * i + 3])
