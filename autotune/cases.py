@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import gdn
-from autotune import steps
+from autotune import indexer, steps
 from autotune._case import Call, Case, WrongResult, launch_of
 from autotune.decode import DecodeCase
 from autotune.shapes import Shape
@@ -45,6 +45,8 @@ def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
         return DecodeCase(problem, shape.lengths, device, copies)
     if isinstance(problem, steps.PROBLEMS):
         return steps.StepCase(problem, shape.lengths, device, copies)
+    if isinstance(problem, indexer.PROBLEMS):
+        return indexer.IndexerCase(problem, shape.lengths, device, copies)
     raise TypeError(f"shape.problem: expected one of an operator with a case, got {type(problem).__name__}")
 
 

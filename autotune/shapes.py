@@ -219,6 +219,33 @@ def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> Shape:
     return Shape(f"{num_tokens} x {num_heads} x 128" + (", gate in its projection" if strided else ""), problem)
 
 
+def _prepare(num_tokens: int, num_heads: int = 16, fp8: bool = True) -> Shape:
+    problem: Any = example("prepare_indexer", replace(QWEN3_NEXT_80B, index_num_heads=num_heads), fp8=fp8)
+    kind = "fp8" if fp8 else "bf16"
+    return Shape(f"{num_tokens} x {num_heads} heads, {kind}", replace(problem, num_tokens=num_tokens))
+
+
+def _quantize(num_rows: int) -> Shape:
+    return Shape(f"{num_rows} x 128", _example("quantize_fp8", (16, 32), num_tokens=num_rows))
+
+
+def _write(num_tokens: int) -> Shape:
+    return Shape(f"{num_tokens} tokens, fp8", _example("write_indexer_cache", (16, 32), num_tokens=num_tokens))
+
+
+def _gather(lengths: Sequence[int], label: str) -> Shape:
+    problem = _example("gather_indexer_cache", (16, 32), num_rows=sum(lengths), num_sequences=len(lengths))
+    return Shape(f"{label}, fp8", problem, lengths=tuple(lengths))
+
+
+def _compress(lengths: Sequence[int], label: str) -> Shape:
+    return Shape(label, _example("compress_indexer_keys", (16, 32), num_tokens=sum(lengths)), lengths=tuple(lengths))
+
+
+def _expand(num_tokens: int) -> Shape:
+    return Shape(f"{num_tokens} x 512 groups", _example("expand_topk_groups", (16, 32), num_tokens=num_tokens))
+
+
 _SHAPES: dict[str, tuple[Shape, ...]] = {
     "chunk": (
         _chunk((16, 32), [1024], "1024"),
@@ -290,6 +317,16 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
     "split": (_split((16, 32), 8192), _split((16, 32), 128), _split((4, 8), 8192)),
     "gating": (_gating(32, 8192), _gating(32, 128)),
     "rms_norm_gated": (_norm(8192, 32), _norm(128, 32), _norm(8192, 32, strided=True), _norm(128, 32, strided=True)),
+    "prepare_indexer": (
+        *(_prepare(tokens) for tokens in (1, 64, 4096, 8192)),
+        _prepare(8192, 64),
+        _prepare(8192, fp8=False),
+    ),
+    "quantize_fp8": (_quantize(16), _quantize(64 * 16), _quantize(8192 * 16)),
+    "write_indexer_cache": (_write(1), _write(64), _write(8192)),
+    "gather_indexer_cache": (_gather([64], "64"), _gather([8192], "8192"), _gather([32768] * 4, "4 x 32768")),
+    "compress_indexer_keys": (_compress([1] * 64, "64 x 1"), _compress([4] * 64, "64 x 4"), _compress([8192], "8192")),
+    "expand_topk_groups": (_expand(1), _expand(64), _expand(4096), _expand(8192)),
 }
 
 

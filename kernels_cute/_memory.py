@@ -15,6 +15,7 @@ CUTE_DTYPES: dict[str, Any] = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
     "uint8": cutlass.Uint8,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
     "bool": cutlass.Boolean,
 }
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +38,18 @@ def pointer(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
     dtype = gX.element_type
     address = gX.iterator.toint() + offset * (dtype.width // 8)
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
+@cute.jit
+def words(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
+    """gX + offset elements as 32-bit words, known to be a multiple of align bytes."""
+    return word_pointer(gX.iterator.toint() + offset * (gX.element_type.width // 8), align)
+
+
+@cute.jit
+def word_pointer(address: cutlass.Int64, align: cutlass.Constexpr):
+    """A global address as a pointer to 32-bit words."""
+    return cute.make_ptr(cutlass.Uint32, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 @cute.jit

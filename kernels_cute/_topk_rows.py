@@ -11,6 +11,8 @@
                   left is wanted; those set their bits.
     5 write       the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
 
+With `list_short` a row of at most k columns lists them all and is not read.
+
 What the order of arrival decides (places in the list) no result depends on; bits and counts are integers.
 Columns are counted from the last multiple of four elements at or before the row's range, so that four are one access.
 """
@@ -61,8 +63,8 @@ class TopkRows:
     # ---- host
 
     @cute.jit
-    def launch(self, logits, starts, ends, out, stream):
-        self.kernel(logits, starts, ends, out).launch(
+    def launch(self, logits, starts, ends, out, list_short, stream):
+        self.kernel(logits, starts, ends, out, list_short).launch(
             grid=(cute.size(logits, mode=[0]), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.blocks_per_sm,
@@ -86,14 +88,26 @@ class TopkRows:
     # ---- device
 
     @cute.kernel
-    def kernel(self, logits: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor):
+    def kernel(
+        self, logits: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor, list_short: Int32
+    ):
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
-        s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
         k = Int32(out.shape[1])
-
         first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]))
+        if list_short != 0 and end - first <= k:
+            for place in cutlass.range(thread, k, self.threads, unroll=1):
+                column = Int32(place)
+                if place >= end - first:
+                    column = Int32(-1)
+                out[row, place] = column
+        else:
+            self.select(storage, logits, out, row, first, end, thread, k)
+
+    @cute.jit
+    def select(self, storage, logits, out, row, first, end, thread, k):
+        s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
         address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
         lead = Int32(address & (4 * self.element_bytes - 1)) // self.element_bytes
         base = address - lead * self.element_bytes

@@ -11,17 +11,23 @@ from gdn.models import MODELS, ModelShape
 from gdn.problems import (
     DTYPE_BYTES,
     ChunkProblem,
+    CompressIndexerKeysProblem,
     Conv1dProblem,
     Conv1dUpdateProblem,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheProblem,
     GatingProblem,
     GdnDecodeProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
+    PrepareIndexerProblem,
     Problem,
+    QuantizeFp8Problem,
     RecurrentProblem,
     RmsNormGatedProblem,
     SplitProblem,
     TopkProblem,
+    WriteIndexerCacheProblem,
 )
 
 _SPECS = {"h100": H100, "h200": H200}
@@ -130,7 +136,7 @@ def example(op: str, shape: ModelShape, *, fp8: bool) -> Problem | None:
         )
     if op == "topk":
         return TopkProblem("float32", "int32", "int32", "index", k=2048, num_rows=4096, num_columns=32768)
-    return _step(op, shape)
+    return _step(op, shape) or _indexer_step(op, shape, fp8)
 
 
 def _step(op: str, shape: ModelShape) -> Problem | None:
@@ -208,6 +214,51 @@ def _step(op: str, shape: ModelShape) -> Problem | None:
             num_tokens=8192 * shape.num_v_heads,
         )
     return None
+
+
+def _indexer_step(op: str, shape: ModelShape, fp8: bool) -> Problem | None:
+    """The steps around the indexer: prompts of 8192 tokens. Compressed keys: groups of 4 tokens, without scales in FP8."""
+    tokens = 8192
+    if op == "quantize_fp8":
+        return QuantizeFp8Problem(
+            num_groups=1, group_dim=shape.index_head_dim, dtype="bfloat16", num_tokens=tokens * shape.index_num_heads
+        )
+    if op == "write_indexer_cache":
+        return WriteIndexerCacheProblem(**_cache(shape, fp8), dtype="bfloat16", slot_dtype="int64", num_tokens=tokens)
+    if op == "gather_indexer_cache":
+        return GatherIndexerCacheProblem(**_cache(shape, fp8), cu_seqlens_dtype="int32", num_rows=32768, num_sequences=4)
+    if op == "expand_topk_groups":
+        k = shape.index_topk // 4
+        return ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=4096, k=k)
+    rotated = {
+        **_cache(shape, fp8),
+        "rotary_dim": shape.index_rotary_dim,
+        "zero_centred": True,
+        "dtype": "bfloat16",
+        "position_dtype": "int64",
+        "cos_sin_dtype": "float32",
+        "k_norm_dtype": "bfloat16",
+        "slot_dtype": "int64",
+        "num_tokens": tokens,
+    }
+    if op == "prepare_indexer":
+        return PrepareIndexerProblem(
+            **rotated,
+            num_heads=shape.index_num_heads,
+            k_dtype="bfloat16",
+            weights_dtype="bfloat16" if fp8 else None,
+            q_norm_dtype="bfloat16",
+            q_out_dtype="float8_e4m3fn" if fp8 else "bfloat16",
+            folds_weights=fp8,
+        )
+    if op == "compress_indexer_keys":
+        rotated["cache_dtype"] = "float8_e4m3fn" if fp8 else "bfloat16"
+        return CompressIndexerKeysProblem(**rotated, ratio=4, ring_slot_dtype="int32", ring_aligned=True)
+    return None
+
+
+def _cache(shape: ModelShape, fp8: bool) -> dict[str, Any]:
+    return {"num_kv_heads": 1, "head_dim": shape.index_head_dim, "cache_dtype": "uint8" if fp8 else "bfloat16"}
 
 
 def _convolution(shape: ModelShape) -> dict[str, Any]:

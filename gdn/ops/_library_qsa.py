@@ -226,14 +226,14 @@ def _(logits: Tensor, k: int, row_starts: Tensor | None, row_ends: Tensor | None
 
 
 @torch.library.custom_op("gdn::expand_topk_groups", mutates_args=())
-def expand_topk_groups(group_indices: Tensor, positions: Tensor, ratio: int) -> Tensor:
+def expand_topk_groups(group_indices: Tensor, positions: Tensor, ratio: int, backend: str | None) -> Tensor:
     from gdn.ops.topk import expand_topk_groups as run
 
-    return run(group_indices, positions, ratio=ratio)
+    return run(group_indices, positions, ratio=ratio, backend=backend)
 
 
 @expand_topk_groups.register_fake
-def _(group_indices: Tensor, positions: Tensor, ratio: int) -> Tensor:
+def _(group_indices: Tensor, positions: Tensor, ratio: int, backend: str | None) -> Tensor:
     columns = group_indices.shape[1] * ratio + ratio - 1
     return group_indices.new_empty((group_indices.shape[0], columns), dtype=torch.int32)
 
@@ -384,27 +384,27 @@ def _(
 
 
 @torch.library.custom_op("gdn::quantize_fp8", mutates_args=())
-def quantize_fp8(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, group_size: int, backend: str | None) -> tuple[Tensor, Tensor]:
     from gdn.ops.indexer import quantize_fp8 as run
 
-    return run(x, group_size)
+    return run(x, group_size, backend=backend)
 
 
 @quantize_fp8.register_fake
-def _(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, group_size: int, backend: str | None) -> tuple[Tensor, Tensor]:
     groups = x.shape[-1] // min(group_size, x.shape[-1])
     return x.new_empty(x.shape, dtype=FP8), x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
 
 
 @torch.library.custom_op("gdn::write_indexer_cache", mutates_args=("cache",))
-def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, backend: str | None) -> None:
     from gdn.ops.indexer import write_indexer_cache as run
 
-    run(k, cache, slot_mapping)
+    run(k, cache, slot_mapping, backend=backend)
 
 
 @write_indexer_cache.register_fake
-def _(k: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def _(k: Tensor, cache: Tensor, slot_mapping: Tensor, backend: str | None) -> None:
     return None
 
 
@@ -430,6 +430,7 @@ def prepare_indexer(
     eps: float,
     zero_centred: bool,
     fp8: bool | None,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     from gdn.ops.indexer import prepare_indexer as run
 
@@ -447,6 +448,7 @@ def prepare_indexer(
         eps=eps,
         zero_centred=zero_centred,
         fp8=fp8,
+        backend=backend,
     )
     if not folds_weights(weights, cache, fp8) or w_out is None:
         w_out = q.new_empty(0, dtype=torch.float32)
@@ -468,6 +470,7 @@ def _(
     eps: float,
     zero_centred: bool,
     fp8: bool | None,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     is_fp8 = cache.dtype in (torch.uint8, FP8) if cache is not None else bool(fp8)
     folded = q.shape[:2] if folds_weights(weights, cache, fp8) else (0,)
@@ -489,6 +492,7 @@ def compress_indexer_keys(
     eps: float,
     zero_centred: bool,
     null_slot: int,
+    backend: str | None,
 ) -> None:
     from gdn.ops.indexer import compress_indexer_keys as run
 
@@ -506,6 +510,7 @@ def compress_indexer_keys(
         eps=eps,
         zero_centred=zero_centred,
         null_slot=null_slot,
+        backend=backend,
     )
 
 
@@ -524,20 +529,25 @@ def _(
     eps: float,
     zero_centred: bool,
     null_slot: int,
+    backend: str | None,
 ) -> None:
     return None
 
 
 @torch.library.custom_op("gdn::gather_indexer_cache", mutates_args=())
-def gather_indexer_cache(cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor]:
+def gather_indexer_cache(
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, num_rows: int | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
     from gdn.ops.indexer import gather_indexer_cache as run
 
-    k, k_scale = run(cache, block_tables, cu_seqlens, num_rows=num_rows)
+    k, k_scale = run(cache, block_tables, cu_seqlens, num_rows=num_rows, backend=backend)
     return k.contiguous(), k_scale.contiguous() if k_scale is not None else cache.new_empty(0, dtype=torch.float32)
 
 
 @gather_indexer_cache.register_fake
-def _(cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor]:
+def _(
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, num_rows: int | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size() if num_rows is None else num_rows
     scaled = cache.dtype == torch.uint8
     dim = cache.shape[-1] - 4 if scaled else cache.shape[-1]

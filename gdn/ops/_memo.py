@@ -70,9 +70,9 @@ class Plan:
         tensor from; views: of a place, with size and strides; aligned: places of tensors."""
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
-        self._given = itemgetter(*given)
+        self._given = _tuple_of(given)
         self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
-        self._aligned = itemgetter(*aligned)
+        self._aligned = _tuple_of(aligned)
         self._launch = launch
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
@@ -138,7 +138,7 @@ class Memo:
         aligned: Sequence[Tensor | None] = (),
     ) -> None:
         """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
-        aligned: tensors (two or more) whose addresses were found to be multiples of 16 bytes."""
+        aligned: tensors whose addresses were found to be multiples of 16 bytes."""
         if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
             return
         plan = _plan(tensors, launch, arguments, results, made, aligned)
@@ -153,6 +153,13 @@ class Memo:
             while len(self._plans) >= _LIMIT:
                 del self._plans[next(iter(self._plans))]  # the oldest
             self._plans[key] = (plan, *others)[:_PLANS_PER_KEY]
+
+
+def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """What takes these places of a sequence: itemgetter, which gives no tuple for fewer than two."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda sequence: tuple(sequence[place] for place in places)
 
 
 def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:

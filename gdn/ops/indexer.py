@@ -1,28 +1,74 @@
 """What surrounds the indexer's logits: quantisation, norm and RoPE, the cache write, compressed keys, the prefix gather.
 
-Formulas: gdn/reference/indexer.py. These operators have no kernel yet and run on the reference, on any device.
+Formulas: gdn/reference/indexer.py.
 """
+
+import functools
 
 import torch
 
 from gdn import reference, runtime
-from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_type, bad_value, check_tensor
-from gdn.ops._logits_checks import FP8, INDEX_DTYPES, check_cache, check_count, check_flag, check_scale, reading_allowed
+from gdn.ops import _library_qsa, _rows
+from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._logits_checks import (
+    FP8,
+    INDEX_DTYPES,
+    check_cache,
+    check_count,
+    check_flag,
+    check_scale,
+    flat_pages,
+    reading_allowed,
+)
+from gdn.ops._memo import Made, Memo, make
+from gdn.problems import (
+    CompressIndexerKeysProblem,
+    GatherIndexerCacheProblem,
+    PrepareIndexerProblem,
+    QuantizeFp8Problem,
+    WriteIndexerCacheProblem,
+)
 from gdn.runtime import env
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_quantized, _written, _prepared, _compressed, _gathered = Memo(), Memo(), Memo(), Memo(), Memo()
 
-def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+
+def _name(tensor: torch.Tensor | None) -> str | None:
+    return None if tensor is None else dtype_name(tensor.dtype)
+
+
+def _new(made: list[Made], dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
+    return make(made, functools.partial(torch.empty, *shape, dtype=dtype, device=device))
+
+
+def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x as [rows, groups, group]: a view where its strides allow one. Contiguous groups are all rows."""
+    if x.is_contiguous():
+        return x.view(-1, 1, group)
+    if x.dim() == 2:
+        return x.view(x.shape[0], -1, group) if x.stride(1) == 1 else x.contiguous().view(-1, 1, group)
+    return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
+
+
+def quantize_fp8(
+    x: torch.Tensor, group_size: int = 128, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values and one float32 scale per group of min(group_size, D) elements along the last dim.
 
     x [..., D] bfloat16, float16 or float32, D a multiple of the group -> x_fp8 [..., D], scale [..., D / group]:
     scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated. TypeError or ValueError by argument.
+    backend: as in chunk_gated_delta_rule.
     """
     if torch.compiler.is_compiling():
-        pair: tuple[torch.Tensor, torch.Tensor] = _library_qsa.quantize_fp8(x, group_size)
+        pair: tuple[torch.Tensor, torch.Tensor] = _library_qsa.quantize_fp8(x, group_size, backend)
         return pair
+    tensors, flags = (x, None), (group_size, type(group_size), backend)
+    repeated: tuple[torch.Tensor, torch.Tensor] | None = _quantized.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+    switches = env.current()
     check_tensor("x", x, dtypes=DTYPES)
     check_count("group_size", group_size, minimum=1)
     if x.dim() < 1 or x.shape[-1] < 1:
@@ -30,8 +76,21 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, 
     group = min(group_size, x.shape[-1])
     if x.shape[-1] % group:
         bad_value("x", f"a last dimension that is a multiple of group_size {group}", f"shape {list(x.shape)}")
-    runtime.reference_only("quantize_fp8")
-    return reference.quantize_fp8(x, group_size)
+    rows = _grouped(x, group) if x.numel() else x.new_empty(0, 1, group)
+    problem = QuantizeFp8Problem(
+        num_groups=rows.shape[1], group_dim=group, dtype=dtype_name(x.dtype), num_tokens=rows.shape[0]
+    )
+    prepared = runtime.prepare(problem, x.device, backend)
+    if prepared.launch is None:
+        return reference.quantize_fp8(x, group_size)
+    made: list[Made] = []
+    x_fp8 = _new(made, FP8, x.device, *x.shape)
+    scale = _new(made, torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
+    if x.numel():
+        arguments = (_rows.aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
+        prepared.launch(*arguments)
+        _quantized.learn(tensors, flags, switches, prepared.launch, arguments, (x_fp8, scale), made, (x,))
+    return x_fp8, scale
 
 
 def _check_slots(slot_mapping: object, tokens: int, device: torch.device, cache: torch.Tensor, page_size: int) -> None:
@@ -52,12 +111,19 @@ def _check_keys(name: str, k: torch.Tensor, tokens: int | None, device: torch.de
     return k.shape[1] if k.dim() == 3 else 1
 
 
+def _with_heads(k: torch.Tensor) -> torch.Tensor:
+    """[tokens, D] as [tokens, 1, D]."""
+    return k[:, None] if k.dim() == 2 else k
+
+
 def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
     if kv_heads != of_cache:
         bad_value(name, f"{of_cache} key heads, as the cache", f"{kv_heads}")
 
 
-def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_indexer_cache(
+    k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None
+) -> None:
     """Writes key rows into the indexer cache, in the form of the cache's dtype.
 
     k [tokens, D] or [tokens, kv_heads, D] bfloat16, float16 or float32, any row stride.
@@ -65,19 +131,37 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16: a cast.
     slot_mapping [tokens] int64 (or int32): row page * page_size + offset of each token; negative = skip. The caller's
         duty: slots lie in the cache (checked with GDN_VALIDATE=1, costs a sync) and are distinct.
+    backend: as in chunk_gated_delta_rule.
 
     TypeError or ValueError names the argument; the cache is untouched then.
     """
     if torch.compiler.is_compiling():
-        _library_qsa.write_indexer_cache(k, cache, slot_mapping)
+        _library_qsa.write_indexer_cache(k, cache, slot_mapping, backend)
         return
+    tensors, flags = (k, cache, slot_mapping), (backend,)
+    if _written.run(tensors, flags) is not None:
+        return
+    switches = env.current()
     check_tensor("k", k)
     kv_heads = _check_keys("k", k, None, k.device)
     page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
     _same_kv_heads("k", kv_heads, cache_heads)
     _check_slots(slot_mapping, k.shape[0], k.device, cache, page_size)
-    runtime.reference_only("write_indexer_cache")
-    reference.write_indexer_cache(k, cache, slot_mapping)
+    problem = WriteIndexerCacheProblem(
+        num_kv_heads=kv_heads,
+        head_dim=k.shape[-1],
+        cache_dtype=dtype_name(cache.dtype),
+        dtype=dtype_name(k.dtype),
+        slot_dtype=dtype_name(slot_mapping.dtype),
+        num_tokens=k.shape[0],
+    )
+    prepared = runtime.prepare(problem, k.device, backend)
+    if prepared.launch is None:
+        reference.write_indexer_cache(k, cache, slot_mapping)
+    elif k.shape[0] and cache.shape[0]:
+        arguments = (_rows.aligned("k", _with_heads(k)), flat_pages(cache), slot_mapping)
+        prepared.launch(*arguments)
+        _written.learn(tensors, flags, switches, prepared.launch, arguments, (cache,), (), (k, cache))
 
 
 def _check_rope(
@@ -109,6 +193,7 @@ def prepare_indexer(
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Norm, RoPE, quantisation, scale folding and cache write of one step of the indexer.
 
@@ -121,6 +206,7 @@ def prepare_indexer(
         keys go through `gdn.compress_indexer_keys`): then only the query is prepared.
     fp8: None = as the cache is; a bool must agree with the cache, and decides where there is none (with scales if weights
         are given, else plain casts).
+    backend: as in chunk_gated_delta_rule.
 
     Returns (q, weights) for the logits operators:
         bf16 cache            q in its dtype, weights as given: pass scale = D**-0.5 to the logits
@@ -130,9 +216,15 @@ def prepare_indexer(
     """
     if torch.compiler.is_compiling():
         q_out, w_out = _library_qsa.prepare_indexer(
-            q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, rotary_dim, eps, zero_centred, fp8
+            q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, rotary_dim, eps, zero_centred, fp8, backend
         )
         return q_out, (w_out if _library_qsa.folds_weights(weights, cache, fp8) else weights)
+    tensors = (q, cache, k, weights, positions, cos_sin, q_norm, k_norm, slot_mapping)
+    flags = (rotary_dim, type(rotary_dim), eps, type(eps), zero_centred, type(zero_centred), fp8, type(fp8), backend)
+    repeated: tuple[torch.Tensor, torch.Tensor | None] | None = _prepared.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+    switches = env.current()
     check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=DTYPES, last_contiguous=True)
     tokens, heads, dim = q.shape
     device = q.device
@@ -158,22 +250,68 @@ def prepare_indexer(
         _check_slots(slot_mapping, tokens, device, cache, page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
             bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
-    runtime.reference_only("prepare_indexer")
-    return reference.prepare_indexer(
-        q,
-        k,
-        weights,
-        positions,
-        cos_sin,
-        q_norm,
-        k_norm,
-        cache,
-        slot_mapping,
+    folds = _library_qsa.folds_weights(weights, cache, fp8)
+    is_fp8 = cache.dtype in (torch.uint8, FP8) if cache is not None else bool(fp8)
+    problem = PrepareIndexerProblem(
+        num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
+        head_dim=dim,
+        cache_dtype=_name(cache),
         rotary_dim=rotary_dim,
-        eps=eps,
         zero_centred=zero_centred,
-        fp8=fp8,
+        dtype=dtype_name(q.dtype),
+        position_dtype=dtype_name(positions.dtype),
+        cos_sin_dtype=dtype_name(cos_sin.dtype),
+        k_norm_dtype=_name(k_norm),
+        slot_dtype=_name(slot_mapping),
+        num_heads=heads,
+        k_dtype=_name(k),
+        weights_dtype=_name(weights) if folds else None,
+        q_norm_dtype=dtype_name(q_norm.dtype),
+        q_out_dtype="float8_e4m3fn" if is_fp8 else dtype_name(q.dtype),
+        folds_weights=folds,
+        num_tokens=tokens,
     )
+    prepared = runtime.prepare(problem, device, backend)
+    nothing_there = cos_sin.shape[0] == 0 or (cache is not None and cache.shape[0] == 0)
+    if prepared.launch is None or (tokens and nothing_there):
+        return reference.prepare_indexer(
+            q,
+            k,
+            weights,
+            positions,
+            cos_sin,
+            q_norm,
+            k_norm,
+            cache,
+            slot_mapping,
+            rotary_dim=rotary_dim,
+            eps=eps,
+            zero_centred=zero_centred,
+            fp8=fp8,
+        )
+    made: list[Made] = []
+    q_out = _new(made, FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
+    weights_out = _new(made, torch.float32, device, tokens, heads) if folds else None
+    results = (q_out, weights_out if folds else weights)
+    if tokens:
+        arguments = (
+            _rows.aligned("q", q),
+            None if k is None else _rows.aligned("k", _with_heads(k)),
+            weights if folds else None,
+            positions,
+            _rows.aligned("cos_sin", cos_sin),
+            _rows.constant(q_norm),
+            None if k_norm is None else _rows.constant(k_norm),
+            None if cache is None else flat_pages(cache),
+            slot_mapping,
+            q_out,
+            weights_out,
+            float(eps),
+        )
+        prepared.launch(*arguments)
+        read_wide = (q, k, cos_sin, q_norm, k_norm, cache)
+        _prepared.learn(tensors, flags, switches, prepared.launch, arguments, results, made, read_wide)
+    return results
 
 
 def compress_indexer_keys(
@@ -191,6 +329,7 @@ def compress_indexer_keys(
     eps: float = 1e-6,
     zero_centred: bool = True,
     null_slot: int = -1,
+    backend: str | None = None,
 ) -> None:
     """Compressed keys: the mean of each finished group of `ratio` tokens goes to the cache, raw keys to a ring.
 
@@ -203,6 +342,7 @@ def compress_indexer_keys(
         token's group, read at tokens with (pos + 1) % ratio == 0; negative = skip.
     cos_sin, rotary_dim, k_norm, eps, zero_centred: as `gdn.prepare_indexer`; the rotation is that of the group's first
         position.
+    backend: as in chunk_gated_delta_rule.
 
     A group's key: float32 mean of its raw keys, rounded to their dtype, RMS norm, RoPE. TypeError or ValueError names the
     argument; ring and cache are untouched then.
@@ -222,8 +362,17 @@ def compress_indexer_keys(
             eps,
             zero_centred,
             null_slot,
+            backend,
         )
         return
+    tensors = (raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping)
+    flags = (
+        ratio, type(ratio), rotary_dim, type(rotary_dim), eps, type(eps), zero_centred, type(zero_centred), null_slot,
+        type(null_slot), backend,
+    )  # fmt: skip
+    if _compressed.run(tensors, flags) is not None:
+        return
+    switches = env.current()
     check_tensor("raw_k", raw_k)
     device = raw_k.device
     kv_heads = _check_keys("raw_k", raw_k, None, device)
@@ -246,43 +395,91 @@ def compress_indexer_keys(
     _check_slots(slot_mapping, tokens, device, cache, page_size)
     check_scale("eps", eps)
     check_flag("zero_centred", zero_centred)
-    runtime.reference_only("compress_indexer_keys")
-    reference.compress_indexer_keys(
-        raw_k,
-        ring,
-        cache,
-        positions,
-        cos_sin,
-        k_norm,
-        ring_slots,
-        slot_mapping,
-        ratio=ratio,
+    if isinstance(null_slot, bool) or not isinstance(null_slot, int):
+        bad_type("null_slot", "an int", type(null_slot).__name__)
+    ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
+    problem = CompressIndexerKeysProblem(
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        cache_dtype=dtype_name(cache.dtype),
         rotary_dim=rotary_dim,
-        eps=eps,
         zero_centred=zero_centred,
-        null_slot=null_slot,
+        dtype=dtype_name(raw_k.dtype),
+        position_dtype=dtype_name(positions.dtype),
+        cos_sin_dtype=dtype_name(cos_sin.dtype),
+        k_norm_dtype=dtype_name(k_norm.dtype),
+        slot_dtype=dtype_name(slot_mapping.dtype),
+        ratio=ratio,
+        ring_slot_dtype=dtype_name(ring_slots.dtype),
+        ring_aligned=_rows.is_aligned(ring_rows),
+        num_tokens=tokens,
     )
+    prepared = runtime.prepare(problem, device, backend)
+    nothing_there = 0 in (cos_sin.shape[0], ring.shape[0], cache.shape[0])
+    if prepared.launch is None or nothing_there:
+        reference.compress_indexer_keys(
+            raw_k,
+            ring,
+            cache,
+            positions,
+            cos_sin,
+            k_norm,
+            ring_slots,
+            slot_mapping,
+            ratio=ratio,
+            rotary_dim=rotary_dim,
+            eps=eps,
+            zero_centred=zero_centred,
+            null_slot=null_slot,
+        )
+    elif tokens:
+        arguments = (
+            _rows.aligned("raw_k", _with_heads(raw_k)),
+            ring_rows,
+            flat_pages(cache),
+            positions,
+            _rows.aligned("cos_sin", cos_sin),
+            _rows.constant(k_norm),
+            ring_slots,
+            slot_mapping,
+            float(eps),
+            null_slot,
+        )
+        prepared.launch(*arguments)
+        read_wide = (raw_k, ring, cache, cos_sin, k_norm)
+        _compressed.learn(tensors, flags, switches, prepared.launch, arguments, (ring,), (), read_wide)
 
 
 def gather_indexer_cache(
-    cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor, *, num_rows: int | None = None
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    num_rows: int | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cached key rows of N sequences, packed for `gdn.mqa_logits`: (k, k_scale or None).
 
     cache: as `gdn.paged_mqa_logits`. block_tables [N, max_pages] int32; cu_seqlens [N + 1] int32 or int64: sequence n's
     first cu_seqlens[n + 1] - cu_seqlens[n] rows go to rows from cu_seqlens[n].
     num_rows: rows of the result; None reads cu_seqlens[N] back to the host. Rows at or beyond cu_seqlens[N] are zero.
+    backend: as in chunk_gated_delta_rule.
 
     k [rows, kv_heads, D] (without kv_heads where the cache has none) float8_e4m3fn or bfloat16; k_scale [rows, kv_heads]
     float32 for a uint8 cache. TypeError or ValueError names the argument.
     """
     if torch.compiler.is_compiling():
-        k_out, scale_out = _library_qsa.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows)
+        k_out, scale_out = _library_qsa.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows, backend)
         return k_out, (scale_out if cache.dtype == torch.uint8 else None)
+    tensors, flags = (block_tables, cu_seqlens, cache), (num_rows, type(num_rows), backend)
+    repeated: tuple[torch.Tensor, torch.Tensor | None] | None = _gathered.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+    switches = env.current()
     check_tensor("cache", cache)
     device = cache.device
     head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
-    page_size, _ = check_cache(cache, max(1, head_dim), device, None)
+    page_size, kv_heads = check_cache(cache, max(1, head_dim), device, None)
     check_tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
     if cu_seqlens.shape[0] < 1:
         bad_value("cu_seqlens", "shape [N + 1]", f"shape {list(cu_seqlens.shape)}")
@@ -299,5 +496,28 @@ def gather_indexer_cache(
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()
             bad_value(f"block_tables[{row}, {column}]", f"a page in [0, {cache.shape[0]})", int(block_tables[row, column]))
-    runtime.reference_only("gather_indexer_cache")
-    return reference.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows=num_rows)
+    rows = int(cu_seqlens[-1]) if num_rows is None else num_rows
+    scaled = cache.dtype == torch.uint8
+    problem = GatherIndexerCacheProblem(
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        cache_dtype=dtype_name(cache.dtype),
+        cu_seqlens_dtype=dtype_name(cu_seqlens.dtype),
+        num_rows=rows,
+        num_sequences=sequences,
+    )
+    prepared = runtime.prepare(problem, device, backend)
+    if prepared.launch is None or 0 in (rows, cache.shape[0], block_tables.numel()):
+        return reference.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows=rows)
+    made: list[Made] = []
+    k = _new(made, FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
+    k_scale = _new(made, torch.float32, device, rows, kv_heads) if scaled else None
+    arguments = (flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    prepared.launch(*arguments)
+    if cache.dim() == 3:
+        results = (k, None if k_scale is None else k_scale[:, 0])
+    else:
+        results = (k.view(rows, kv_heads, head_dim), k_scale)
+    if num_rows is not None:
+        _gathered.learn(tensors, flags, switches, prepared.launch, arguments, results, made, (cache,))
+    return results

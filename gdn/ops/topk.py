@@ -1,12 +1,20 @@
 """Exact top-k over rows of logits, and groups of compressed keys back to token positions."""
 
+import functools
+
 import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa
 from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES, check_count
-from gdn.problems import TopkProblem
+from gdn.ops._memo import Made, Memo, make
+from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
+from gdn.reference.logits import key_range
+from gdn.reference.topk import list_short_rows
+from gdn.runtime import env
+
+_expanded = Memo()
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,6 +57,21 @@ def topk_indices(
     if sorted_by not in ("index", "score"):
         bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
     check_indices_out(out, rows, k, device)
+    return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
+
+
+def select_rows(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    sorted_by: str,
+    out: torch.Tensor | None,
+    backend: str | None,
+    list_short: bool = False,
+) -> torch.Tensor:
+    """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read."""
+    rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
         dtype=dtype_name(logits.dtype),
         starts_dtype=dtype_name(row_starts.dtype) if row_starts is not None else None,
@@ -60,12 +83,23 @@ def topk_indices(
     )
     prepared = runtime.prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+        picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
+        return picked.copy_(list_short_rows(picked, _lengths(logits, row_starts, row_ends))) if list_short else picked
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if rows and k:
-        prepared.launch(logits, row_starts, row_ends, out)
+        prepared.launch(logits, row_starts, row_ends, out, int(list_short))
     return out
+
+
+def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:
+    """Columns of each row's range, which is clamped as the selection clamps it."""
+    rows, columns = logits.shape
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    start, end = key_range(
+        zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends, columns
+    )
+    return end - start
 
 
 def expand_topk_groups(
@@ -74,20 +108,45 @@ def expand_topk_groups(
     *,
     ratio: int = 4,
     out: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Selected groups of `ratio` tokens as token positions, with the causal tail: int32 [tokens, k * ratio + ratio - 1].
 
     group_indices [tokens, k] int32 or int64, -1 = none; positions [tokens] int32 or int64 of the query tokens (negative:
     no tail). The tail is the query's own unfinished group: (pos + 1) // ratio * ratio up to and with pos. Groups keep
-    their order, the tail follows, -1 is last. ValueError or TypeError before anything is written.
+    their order, the tail follows, -1 is last. backend: as in chunk_gated_delta_rule. ValueError or TypeError before anything
+    is written.
     """
     if torch.compiler.is_compiling():
-        listed = _library_qsa.expand_topk_groups(group_indices, positions, ratio)
+        listed = _library_qsa.expand_topk_groups(group_indices, positions, ratio, backend)
         return listed if out is None else out.copy_(listed)
+    tensors, flags = (group_indices, positions, out), (ratio, type(ratio), backend)
+    repeated: torch.Tensor | None = _expanded.run(tensors, flags)
+    if repeated is not None:
+        return repeated
+    switches = env.current()
     check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
     check_count("ratio", ratio, minimum=1)
     check_indices_out(out, tokens, k * ratio + ratio - 1, group_indices.device)
-    runtime.reference_only("expand_topk_groups")
-    return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)
+    problem = ExpandTopkGroupsProblem(
+        ratio=ratio,
+        group_dtype=dtype_name(group_indices.dtype),
+        position_dtype=dtype_name(positions.dtype),
+        num_tokens=tokens,
+        k=k,
+    )
+    prepared = runtime.prepare(problem, group_indices.device, backend)
+    if prepared.launch is None or 0 in (tokens, k):
+        return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)
+    made: list[Made] = []
+    if out is None:
+        empty = functools.partial(
+            torch.empty, tokens, k * ratio + ratio - 1, dtype=torch.int32, device=group_indices.device
+        )
+        out = make(made, empty)
+    arguments = (group_indices, positions, out)
+    prepared.launch(*arguments)
+    _expanded.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made)
+    return out

@@ -22,11 +22,16 @@ def cast_fp8(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+def _divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once. By a tensor: on a GPU torch multiplies by the reciprocal of a Python number."""
+    return x / x.new_full((), divisor)
+
+
 def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] -> e4m3 [..., D] and float32 scales [..., D / group], group = min(group_size, D)."""
     group = min(group_size, x.shape[-1])
     grouped = x.float().unflatten(-1, (-1, group))
-    scale = grouped.abs().amax(dim=-1).clamp(min=MIN_AMAX) / FP8_MAX
+    scale = _divided(grouped.abs().amax(dim=-1).clamp(min=MIN_AMAX), FP8_MAX)
     return cast_fp8((grouped / scale[..., None]).flatten(-2)), scale
 
 
@@ -170,7 +175,7 @@ def compress_indexer_keys(
         here = (entry >= back) & (slot[earlier] == slot) & (position[earlier] == position - back)
         stored = ring[safe_slot, (position - back).clamp(min=0) % size]  # read before anything is overwritten
         total += torch.where(here[:, None, None], raw_k[earlier].float(), stored.float())
-    mean = (total / ratio).to(raw_k.dtype)
+    mean = _divided(total, ratio).to(raw_k.dtype)
     group_position = position - (ratio - 1)
     key = rope(rms_norm(mean, k_norm, eps, zero_centred), group_position, cos_sin, rotary_dim).to(raw_k.dtype)
     complete = real & ((position + 1) % ratio == 0)

@@ -53,12 +53,12 @@ _OPERATORS = (
     Operator("conv1d", ("causal_conv1d_fn",), _modules("conv1d", "cute")),
     Operator("conv1d_update", ("causal_conv1d_update",), _modules("conv1d_update", "cute")),
     Operator("rms_norm_gated", ("rms_norm_gated",), _modules("rms_norm_gated", "cute")),
-    Operator("quantize_fp8", ("quantize_fp8",)),
-    Operator("write_indexer_cache", ("write_indexer_cache",)),
-    Operator("prepare_indexer", ("prepare_indexer",)),
-    Operator("compress_indexer_keys", ("compress_indexer_keys",)),
-    Operator("gather_indexer_cache", ("gather_indexer_cache",)),
-    Operator("expand_topk_groups", ("expand_topk_groups",)),
+    Operator("quantize_fp8", ("quantize_fp8",), _modules("quantize_fp8", "cute")),
+    Operator("write_indexer_cache", ("write_indexer_cache",), _modules("write_indexer_cache", "cute")),
+    Operator("prepare_indexer", ("prepare_indexer",), _modules("prepare_indexer", "cute")),
+    Operator("compress_indexer_keys", ("compress_indexer_keys",), _modules("compress_indexer_keys", "cute")),
+    Operator("gather_indexer_cache", ("gather_indexer_cache",), _modules("gather_indexer_cache", "cute")),
+    Operator("expand_topk_groups", ("expand_topk_groups",), _modules("expand_topk_groups", "cute")),
     Operator(
         "mqa_logits", ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits", "tilelang", "cute"), (_PREFILL_INDEXER,)
     ),

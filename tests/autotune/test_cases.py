@@ -11,17 +11,24 @@ from autotune import bench, cases, shapes
 from gdn import reference
 from gdn.device import H100
 from gdn.problems import (
+    CompressIndexerKeysProblem,
     ConvolutionProblem,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheProblem,
     GatingProblem,
     GdnDecodeProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
+    PrepareIndexerProblem,
+    QuantizeFp8Problem,
     RmsNormGatedProblem,
     SplitProblem,
     TopkProblem,
+    WriteIndexerCacheProblem,
 )
 from gdn.runtime import Explained, Prepared, explaining
 from gdn.testing import timing
+from tests.ops import indexer_kernels
 
 CPU = torch.device("cpu")
 
@@ -53,6 +60,15 @@ def _small(shape: shapes.Shape) -> shapes.Shape:
         lengths = shape.lengths[:3]
         sizes = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
         return replace(shape, lengths=lengths, problem=replace(problem, **small, **sizes))  # type: ignore[arg-type]
+    if isinstance(problem, ExpandTopkGroupsProblem):
+        return replace(shape, problem=replace(problem, num_tokens=5, k=9))
+    if isinstance(problem, GatherIndexerCacheProblem):
+        return replace(shape, lengths=(70, 5), problem=replace(problem, num_rows=75, num_sequences=2))
+    if isinstance(problem, CompressIndexerKeysProblem):
+        lengths = (70, 5) if len(shape.lengths) == 1 else shape.lengths[:3]
+        return replace(shape, lengths=lengths, problem=replace(problem, num_tokens=sum(lengths)))
+    if isinstance(problem, PrepareIndexerProblem | QuantizeFp8Problem | WriteIndexerCacheProblem):
+        return replace(shape, problem=replace(problem, num_tokens=5))
     lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
     heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
     return replace(shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths)))
@@ -168,10 +184,18 @@ _BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
     "split": _split,
     "gating": _gating,
     "rms_norm_gated": _norm,
+    "prepare_indexer": lambda tensors, problem: indexer_kernels.prepare_indexer(problem, *tensors),
+    "quantize_fp8": lambda tensors, problem: indexer_kernels.quantize_fp8(problem, *tensors),
+    "write_indexer_cache": lambda tensors, problem: indexer_kernels.write_indexer_cache(problem, *tensors),
+    "gather_indexer_cache": lambda tensors, problem: indexer_kernels.gather_indexer_cache(problem, *tensors),
+    "compress_indexer_keys": lambda tensors, problem: indexer_kernels.compress_indexer_keys(problem, *tensors),
+    "expand_topk_groups": lambda tensors, problem: indexer_kernels.expand_topk_groups(problem, *tensors),
 }
 _OUT = {
     "chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5, "topk": 3, "conv1d": 9, "conv1d_update": 8, "split": 3,
     "gdn_decode": 15, "gating": 5, "rms_norm_gated": 3,
+    "prepare_indexer": 9, "quantize_fp8": 1, "write_indexer_cache": 1,
+    "gather_indexer_cache": 3, "compress_indexer_keys": 1, "expand_topk_groups": 2,
 }  # fmt: skip
 
 
@@ -203,9 +227,19 @@ def test_the_reference_passes(shape: shapes.Shape) -> None:
 @pytest.mark.parametrize("shape", _one_per_static_key())
 def test_a_wrong_element_and_a_forgotten_one_fail(shape: shapes.Shape) -> None:
     case = cases.make(shape, CPU, H100)
-    for value in (1e4, -2 if shape.op == "topk" else torch.nan):
+    for wrong in (True, False):
+
+        def spoil(tensors: tuple[Any, ...], wrong: bool = wrong) -> None:
+            element = _out_of(shape.op, tensors)[0, :1]
+            if element.is_floating_point():
+                element.fill_(min(1e4, torch.finfo(element.dtype).max) if wrong else torch.nan)
+            elif element.dtype == torch.uint8:
+                element.add_(1 if wrong else 2)
+            else:
+                element.fill_(10000 if wrong else -2)
+
         with pytest.raises(cases.WrongResult):
-            case.check(_prepared(shape, lambda tensors, value=value: _out_of(shape.op, tensors)[0, :1].fill_(value)))  # type: ignore[misc]
+            case.check(_prepared(shape, spoil))
 
 
 @pytest.mark.parametrize("op", ["chunk", "recurrent"])
@@ -240,7 +274,10 @@ def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None
         case.check(_prepared(shape, spoil))
 
 
-@pytest.mark.parametrize("op", ["conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"])
+_STEPS = ["conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"]
+
+
+@pytest.mark.parametrize("op", [*_STEPS, *(kernel.__name__ for kernel in indexer_kernels.KERNELS)])
 def test_the_floor_of_the_steps_is_their_bytes(op: str) -> None:
     for shape in shapes.shapes(op):
         assert bench.useful_flops(shape) == 0 and shape.problem.bytes_moved() > 0

@@ -8,16 +8,22 @@ from dataclasses import dataclass, field
 
 from gdn.problems import (
     ChunkProblem,
+    CompressIndexerKeysProblem,
     Conv1dProblem,
     ConvolutionProblem,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheProblem,
     GatingProblem,
     GdnDecodeProblem,
     LogitsProblem,
+    PrepareIndexerProblem,
     Problem,
+    QuantizeFp8Problem,
     RecurrentProblem,
     RmsNormGatedProblem,
     SplitProblem,
     TopkProblem,
+    WriteIndexerCacheProblem,
 )
 
 
@@ -63,4 +69,22 @@ def expectation(problem: Problem, backend: str) -> Expectation:
         return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
     if isinstance(problem, GatingProblem):
         return Expectation({"LDG": 4, "STG": 2}, none_of=tensor_cores)
+    # Rows of the indexer: both chunks of a lane in 16-byte loads, 8 values of e4m3 in 8-byte stores.
+    codes = {"STG.64": 2, "F2FP.E4M3": 8}
+    if isinstance(problem, QuantizeFp8Problem):
+        return Expectation({"LDG.128": 2} | codes, none_of=tensor_cores)
+    if isinstance(problem, WriteIndexerCacheProblem):
+        is_fp8 = problem.cache_dtype != "bfloat16"
+        return Expectation({"LDG.128": 2} | (codes if is_fp8 else {"STG.128": 2}), none_of=tensor_cores)
+    if isinstance(problem, PrepareIndexerProblem):
+        stores = codes if problem.q_out_dtype == "float8_e4m3fn" else {"STG.128": 2}
+        return Expectation({"LDG.128": 4} | stores, none_of=tensor_cores)
+    if isinstance(problem, CompressIndexerKeysProblem):
+        keys = codes if problem.cache_dtype != "bfloat16" else {}
+        return Expectation({"LDG.128": 2 * problem.ratio + 2, "STG.128": 2} | keys, none_of=tensor_cores)
+    if isinstance(problem, GatherIndexerCacheProblem):
+        return Expectation({"LDG.128": 1, "STG.128": 1}, none_of=tensor_cores)
+    if isinstance(problem, ExpandTopkGroupsProblem):
+        # A row of out starts at any multiple of four bytes: neighbouring lanes write neighbouring words.
+        return Expectation({"LDG": 2, "STG": 2, "LDS": 1, "STS": 1}, none_of=tensor_cores)
     raise TypeError(f"problem: expected one of an operator with an expectation, got {type(problem).__name__}")

@@ -27,6 +27,12 @@ PROBLEMS: dict[str, Any] = {
         problems.MqaLogitsProblem,
         problems.PagedMqaLogitsProblem,
         problems.TopkProblem,
+        problems.QuantizeFp8Problem,
+        problems.WriteIndexerCacheProblem,
+        problems.PrepareIndexerProblem,
+        problems.CompressIndexerKeysProblem,
+        problems.GatherIndexerCacheProblem,
+        problems.ExpandTopkGroupsProblem,
     )
 }
 

@@ -11,17 +11,23 @@ from typing import Any
 from gdn.device import H100
 from gdn.problems import (
     ChunkProblem,
+    CompressIndexerKeysProblem,
     Conv1dProblem,
     Conv1dUpdateProblem,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheProblem,
     GatingProblem,
     GdnDecodeProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
+    PrepareIndexerProblem,
     Problem,
+    QuantizeFp8Problem,
     RecurrentProblem,
     RmsNormGatedProblem,
     SplitProblem,
     TopkProblem,
+    WriteIndexerCacheProblem,
 )
 from tests.compile import pairwise
 
@@ -92,7 +98,62 @@ _CONVOLUTION_AXES: dict[str, Sequence[Any]] = {
     "index_dtype": ["int32", "int64", None],
 }
 _POOLS = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]  # dtype, channels contiguous
-AXES: dict[str, Axes] = {
+_CACHE_DTYPES = ["uint8", "float8_e4m3fn", "bfloat16"]
+_ROTATED_AXES: dict[str, Sequence[Any]] = {
+    "dims": [(128, 64), (64, 32), (128, 128), (256, 64), (32, 16)],  # of a head, rotated
+    "dtype": ["bfloat16", "float16"],
+    "cos_sin_dtype": ["float32", "bfloat16"],
+    "norm_dtype": ["bfloat16", "float32"],
+    "index_dtype": ["int64", "int32"],
+    "zero_centred": [True, False],
+    "num_tokens": [8, 8192],
+}
+_INDEXER_AXES: dict[str, Axes] = {
+    "quantize_fp8": {
+        "num_groups": [1, 6],
+        "group_dim": [128, 64, 32, 256],
+        "dtype": ["bfloat16", "float16"],
+        "num_tokens": [8, 131072],
+    },
+    "write_indexer_cache": {
+        "num_kv_heads": [1, 2],
+        "head_dim": [128, 64, 32, 256],
+        "cache_dtype": _CACHE_DTYPES,
+        "dtype": ["bfloat16", "float16"],
+        "slot_dtype": ["int64", "int32"],
+        "num_tokens": [8, 8192],
+    },
+    "prepare_indexer": _ROTATED_AXES
+    | {
+        "num_heads": [16, 6, 64],
+        # Key heads, dtype of the cache, whether the query is quantised, whether with scales.
+        "keys": [
+            (1, "uint8", True, True),
+            (2, "uint8", True, True),
+            (1, "float8_e4m3fn", True, False),
+            (1, "bfloat16", False, False),
+            (0, None, True, False),
+        ],
+        "weights_dtype": ["bfloat16", "float32", None],
+    },
+    "compress_indexer_keys": _ROTATED_AXES
+    | {"num_kv_heads": [1, 3], "cache_dtype": _CACHE_DTYPES, "ratio": [4, 2, 3], "ring_slot_dtype": ["int32", "int64"]},
+    "gather_indexer_cache": {
+        "num_kv_heads": [1, 2],
+        "head_dim": [128, 64],
+        "cache_dtype": _CACHE_DTYPES,
+        "cu_seqlens_dtype": ["int32", "int64"],
+        "num_rows": [8, 8192, 131072],
+    },
+    "expand_topk_groups": {
+        "ratio": [4, 1, 3, 8],
+        "group_dtype": ["int32", "int64"],
+        "position_dtype": ["int64", "int32"],
+        "num_tokens": [8, 4096],
+        "k": [512, 64, 5000],
+    },
+}
+AXES: dict[str, Axes] = _INDEXER_AXES | {
     "conv1d": _CONVOLUTION_AXES
     | {
         "pool": [*_POOLS, (None, False)],
@@ -271,10 +332,54 @@ def _decode(row: Row) -> Problem | None:
     )
 
 
+def _indexer_step(op: str, row: Row) -> Problem | None:
+    """A problem of the steps around the indexer; None as in `problem`."""
+    if op == "quantize_fp8":
+        return QuantizeFp8Problem(**row)
+    if op == "write_indexer_cache":
+        return WriteIndexerCacheProblem(**row)
+    if op == "gather_indexer_cache":
+        return GatherIndexerCacheProblem(**row, num_sequences=4)
+    if op == "expand_topk_groups":
+        return ExpandTopkGroupsProblem(**row)
+    same = {name: row[name] for name in ("dtype", "cos_sin_dtype", "zero_centred", "num_tokens")}
+    same["head_dim"], same["rotary_dim"] = row["dims"]
+    same["position_dtype"] = row["index_dtype"]
+    if op == "compress_indexer_keys":
+        return CompressIndexerKeysProblem(
+            **same,
+            num_kv_heads=row["num_kv_heads"],
+            cache_dtype=row["cache_dtype"],
+            k_norm_dtype=row["norm_dtype"],
+            slot_dtype=row["index_dtype"],
+            ratio=row["ratio"],
+            ring_slot_dtype=row["ring_slot_dtype"],
+            ring_aligned=True,
+        )
+    num_kv_heads, cache_dtype, is_fp8, folds = row["keys"]
+    if row["weights_dtype"] is not None and not folds:
+        return None  # weights that are returned as given are no part of the problem
+    return PrepareIndexerProblem(
+        **same,
+        num_kv_heads=num_kv_heads,
+        cache_dtype=cache_dtype,
+        k_norm_dtype=row["norm_dtype"] if num_kv_heads else None,
+        slot_dtype=row["index_dtype"] if num_kv_heads else None,
+        num_heads=row["num_heads"],
+        k_dtype=row["dtype"] if num_kv_heads else None,
+        weights_dtype=row["weights_dtype"],
+        q_norm_dtype=row["norm_dtype"],
+        q_out_dtype="float8_e4m3fn" if is_fp8 else row["dtype"],
+        folds_weights=folds,
+    )
+
+
 def problem(op: str, row: Row) -> Problem | None:
     """The problem of a row, or None where the public operator would not make it."""
     if op == "gdn_decode":
         return _decode(row)
+    if op in _INDEXER_AXES:
+        return _indexer_step(op, row)
     if op in ("conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"):
         return _step(op, row)
     if op in ("chunk", "recurrent"):

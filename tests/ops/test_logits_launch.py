@@ -12,6 +12,8 @@ import torch
 import gdn
 from gdn import reference, runtime
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.reference.logits import key_range
+from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
 
@@ -62,8 +64,9 @@ class StandIn:
             max_seqlen_k=p.num_columns if p.packed else None, out=out,
         )  # fmt: skip
 
-    def topk(self, p, logits, starts, ends, out):
+    def topk(self, p, logits, starts, ends, out, list_short=0):
         self.launches += 1
+        assert list_short in (0, 1)
         assert p.num_rows and p.k
         assert tuple(logits.shape) == (p.num_rows, p.num_columns) and logits.stride(1) == 1
         assert str(logits.dtype) == f"torch.{p.dtype}"
@@ -72,7 +75,14 @@ class StandIn:
             if bound is not None:
                 assert tuple(bound.shape) == (p.num_rows,) and str(bound.dtype) == f"torch.{dtype}"
         assert tuple(out.shape) == (p.num_rows, p.k) and out.stride(1) == 1 and out.dtype == torch.int32
+        if list_short:  # what is listed is not read
+            first = torch.zeros(p.num_rows) if starts is None else starts
+            first, last = key_range(first, torch.full_like(first, p.num_columns) if ends is None else ends, p.num_columns)
+            short = (last - first <= p.k)[:, None]
+            logits = torch.where(short, torch.nan, logits)
         reference.topk_indices(logits, p.k, starts, ends, sorted_by=p.sorted_by, out=out)
+        if list_short:
+            out.copy_(list_short_rows(out, last - first))
 
     def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale):
         self.launches += 1
@@ -190,6 +200,52 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
     selections = [problem for problem in stand_in.problems if isinstance(problem, TopkProblem)]
     assert [(one.num_rows, one.num_columns, one.k) for one in selections] == [(rows, 75, 16) for rows in (128, 128, 44)]
     assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
+
+
+def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
+    """They are empty ranges to the logits, listed by the selection; where no row can see more, nothing is scored."""
+    problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
+    inputs = make_mqa_inputs(problem)
+    starts = torch.tensor([3, -9, 0, 70, 20, 50])
+    ends = torch.tensor([19, 99, 17, 3, 37, 66])  # 16, 75 (clamped), 17, none, 17, 16 keys
+    ranges, plain = [], stand_in.ragged
+    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[4:6]), plain(p, *tensors)))
+    arguments = (inputs.q, inputs.k, None, starts, ends, 16)
+    for dtype in (torch.int64, torch.int32):
+        given = (*arguments[:3], starts.to(dtype), ends.to(dtype), 16)
+        for options in ({}, {"max_seqlen_k": 75}):
+            got = gdn.indexer_topk(*given, k_scale=inputs.k_scale, **options)
+            first, last = ranges.pop()
+            assert (last - first).tolist() == [0, 75, 17, 0, 17, 0]
+            assert torch.equal(got, reference.indexer_topk(*arguments, k_scale=inputs.k_scale))
+            assert [(row >= 0).sum().item() for row in got] == [16, 16, 16, 0, 16, 16]
+    launches = stand_in.launches
+    for options in ({}, {"max_seqlen_k": 30}):
+        k, k_scale = (inputs.k, inputs.k_scale) if options else (inputs.k[:30], inputs.k_scale[:30])
+        got = gdn.indexer_topk(inputs.q, k, None, starts, ends, 40, k_scale=k_scale, **options)
+        counts = (ends.clamp(0, k.shape[0]) - starts.clamp(0, k.shape[0])).clamp(0, 30)[:, None]
+        assert torch.equal(got, torch.where(torch.arange(40) < counts, torch.arange(40), -1).int())
+        assert not ranges
+    assert stand_in.launches == launches + 2
+
+
+@pytest.mark.parametrize("per_draft", [False, True])
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft, monkeypatch):
+    problem = PagedMqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, True, "float32", 16, next_n, per_draft, 5, 96)
+    lengths = [96, 16, 0, 17, 50]
+    inputs = make_paged_inputs(problem, lengths=[[n] * next_n for n in lengths] if per_draft else lengths)
+    seen, plain = [], stand_in.paged
+    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[3]), plain(p, *tensors)))
+    arguments = (inputs.q, inputs.cache, None, inputs.context_lens, inputs.block_tables)
+    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96)
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
+    (scored,) = seen
+    assert torch.equal(scored, inputs.context_lens * (inputs.context_lens > 16))
+    launches = stand_in.launches
+    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=12)
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=12))
+    assert stand_in.launches == launches + 1 and len(seen) == 1
 
 
 @pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])

@@ -213,7 +213,7 @@ def test_explaining_raises_before_anything_is_compiled(problem: FakeProblem):
         runtime.prepare(problem, CPU, "cute")
     assert caught.value.choice.backend == "cute" and caught.value.problem is problem
     with pytest.raises(runtime.Explained) as caught, runtime.explaining():
-        runtime.reference_only("expand_topk_groups")
+        runtime.reference_only("sparse_attention")
     assert caught.value.choice.backend == "reference"
     assert compiled.compilations() == before and not Path(problem.journal).exists()
     assert not isinstance(caught.value, Exception)  # operators that catch errors let it pass
@@ -230,13 +230,13 @@ def test_explaining_is_of_one_thread(problem: FakeProblem):
 
 
 def test_operators_without_a_kernel(switch: Callable[..., env.Switches]):
-    assert runtime.reference_only("expand_topk_groups").backend == "reference"
-    assert runtime.reference_only("expand_topk_groups", "reference").decided_by == "the argument"
-    with pytest.raises(ValueError, match="'cute' was ordered for expand_topk_groups"):
-        runtime.reference_only("expand_topk_groups", "cute")
-    switch(GDN_BACKEND_EXPAND_TOPK_GROUPS="cute")
-    with pytest.raises(ValueError, match="GDN_BACKEND_EXPAND_TOPK_GROUPS=cute"):
-        runtime.reference_only("expand_topk_groups")
+    assert runtime.reference_only("sparse_attention").backend == "reference"
+    assert runtime.reference_only("sparse_attention", "reference").decided_by == "the argument"
+    with pytest.raises(ValueError, match="'cute' was ordered for sparse_attention"):
+        runtime.reference_only("sparse_attention", "cute")
+    switch(GDN_BACKEND_SPARSE_ATTENTION="cute")
+    with pytest.raises(ValueError, match="GDN_BACKEND_SPARSE_ATTENTION=cute"):
+        runtime.reference_only("sparse_attention")
 
 
 def test_threads_share_one_compilation(problem: FakeProblem):

@@ -299,14 +299,14 @@ def test_a_given_config_is_taken_as_it_is():
 
 
 def test_an_operator_without_a_kernel():
-    choice = select.choose_reference("expand_topk_groups", env.parse({}))
+    choice = select.choose_reference("sparse_attention", env.parse({}))
     assert (choice.backend, choice.decided_by, choice.notes) == ("reference", "no kernel yet", ())
-    choice = select.choose_reference("expand_topk_groups", env.parse({"GDN_BACKEND": "cute"}))
-    assert choice.backend == "reference" and "prefers cute, which has no kernel of expand_topk_groups" in choice.notes[0]
-    with pytest.raises(ValueError, match="'cute' was ordered for expand_topk_groups"):
-        select.choose_reference("expand_topk_groups", env.parse({}), "cute")
-    with pytest.raises(ValueError, match="GDN_BACKEND_EXPAND_TOPK_GROUPS=tilelang"):
-        select.choose_reference("expand_topk_groups", env.parse({"GDN_BACKEND_EXPAND_TOPK_GROUPS": "tilelang"}))
+    choice = select.choose_reference("sparse_attention", env.parse({"GDN_BACKEND": "cute"}))
+    assert choice.backend == "reference" and "prefers cute, which has no kernel of sparse_attention" in choice.notes[0]
+    with pytest.raises(ValueError, match="'cute' was ordered for sparse_attention"):
+        select.choose_reference("sparse_attention", env.parse({}), "cute")
+    with pytest.raises(ValueError, match="GDN_BACKEND_SPARSE_ATTENTION=tilelang"):
+        select.choose_reference("sparse_attention", env.parse({"GDN_BACKEND_SPARSE_ATTENTION": "tilelang"}))
     switches = env.parse({"VLLM_QSA_DECODE_ATTN_BACKEND": "pai-fa3"})
     assert select.choose_reference("sparse_attention", switches, phase="prefill").notes == ()
     assert "VLLM_QSA_DECODE_ATTN_BACKEND=cute" in select.choose_reference("sparse_attention", switches, phase="decode").notes[0]

@@ -1,0 +1,125 @@
+"""Single instructions for rows of 16-bit values: two in a 32-bit word, the first in its lower half; and for e4m3."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+_PACK = {
+    "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+    "float16": "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+}
+_UNPACK = {
+    "bfloat16": """{
+.reg .b32 low, high;
+shl.b32 low, {$r0}, 16;
+and.b32 high, {$r0}, 0xffff0000;
+mov.b32 {$w0}, low;
+mov.b32 {$w1}, high;
+}""",
+    "float16": """{
+.reg .b16 low, high;
+mov.b32 {low, high}, {$r0};
+cvt.f32.f16 {$w0}, low;
+cvt.f32.f16 {$w1}, high;
+}""",
+}
+# The larger half as a float. Bits of what is not negative order as numbers do, with NaN above infinity.
+_LARGER = {
+    "bfloat16": """{
+.reg .b32 low, high, most;
+and.b32 low, {$r0}, 0xffff;
+shr.u32 high, {$r0}, 16;
+max.u32 most, low, high;
+shl.b32 most, most, 16;
+mov.b32 {$w0}, most;
+}""",
+    "float16": """{
+.reg .b32 low, high, most;
+.reg .b16 short;
+and.b32 low, {$r0}, 0xffff;
+shr.u32 high, {$r0}, 16;
+max.u32 most, low, high;
+cvt.u16.u32 short, most;
+cvt.f32.f16 {$w0}, short;
+}""",
+}
+# Values to e4m3: nearest even, saturated, NaN stays NaN. The first one goes to the lowest byte.
+_E4M3 = """{
+.reg .b16 low, high;
+cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
+cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};
+mov.b32 {$w0}, {low, high};
+}"""
+# The remainder is taken negative, and so is its correction: only so does -0.0 stay what it is.
+_QUOTIENT = """{
+.reg .f32 near, rest, value, inverse;
+mul.rn.f32 near, {$r0}, {$r1};
+neg.f32 value, {$r0};
+neg.f32 inverse, {$r1};
+fma.rn.f32 rest, near, {$r2}, value;
+fma.rn.f32 {$w0}, rest, inverse, near;
+}"""
+
+
+def pack(dtype: str, first: Any, second: Any) -> Any:
+    """Two floats rounded to nearest even, in one word."""
+    return cute.arch.inline_ptx(_PACK[dtype], write_only_types=[Uint32], read_only_args=[first, second])
+
+
+def unpack(dtype: str, word: Any) -> Any:
+    """The two floats of a word."""
+    return cute.arch.inline_ptx(_UNPACK[dtype], write_only_types=[Float32, Float32], read_only_args=[word])
+
+
+def magnitudes(word: Any) -> Any:
+    """Both halves without their signs."""
+    return word & Uint32(0x7FFF7FFF)
+
+
+def larger(first: Any, second: Any) -> Any:
+    """The larger one in each half, as unsigned integers."""
+    return cute.arch.inline_ptx(
+        "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[first, second]
+    )
+
+
+def larger_half(dtype: str, word: Any) -> Any:
+    """The larger of a word's two magnitudes as a float; NaN where one is NaN."""
+    return cute.arch.inline_ptx(_LARGER[dtype], write_only_types=[Float32], read_only_args=[word])
+
+
+def at_least(value: Any, least: float) -> Any:
+    """max(value, least); NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[value, Float32(least)]
+    )
+
+
+def divide(value: Any, divisor: float) -> Any:
+    return cute.arch.inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[value, Float32(divisor)]
+    )
+
+
+def reciprocal(value: Any) -> Any:
+    """To one unit in the last place."""
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
+def quotient(value: Any, inverse: Any, divisor: Any) -> Any:
+    """value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such: checked over all
+    pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal."""
+    return cute.arch.inline_ptx(
+        _QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, divisor]
+    )
+
+
+def to_e4m3(first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    return cute.arch.inline_ptx(_E4M3, write_only_types=[Uint32], read_only_args=[first, second, third, fourth])
+
+
+def where_infinite(value: Any, then: Any, otherwise: Any) -> Any:
+    """then where the value is +infinity, not where it is NaN."""
+    return cutlass.select_(value == Float32(float("inf")), then, otherwise)

@@ -1,0 +1,116 @@
+"""Indexer top-k on the GPU: what one large score matrix gives, in steps through a small workspace, with unscored short rows.
+
+The backend's own logits, all at once, are selected from and short rows listed; the operator's indices must be those.
+"""
+
+import pytest
+import torch
+
+import gdn
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.reference.topk import list_short_rows
+from gdn.runtime import registry
+from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = tuple(registry.operator("mqa_logits").modules)
+K = 512
+Tensor = torch.Tensor
+
+
+def ragged(rows: int, keys: int, ranges: str) -> tuple[Tensor, ...]:
+    problem = MqaLogitsProblem(16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", False, rows, keys, keys)
+    inputs = make_mqa_inputs(problem, "cuda", ranges=ranges)
+    assert inputs.weights is not None and inputs.k_scale is not None
+    return inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke, inputs.k_scale
+
+
+def visible(starts: Tensor, ends: Tensor, keys: int) -> Tensor:
+    return (ends.clamp(0, keys) - starts.clamp(0, keys)).clamp(min=0)
+
+
+def whole_ragged(call: tuple[Tensor, ...], backend: str) -> Tensor:
+    *arguments, k_scale = call
+    logits = gdn.mqa_logits(*arguments, k_scale=k_scale, clean_logits=False, backend=backend)
+    picked = gdn.topk_indices(logits, K, *arguments[3:5])
+    return list_short_rows(picked, visible(*arguments[3:5], arguments[1].shape[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rows", "keys", "ranges"), [(300, 2049, "hard"), (1500, 1500, "causal"), (40, 3000, "sequences")])
+def test_ragged(rows: int, keys: int, ranges: str, backend: str) -> None:
+    call = ragged(rows, keys, ranges)
+    *arguments, k_scale = call
+    want = whole_ragged(call, backend)
+    options = {"k_scale": k_scale, "backend": backend}
+    assert torch.equal(gdn.indexer_topk(*arguments, K, **options), want)
+    assert torch.equal(gdn.indexer_topk(*arguments, K, workspace_bytes=130 * keys * 4, **options), want)
+    assert torch.equal(gdn.indexer_topk(*arguments[:3], *(b.long() for b in arguments[3:]), K, **options), want)
+    whole = torch.full((rows, K + 5), -77, dtype=torch.int32, device="cuda")
+    out = whole[:, 3 : 3 + K]
+    longest = int(visible(*arguments[3:5], keys).max())
+    assert gdn.indexer_topk(*arguments, K, max_seqlen_k=longest, out=out, **options) is out
+    assert torch.equal(out, want) and bool((whole[:, :3] == -77).all()) and bool((whole[:, 3 + K :] == -77).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ragged_short_rows_need_no_scores(backend: str) -> None:
+    """Rows of at most K keys are listed though their weights are NaN; without any other row nothing is scored."""
+    call = ragged(700, 700, "causal")
+    want = whole_ragged(call, backend)
+    q, k, weights, starts, ends, k_scale = call
+    short = visible(starts, ends, 700) <= K
+    weights = weights.clone()
+    weights[short] = torch.nan
+    options = {"k_scale": k_scale, "backend": backend}
+    got = gdn.indexer_topk(q, k, weights, starts, ends, K, **options)
+    assert torch.equal(got, want) and bool((got[short] >= 0).sum(dim=1).eq(visible(starts, ends, 700)[short]).all())
+    few = gdn.indexer_topk(q, k[:300], weights, starts, ends, K, **options | {"k_scale": k_scale[:300]})
+    counts = visible(starts, ends, 300)[:, None]
+    columns = torch.arange(K, device="cuda", dtype=torch.int32)
+    assert torch.equal(few, torch.where(columns < counts, columns, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (2, False), (2, True)])
+def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
+    lengths = [2000, 0, 5, K, K + 1, 1999, K + 2, 1300]
+    given = [[max(0, n - 1), n] for n in lengths] if per_draft else lengths
+    problem = PagedMqaLogitsProblem(
+        16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, next_n, per_draft, 8, 2000
+    )
+    inputs = make_paged_inputs(problem, "cuda", lengths=given)
+    assert inputs.weights is not None
+    arguments = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables)
+    logits = gdn.paged_mqa_logits(*arguments, 2000, clean_logits=False, backend=backend)
+    counts = torch.tensor(lengths, device="cuda")[:, None] - next_n + 1 + torch.arange(next_n, device="cuda")
+    counts = counts.reshape(-1).clamp(min=0)
+    want = list_short_rows(gdn.topk_indices(logits, K, None, counts), counts)
+    for options in ({}, {"max_context_len": 2000, "workspace_bytes": 3 * next_n * 2000 * 4}):
+        got = gdn.paged_indexer_topk(*arguments, K, backend=backend, **options)
+        assert torch.equal(got, want)
+    weights = inputs.weights.clone()
+    weights[counts <= K] = torch.nan
+    got = gdn.paged_indexer_topk(*arguments[:2], weights, *arguments[3:], K, backend=backend)
+    assert torch.equal(got, want)
+    few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, backend=backend)
+    columns = torch.arange(K, device="cuda", dtype=torch.int32)
+    assert torch.equal(few, torch.where(columns < counts.clamp(max=400)[:, None], columns, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_replays_with_other_ranges(backend: str) -> None:
+    q, k, weights, starts, ends, k_scale = ragged(400, 1600, "random")
+    options = {"k_scale": k_scale, "workspace_bytes": 130 * 1600 * 4, "backend": backend}
+    out = torch.empty(400, K, dtype=torch.int32, device="cuda")
+    gdn.indexer_topk(q, k, weights, starts, ends, K, out=out, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.indexer_topk(q, k, weights, starts, ends, K, out=out, **options)
+    for low, high in ((0, 1600), (300, 700), (5, 5), (0, K)):
+        starts.fill_(low)
+        ends.copy_(torch.arange(400, device="cuda") % max(1, high - low) + low + (high > low))
+        graph.replay()
+        want = whole_ragged((q, k, weights, starts, ends, k_scale), backend)
+        assert torch.equal(out, want), (low, high)
