@@ -103,14 +103,7 @@ class TileRoles:
             row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
             row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
-            for u in cutlass.range_constexpr(3):
-                if u < warp:
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + (2 * u + m) * 32)
-                        for i in cutlass.range_constexpr(4):
-                            values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
-                    self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
+            self.store_lower(kk, lower, columns, row_scale, tile_row, unit, warp)
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
                               lane_column, lane, row, pair)  # fmt: skip
 
@@ -123,42 +116,13 @@ class TileRoles:
                     for i in cutlass.range_constexpr(4):
                         left[4 * w + i] = words[i]
             self.sync_inverse()
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
-                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
-                for i in cutlass.range_constexpr(4):
-                    gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
-                    values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap)
+            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_diagonal, warp)
             self.keep_parts(m_words, rest_words, 3, values)
             reference, row_decay = self.row_decays(rows, row_cum, warp)
             for back in cutlass.range_constexpr(3):
                 u = 2 - back
                 if u < warp:
-                    sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
-                    for x in cutlass.range_constexpr(u + 1, 4):
-                        b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
-                        operand = [left[4 * x + i] for i in range(4)]
-                        sums[0] = ptx.multiply_small(cutlass.Float16, sums[0], operand, b[0], b[1])
-                        sums[1] = ptx.multiply_small(cutlass.Float16, sums[1], operand, b[2], b[3])
-                    operand = self.half_words([*sums[0], *sums[1]])
-                    d = ptx.load_matrices(layouts.address(lower, u * BLOCK + matrix_row, 2 * u + unit), True)
-                    zero = (Float32(0.0),) * 4
-                    product0 = ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1])
-                    product1 = ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3])
-                    products = [*product0, *product1]
-                    words = self.half_words(products)
-                    for i in cutlass.range_constexpr(4):
-                        left[4 * u + i] = words[i]
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        betas = ptx.load_pair(columns + BETA * CHUNK * 4 + (2 * u + m) * 32)
-                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
-                        for odd in cutlass.range_constexpr(2):
-                            column_part = betas[odd] * ptx.exp2(reference - cums[odd])
-                            for side in cutlass.range_constexpr(2):
-                                place = 4 * m + 2 * side + odd
-                                values[place] = products[place] * (column_part * row_decay[side])
+                    values = self.next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u)
                     self.keep_parts(m_words, rest_words, u, values)
             cute.arch.sync_warp()
             if lane == 0:
@@ -214,36 +178,7 @@ class TileRoles:
             cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
             cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
 
-            row_cum = self.row_values(rows, CUM, row0)
-            reference, row_decay = self.row_decays(rows, row_cum, warp)
-            row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
-            self.diagonal_block(qk, diagonal, warp)
-            for u in cutlass.range_constexpr(3):
-                if u < warp:
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        n = 2 * u + m
-                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
-                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
-                        for odd in cutlass.range_constexpr(2):
-                            column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
-                            for side in cutlass.range_constexpr(2):
-                                values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
-                    self.keep_block(p_words, u, values)
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
-                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
-                for i in cutlass.range_constexpr(4):
-                    gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
-                    value = diagonal[4 * m + i] * (row_query[i // 2] * keys_of[i % 2]) * gap
-                    # Selected, not multiplied by 0: keys past the end may be NaN, and they stand above the diagonal.
-                    if cutlass.const_expr(m == 1 and i < 2):
-                        value = Float32(0.0)
-                    if cutlass.const_expr(m == i // 2):
-                        value = self.where(keeps_diagonal[i % 2], value, Float32(0.0))
-                    values[4 * m + i] = value
-            self.keep_block(p_words, 3, values)
+            self.make_p(qk, diagonal, p_words, rows, columns, row_query, keeps_diagonal, row0, warp)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
             self.store_blocks(p_base + buffer * TILE_BYTES, tile_row, unit, warp, p_words)
             if thread < CHUNK:
@@ -253,6 +188,92 @@ class TileRoles:
                 cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
+
+    @cute.jit
+    def make_p(self, qk, diagonal, p_words, rows, columns, row_query, keeps_diagonal, row0, warp):
+        """The warp's blocks of P, as words, from those of Q K^T."""
+        row_cum = self.row_values(rows, CUM, row0)
+        reference, row_decay = self.row_decays(rows, row_cum, warp)
+        row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
+        self.diagonal_block(qk, diagonal, warp)
+        for u in cutlass.range_constexpr(3):
+            if u < warp:
+                values = [None] * 8
+                for m in cutlass.range_constexpr(2):
+                    n = 2 * u + m
+                    keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
+                    cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
+                    for odd in cutlass.range_constexpr(2):
+                        column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
+                        for side in cutlass.range_constexpr(2):
+                            values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
+                self.keep_block(p_words, u, values)
+        values = [None] * 8
+        for m in cutlass.range_constexpr(2):
+            keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
+            cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
+            for i in cutlass.range_constexpr(4):
+                gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
+                value = diagonal[4 * m + i] * (row_query[i // 2] * keys_of[i % 2]) * gap
+                # Selected, not multiplied by 0: keys past the end may be NaN, and they stand above the diagonal.
+                if cutlass.const_expr(m == 1 and i < 2):
+                    value = Float32(0.0)
+                if cutlass.const_expr(m == i // 2):
+                    value = self.where(keeps_diagonal[i % 2], value, Float32(0.0))
+                values[4 * m + i] = value
+        self.keep_block(p_words, 3, values)
+
+    @cute.jit
+    def store_lower(self, kk, lower, columns, row_scale, tile_row, unit, warp):
+        """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
+        for u in cutlass.range_constexpr(3):
+            if u < warp:
+                values = [None] * 8
+                for m in cutlass.range_constexpr(2):
+                    keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + (2 * u + m) * 32)
+                    for i in cutlass.range_constexpr(4):
+                        values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
+                self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
+
+    @cute.jit
+    def next_block(self, left, lower, columns, reference, row_decay, matrix_row, unit, u: cutlass.Constexpr):
+        """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays and beta, as M has it."""
+        sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
+        for x in cutlass.range_constexpr(u + 1, 4):
+            b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
+            operand = [left[4 * x + i] for i in range(4)]
+            sums[0] = ptx.multiply_small(cutlass.Float16, sums[0], operand, b[0], b[1])
+            sums[1] = ptx.multiply_small(cutlass.Float16, sums[1], operand, b[2], b[3])
+        operand = self.half_words([*sums[0], *sums[1]])
+        d = ptx.load_matrices(layouts.address(lower, u * BLOCK + matrix_row, 2 * u + unit), True)
+        zero = (Float32(0.0),) * 4
+        product0 = ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1])
+        product1 = ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3])
+        products = [*product0, *product1]
+        words = self.half_words(products)
+        for i in cutlass.range_constexpr(4):
+            left[4 * u + i] = words[i]
+        values = [None] * 8
+        for m in cutlass.range_constexpr(2):
+            betas = ptx.load_pair(columns + BETA * CHUNK * 4 + (2 * u + m) * 32)
+            cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
+            for odd in cutlass.range_constexpr(2):
+                column_part = betas[odd] * ptx.exp2(reference - cums[odd])
+                for side in cutlass.range_constexpr(2):
+                    place = 4 * m + 2 * side + odd
+                    values[place] = products[place] * (column_part * row_decay[side])
+        return values
+
+    def diagonal_of_m(self, inverse: Any, columns: Any, row_cum: Any, keeps_diagonal: Any, warp: Any) -> list[Any]:
+        """The warp's diagonal block of M, from that of A."""
+        values = [None] * 8
+        for m in range(2):
+            betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
+            cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
+            for i in range(4):
+                gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
+                values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap)
+        return values
 
     def row_decays(self, rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
         """Left of the diagonal block exp(c_i - c_j) is a product of two decays, both at most 1: from the row down to the last

@@ -15,7 +15,6 @@ from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
     BETA,
-    BLOCK,
     CHUNK,
     CUM,
     HALF,
@@ -100,14 +99,7 @@ class MakerRoles:
             row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
             row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
-            for u in cutlass.range_constexpr(3):
-                if u < warp:
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + (2 * u + m) * 32)
-                        for i in cutlass.range_constexpr(4):
-                            values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
-                    self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
+            self.store_lower(kk, lower, columns, row_scale, tile_row, unit, warp)
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
                               lane_column, lane, row, pair)  # fmt: skip
 
@@ -121,13 +113,7 @@ class MakerRoles:
                         left[4 * w + i] = words[i]
             self.sync_wide(WIDE_INVERSE_BARRIER, group)
             cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, turn & 1 ^ 1)
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
-                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
-                for i in cutlass.range_constexpr(4):
-                    gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
-                    values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap)
+            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_diagonal, warp)
             total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)
             to_last = [self.decay(total - row_cum[side]) * row_key[side] for side in range(2)]
             self.store_m(plain, m_tile, tile_row, 2 * warp + unit, values, to_last)
@@ -135,30 +121,7 @@ class MakerRoles:
             for back in cutlass.range_constexpr(3):
                 u = 2 - back
                 if u < warp:
-                    sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
-                    for x in cutlass.range_constexpr(u + 1, 4):
-                        b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
-                        operand = [left[4 * x + i] for i in range(4)]
-                        sums[0] = ptx.multiply_small(cutlass.Float16, sums[0], operand, b[0], b[1])
-                        sums[1] = ptx.multiply_small(cutlass.Float16, sums[1], operand, b[2], b[3])
-                    operand = self.half_words([*sums[0], *sums[1]])
-                    d = ptx.load_matrices(layouts.address(lower, u * BLOCK + matrix_row, 2 * u + unit), True)
-                    zero = (Float32(0.0),) * 4
-                    product0 = ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1])
-                    product1 = ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3])
-                    products = [*product0, *product1]
-                    words = self.half_words(products)
-                    for i in cutlass.range_constexpr(4):
-                        left[4 * u + i] = words[i]
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        betas = ptx.load_pair(columns + BETA * CHUNK * 4 + (2 * u + m) * 32)
-                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
-                        for odd in cutlass.range_constexpr(2):
-                            column_part = betas[odd] * ptx.exp2(reference - cums[odd])
-                            for side in cutlass.range_constexpr(2):
-                                place = 4 * m + 2 * side + odd
-                                values[place] = products[place] * (column_part * row_decay[side])
+                    values = self.next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u)
                     self.store_m(plain, m_tile, tile_row, 2 * u + unit, values, to_last)
             cute.arch.sync_warp()
             if lane == 0:
@@ -226,36 +189,7 @@ class MakerRoles:
             self.sync_wide(WIDE_SCORE_BARRIER, group)
             cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
 
-            row_cum = self.row_values(rows, CUM, row0)
-            reference, row_decay = self.row_decays(rows, row_cum, warp)
-            row_part = (row_query[0] * row_decay[0], row_query[1] * row_decay[1])
-            self.diagonal_block(qk, diagonal, warp)
-            for u in cutlass.range_constexpr(3):
-                if u < warp:
-                    values = [None] * 8
-                    for m in cutlass.range_constexpr(2):
-                        n = 2 * u + m
-                        keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
-                        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
-                        for odd in cutlass.range_constexpr(2):
-                            column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
-                            for side in cutlass.range_constexpr(2):
-                                values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
-                    self.keep_block(p_words, u, values)
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
-                cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
-                for i in cutlass.range_constexpr(4):
-                    gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
-                    value = diagonal[4 * m + i] * (row_query[i // 2] * keys_of[i % 2]) * gap
-                    # Selected, not multiplied by 0: keys past the end may be NaN, and they stand above the diagonal.
-                    if cutlass.const_expr(m == 1 and i < 2):
-                        value = Float32(0.0)
-                    if cutlass.const_expr(m == i // 2):
-                        value = self.where(keeps_diagonal[i % 2], value, Float32(0.0))
-                    values[4 * m + i] = value
-            self.keep_block(p_words, 3, values)
+            self.make_p(qk, diagonal, p_words, rows, columns, row_query, keeps_diagonal, row0, warp)
             self.wide_fold(storage, p_words, stage, group, turn & 1, tile_row, unit, warp, lane)
             if thread < CHUNK:
                 self.publish_vectors(storage.vectors.data_ptr().toint() + group * VECTOR_BYTES, rows, thread)
