@@ -6,8 +6,8 @@ Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes t
 | warpgroup | role | registers |
 |---|---|---|
 | 0 | chain: S^T in registers | 216 |
-| 1 | inverse: X of this block's chunks | 136 |
-| 2 | product: R, Z and row factors of this block's chunks | 120 |
+| 1 | inverse: X of this block's chunks | 128 |
+| 2 | product: R, Z and row factors of this block's chunks | 128 |
 | 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q of this block's chunks, tiles to the other block; 3 gates | 40 |
 
 `stage` = chunk % 2 also names the half of the ring, and the block that fills it. `turn` counts the chunks that a block makes.
@@ -16,7 +16,7 @@ Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes t
 |---|---|---|
 | full[stage] | chain | warp 0 (32) + bytes of K, Q, V |
 | empty[stage] | warp 0 | one lane of every chain warp (4), Q S done: V is read and U made one chunk earlier |
-| ready[stage] | chain | the block that made it: 4 lanes of warp 2; the other: 4 copies that announce themselves + their bytes |
+| ready[stage] | chain | the block that made it: 2 lanes of warp 2; the other: 2 copies that announce themselves + their bytes |
 | taken[stage] | product, of the block that fills it | one lane of every chain warp of both blocks (8) |
 | made | warp 2 | product threads (128) |
 | out_full | warp 1 | chain threads (128) |
@@ -48,6 +48,9 @@ from kernels_tl._chunk_types import (
     ROW_LAST,
     ROW_STATE_KEY,
     ROW_STATE_QUERY,
+    TILE_R,
+    TILE_Z,
+    TILE_Z_HIGH,
     bounds_tensor,
     find_ranked,
     gate_tensor,
@@ -60,12 +63,12 @@ from kernels_tl._chunk_types import (
 THREADS = 512
 STAGES = 2
 CHAIN_REGISTERS = 216
-INVERSE_REGISTERS = 136
-PRODUCT_REGISTERS = 120
+MAKER_REGISTERS = 128  # what all begin with; said all the same, else the assembler gives them fewer
 COPY_REGISTERS = 40
 _INVERSE, _PRODUCT, _COPY = 128, 256, 384  # first threads of the warpgroups
 _LOAD, _STORE, _GIVE, _GATE = 384, 416, 448, 480  # and of the copying warps
-RING_COPIES = 4  # Z, its upper half, R, the row factors
+RING_TILES = 3  # R, Z's halves
+RING_COPIES = 2  # the tiles, the row factors
 
 
 def fused(problem: ChunkProblem, parts: int) -> Any:
@@ -144,9 +147,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
             v_shared = T.alloc_shared((CHUNK, PANEL), dtype)  # of even chunks; matrix loads ignore the offset of a region
             v_odd_shared = T.alloc_shared((CHUNK, PANEL), dtype)
             out_shared = T.alloc_shared((CHUNK, PANEL), dtype)
-            z_ring = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-            z_high_ring = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-            r_ring = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+            ring = T.alloc_shared((STAGES, RING_TILES, CHUNK, HALF), dtype)
             vector_ring = T.alloc_shared((STAGES, NUM_VECTORS, CHUNK), "float32")
             maker_k_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
             maker_k_high_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
@@ -252,8 +253,6 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
                     )
                     T.wgmma_gemm(state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        out_factor_fragment[i, j] = vector_ring[stage, ROW_STATE_QUERY, j]
                     # Nothing to wait for. It tells so to the assembler, which would wait for Q S where U and S are read.
                     T.wait_wgmma(2)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
@@ -265,17 +264,19 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                             w_operand[i, j] = T.if_then_else(
                                 j < valid, T.cast(v_fragment[j, i], "float32") - factor_fragment[i, j] * u_fragment[i, j], 0.0
                             )
+                    for i, j in T.Parallel(columns, CHUNK):
+                        out_factor_fragment[i, j] = vector_ring[stage, ROW_STATE_QUERY, j]
                     for i, j in T.Parallel(columns, HALF):
                         state_fragment[i, j] *= last[0]
                     for i, j in T.Parallel(columns, HALF):
                         state_high_fragment[i, j] *= last[0]
-                    T.wgmma_gemm(w_operand, z_ring[stage, :, :], state_fragment, policy=ROWS)
-                    T.wgmma_gemm(w_operand, z_high_ring[stage, :, :], state_high_fragment, policy=ROWS)
+                    T.wgmma_gemm(w_operand, ring[stage, TILE_Z, :, :], state_fragment, policy=ROWS)
+                    T.wgmma_gemm(w_operand, ring[stage, TILE_Z_HIGH, :, :], state_high_fragment, policy=ROWS)
                     T.wait_wgmma(2)  # Q S
                     T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     for i, j in T.Parallel(columns, CHUNK):
                         out_fragment[i, j] *= out_factor_fragment[i, j]
-                    T.wgmma_gemm(w_operand, r_ring[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
+                    T.wgmma_gemm(w_operand, ring[stage, TILE_R, :, :], out_fragment, transpose_B=True, policy=ROWS)
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
                     if step + 1 < num_chunks:
@@ -343,17 +344,17 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                                     state_high_fragment[i, j], final_dtype
                                 )
             elif tx < _PRODUCT:
-                T.set_max_nreg(INVERSE_REGISTERS, 1)
+                T.set_max_nreg(MAKER_REGISTERS, 0)
                 inverse(
                     tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, below_shared, inverse_shared,
                     x_shared, rest_shared, diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
-                T.set_max_nreg(PRODUCT_REGISTERS, 0)
+                T.set_max_nreg(MAKER_REGISTERS, 0)
                 product(
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
                     maker_q_high_shared, x_shared, rest_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
-                    r_ring, z_ring, z_high_ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
+                    ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
                     x_full, x_free, taken, made,
                 )  # fmt: skip
             else:
@@ -419,11 +420,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         T.barrier_wait(made, turn & 1)
                         if tx < _GIVE + RING_COPIES:
                             T.barrier_arrive(ready[rank])
-                        T.copy_cluster(z_ring[rank, :, :], z_ring[rank, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank])
-                        T.copy_cluster(
-                            z_high_ring[rank, :, :], z_high_ring[rank, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank]
-                        )
-                        T.copy_cluster(r_ring[rank, :, :], r_ring[rank, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank])
+                        T.copy_cluster(ring[rank, :, :, :], ring[rank, :, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank])
                         T.copy_cluster(
                             vector_ring[rank, :, :], vector_ring[rank, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank]
                         )

@@ -15,7 +15,7 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
-from kernels_tl._chunk_types import CHUNK, HALF, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY
+from kernels_tl._chunk_types import CHUNK, HALF, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z, TILE_Z_HIGH
 
 KEY_BUFFERS = 3  # of K for the makers: one each for inverse and product, one on its way
 WARPGROUP = 128
@@ -239,9 +239,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
         beta_shared,
         k_factor_shared,
         q_factor_shared,
-        r_ring,
-        z_ring,
-        z_high_ring,
+        ring,
         vector_ring,
         k_full,
         k_empty,
@@ -263,6 +261,10 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
         r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        # Compared with columns that are the same for all comparisons, which else took 32 registers each.
+        row_index = T.alloc_fragment((CHUNK,), "int32")
+        for i in T.Parallel(CHUNK):
+            row_index[i] = i
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
@@ -282,7 +284,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
                 T.barrier_arrive(q_empty)
             if normalize:
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    if i == j:
+                    if row_index[i] == j:
                         q_factor_shared[half, i] = qq_fragment[i, j]
                 T.sync_threads(PRODUCT_SYNC, WARPGROUP)
                 if thread < CHUNK:
@@ -296,7 +298,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             for i, j in T.Parallel(CHUNK, CHUNK):
                 qk_fragment[i, j] *= row_factor[i]
             for i, j in T.Parallel(CHUNK, CHUNK):
-                query_operand[i, j] = T.Select(i >= j, qk_fragment[i, j], 0.0)
+                query_operand[i, j] = T.Select(row_index[i] >= j, qk_fragment[i, j], 0.0)
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
             total = sum_shared[half, CHUNK - 1]
             for i in T.Parallel(CHUNK):
@@ -318,13 +320,13 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             for i, j in T.Parallel(CHUNK, CHUNK):
                 column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
             for i, j in T.Parallel(CHUNK, CHUNK):
-                r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
+                r_fragment[i, j] = T.Select(row_index[i] >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
             T.wgmma_gemm(x_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
             if parts == 2:
                 T.wgmma_gemm(rest_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True)
             T.barrier_wait(taken[rank], (turn & 1) ^ 1)
             for i, j in T.Parallel(CHUNK, CHUNK):
-                r_ring[rank, i, j] = r_fragment[i, j]
+                ring[rank, TILE_R, i, j] = r_fragment[i, j]
             for i in T.Parallel(CHUNK):
                 row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[half, i] * (1.0 / x_scale))
             if thread < CHUNK:
@@ -336,7 +338,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             for i, j in T.Parallel(CHUNK, HALF):
                 z_operand[i, j] = z_fragment[i, j] * row_factor[i]
             for i, j in T.Parallel(CHUNK, HALF):
-                z_ring[rank, i, j] = z_operand[i, j]
+                ring[rank, TILE_Z, i, j] = z_operand[i, j]
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(qk_fragment, num_regs=32)
             T.sync_warp()
@@ -347,7 +349,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             for i, j in T.Parallel(CHUNK, HALF):
                 z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
             for i, j in T.Parallel(CHUNK, HALF):
-                z_high_ring[rank, i, j] = z_high_operand[i, j]
+                ring[rank, TILE_Z_HIGH, i, j] = z_high_operand[i, j]
             T.fence_proxy_async()
             T.barrier_arrive(made)
 
