@@ -8,7 +8,7 @@ Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes t
 | 0 | chain: S^T in registers | 216 |
 | 1 | inverse: X of this block's chunks | 128 |
 | 2 | product: R, Z and row factors of this block's chunks | 128 |
-| 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q of this block's chunks, tiles to the other block; 3 gates | 40 |
+| 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to the other block; 3 gates | 40 |
 
 `stage` = chunk % 2 also names the half of the ring, and the block that fills it. `turn` counts the chunks that a block makes.
 
@@ -65,10 +65,15 @@ STAGES = 2
 CHAIN_REGISTERS = 216
 MAKER_REGISTERS = 128  # what all begin with; said all the same, else the assembler gives them fewer
 COPY_REGISTERS = 40
+FUSED_REGISTERS = 128 * (CHAIN_REGISTERS + 2 * MAKER_REGISTERS + COPY_REGISTERS)
 _INVERSE, _PRODUCT, _COPY = 128, 256, 384  # first threads of the warpgroups
 _LOAD, _STORE, _GIVE, _GATE = 384, 416, 448, 480  # and of the copying warps
 RING_TILES = 3  # R, Z's halves
 RING_COPIES = 2  # the tiles, the row factors
+_TILE_BYTES = CHUNK * HALF * 2
+_TILES = 4 * STAGES + STAGES + 1 + STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 2  # K, Q; V; out; ring; makers' K, Q; X
+_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 8 * CHUNK + MOST_RANKED
+FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
 def fused(problem: ChunkProblem, parts: int) -> Any:
@@ -112,12 +117,9 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
 
     @T.macro
     def load_halves(source, head, token, low, high, barriers, buffer):
-        T.tma_copy(
-            source[token : token + CHUNK, head, 0:HALF], low[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32
-        )
-        T.tma_copy(
-            source[token : token + CHUNK, head, HALF:head_k], high[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32
-        )
+        end = token + CHUNK
+        T.tma_copy(source[token:end, head, 0:HALF], low[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
+        T.tma_copy(source[token:end, head, HALF:head_k], high[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
 
     @T.prim_func
     def chunk_fused(
@@ -208,7 +210,6 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
             )
 
             find_ranked(cu_seqlens, bounds, place, lengths, chosen)
-            T.cluster_sync()  # the other block's barriers are there
             sequence = chosen[0]
             sequence_begin = T.cast(cu_seqlens[sequence], "int32")
             length = T.cast(cu_seqlens[sequence + 1], "int32") - sequence_begin

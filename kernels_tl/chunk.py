@@ -17,6 +17,9 @@ row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per se
 slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
 on comes from cu_seqlens on the device: the grids are sized by shapes alone.
 
+At D = 128 there is a form in one launch (`fused`, _chunk_fused.py): a cluster of two blocks per sequence and head makes its
+tiles itself and hands them on through shared memory. Nothing but tokens and states passes through global memory.
+
 Few sequences x heads leave SMs idle in the chain. Then sequences are cut into segments, and two launches in between
 (_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
 `chunk_starts` the states themselves. The chain has a block per segment.
@@ -37,6 +40,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkProblem
 from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
+from kernels_tl._chunk_fused import FUSED_BYTES, FUSED_REGISTERS, fused
 from kernels_tl._chunk_prepare import prepare
 from kernels_tl._chunk_segments import starts, summaries
 from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
@@ -51,6 +55,7 @@ class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
+    fused: bool  # one launch, blocks make their own tiles: D = 128, whole sequences, 64 columns and 2 stages
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -81,6 +86,9 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
+    if config.fused:
+        room = device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
+        return room and problem.head_k_dim == 128 and (config.columns, config.stages, config.segment) == (64, 2, 0)
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
     return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -88,20 +96,28 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
-    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1)
+    segment = _fastest_segment(problem, device)
+    config = Config(columns=64, stages=2, m_parts=2 if problem.dtype == "bfloat16" else 1, fused=True)
+    if segment == 0 and fits(problem, config, device):
+        return config
+    config = replace(config, stages=3, fused=False)
     config = config if fits(problem, config, device) else replace(config, stages=2)
-    return replace(config, segment=_fastest_segment(problem, device))
+    return replace(config, segment=segment)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
-    space = [replace(default, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
-    space += [replace(default, segment=segment) for segment in _segments_to_try(problem, device)]
+    parts = replace(default, fused=False, stages=3)
+    space = [replace(default, columns=64, stages=2, segment=0, fused=True)]
+    space += [replace(parts, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
+    space += [replace(parts, segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
+    if config.fused:
+        return {"chunk_fused": _build.library(fused(problem, config.m_parts), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
         "chunk_prepare": prepare(problem, config.m_parts),
@@ -113,6 +129,8 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    if config.fused:
+        return 0
     heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
     size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem) + _VECTOR_BYTES)
     if config.segment:
@@ -155,6 +173,29 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
+    if config.fused:
+        if num_sequences == 0:
+            out.zero_()
+            return
+        compiled.functions["chunk_fused"](
+            q,
+            k,
+            v,
+            given(g, has_gate),
+            given(beta, has_beta),
+            given(A_log, raw),
+            given(dt_bias, raw),
+            given(initial_state, problem.has_initial_state),
+            indices,
+            given(has_initial_state, problem.has_mask),
+            given(final_state, problem.has_final_state),
+            given(final_state_indices, problem.has_final_indices),
+            cu_seqlens,
+            out,
+            scale,
+            null_slot,
+        )
+        return
     heads, segment = problem.num_state_heads, config.segment
     slots = num_slots(num_tokens, num_sequences)
     end_of_tiles = slots * heads * _tile_bytes(problem)
