@@ -261,6 +261,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
         r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         # Compared with columns that are the same for all comparisons, which else took 32 registers each.
         row_index = T.alloc_fragment((CHUNK,), "int32")
         for i in T.Parallel(CHUNK):
@@ -303,24 +304,27 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             total = sum_shared[half, CHUNK - 1]
             for i in T.Parallel(CHUNK):
                 row_factor[i] = sum_shared[half, i]
+            # While X is made: all that R is multiplied with. X is to be free again soon after.
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                decay_fragment[i, j] = sum_shared[half, j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                decay_fragment[i, j] = T.exp2(row_factor[i] - decay_fragment[i, j])
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                decay_fragment[i, j] = T.Select(row_index[i] >= j, decay_fragment[i, j] * column_fragment[i, j], 0.0)
 
             T.barrier_wait(x_full, turn & 1)
             T.wgmma_gemm(query_operand, x_shared, qk_fragment, clear_accum=True)
             if parts == 2:
                 T.wgmma_gemm(query_operand, rest_shared, qk_fragment)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                r_fragment[i, j] = qk_fragment[i, j] * decay_fragment[i, j]
             T.wgmma_gemm(x_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
             if parts == 2:
                 T.wgmma_gemm(rest_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True)
-            T.wait_wgmma(parts)
-            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = sum_shared[half, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                r_fragment[i, j] = T.Select(row_index[i] >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
             T.wgmma_gemm(x_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
             if parts == 2:
                 T.wgmma_gemm(rest_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True)
