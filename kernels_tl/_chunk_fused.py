@@ -223,15 +223,17 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
 
             if tx < _INVERSE:
                 T.set_max_nreg(CHAIN_REGISTERS, 1)
-                T.clear(state_fragment)
-                T.clear(state_high_fragment)
-                if has_initial:
-                    starts = live
-                    if has_mask:
-                        if live:
-                            starts = mask[sequence]
-                    if starts:
+                starts = has_initial and live
+                if has_initial and has_mask:
+                    if live:
+                        starts = mask[sequence]
+                # One or the other: cleared first and loaded then, it would be spilled.
+                if starts:
+                    if has_initial:
                         load_state(initial_state, read_slot, head, column_begin, state_fragment, state_high_fragment)
+                else:
+                    T.clear(state_fragment)
+                    T.clear(state_high_fragment)
                 T.copy(state_fragment, state_operand)
                 T.copy(state_high_fragment, state_high_operand)
                 if num_chunks > 0:

@@ -55,7 +55,7 @@ class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
-    fused: bool  # one launch, blocks make their own tiles: D = 128, whole sequences, 64 columns and 2 stages
+    fused: bool  # whole sequences in one launch, which needs D = 128 and knows neither columns nor stages
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -86,9 +86,9 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
-    if config.fused:
+    if _in_one_launch(config):
         room = device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
-        return room and problem.head_k_dim == 128 and (config.columns, config.stages, config.segment) == (64, 2, 0)
+        return room and problem.head_k_dim == 128
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
     return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -96,27 +96,25 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
-    segment = _fastest_segment(problem, device)
-    config = Config(columns=64, stages=2, m_parts=2 if problem.dtype == "bfloat16" else 1, fused=True)
-    if segment == 0 and fits(problem, config, device):
-        return config
-    config = replace(config, stages=3, fused=False)
+    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1, fused=False)
     config = config if fits(problem, config, device) else replace(config, stages=2)
-    return replace(config, segment=segment)
+    segment = _fastest_segment(problem, device)
+    fused = segment == 0 and fits(problem, replace(config, fused=True), device)
+    return replace(config, fused=fused, segment=segment)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
-    parts = replace(default, fused=False, stages=3)
-    space = [replace(default, columns=64, stages=2, segment=0, fused=True)]
-    space += [replace(parts, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
-    space += [replace(parts, segment=segment) for segment in _segments_to_try(problem, device)]
+    apart = replace(default, fused=False)
+    space = [replace(default, fused=True, segment=0)]
+    space += [replace(apart, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
+    space += [replace(apart, segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    if config.fused:
+    if _in_one_launch(config):
         return {"chunk_fused": _build.library(fused(problem, config.m_parts), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
@@ -129,7 +127,7 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    if config.fused:
+    if _in_one_launch(config):
         return 0
     heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
     size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem) + _VECTOR_BYTES)
@@ -173,7 +171,7 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
-    if config.fused:
+    if _in_one_launch(config):
         if num_sequences == 0:
             out.zero_()
             return
@@ -266,6 +264,10 @@ _START_US = 2.4  # a segment of the starts
 _ROUND_US = 7.0  # of a launch's blocks, one an SM: beginning, first copies, end
 _MOST_SEGMENTS = 64
 _LEAST_GAIN = 0.85  # of the time of whole sequences: else the model is not trusted
+
+
+def _in_one_launch(config: Config) -> bool:
+    return config.fused and config.segment == 0
 
 
 def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
