@@ -1,18 +1,21 @@
-"""Times the public operators on the tuner's shapes and sets each beside what the device can do in this run."""
+"""Times the public operators on the tuner's shapes and sets each beside what the device can do in this run, beside its
+error against the exact answer and, if asked, beside other libraries.
+"""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import gdn
-from autotune import cases, tuning
+from autotune import cases, peers, tuning
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem
 from gdn.runtime import prepare, registry
-from gdn.testing import timing
+from gdn.testing import inputs, timing
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Row:
     gbps: float  # useful bytes over the time
     tflops: float  # useful operations over the time
     captured: bool  # False: timed without a CUDA graph, host cost included
+    error: float  # the largest relative error of a head, as the tuner demands it
 
     @property
     def share_of_floor(self) -> float:
@@ -51,7 +55,9 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     prepared = prepare(shape.problem, device, backend)
     if prepared.launch is None:
         return None
-    timed = timing.Timed(cases.make(shape, device, spec).public_calls(backend))
+    case = cases.make(shape, device, spec)
+    error = case.check(prepared)
+    timed = timing.Timed(case.public_calls(backend))
     time_us = sorted(timed.sample_us() for _ in range(samples))[samples // 2]
     flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
@@ -66,7 +72,31 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
         gbps=num_bytes / time_us / 1e3,
         tflops=flops / time_us / 1e6,
         captured=timed.captured,
+        error=error,
     )
+
+
+def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
+    """Every way of every library, on inputs that rotate as ours do, and what went wrong."""
+    problem = shape.problem
+    if not isinstance(problem, ChunkProblem) or not libraries:
+        return [], []
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = timing.copies_beyond_l2(problem.bytes_moved(), spec.l2_bytes)
+    sets = [
+        peers.operands(problem, inputs.chunk_inputs(problem, device, 1 + copy, lengths=shape.lengths)) for copy in range(copies)
+    ]
+    # Some libraries keep what they work out on the host for a few tensors of lengths, and look nothing up while capturing.
+    sets = [replace(one, cu_seqlens=sets[0].cu_seqlens) for one in sets]
+    rows, failures = [], []
+    for library in libraries:
+        try:
+            for same in zip(*(peers.peers(library, one) for one in sets), strict=True):
+                way = same[0]
+                rows.append(peers.PeerRow(shape.name, library, way.variant, way.norm, peers.time_us(same)))
+        except Exception as failed:  # a library that is not there, or refuses the shape
+            failures.append(f"{library}: {type(failed).__name__}: {failed}")
+    return rows, failures
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:
@@ -78,37 +108,47 @@ def backends(op: str, backend: str | None, every: bool) -> list[str | None]:
     return [backend]
 
 
-def run(
-    shapes: Sequence[Shape],
-    spec: DeviceSpec,
-    backend: str | None,
-    every: bool,
-    on_row: Callable[[Shape, str | None, Row | str], None],
-) -> dict[str, Any]:
-    """The whole measurement as JSON-ready data; on_row hears each row, or why there is none."""
-    limits = timing.measure_limits()
-    rows: list[Row] = []
-    failures: list[dict[str, str]] = []
-    for shape in shapes:
-        for one in backends(shape.op, backend, every):
+class Bench:
+    """A run over shapes: its limits are measured first, `measure` adds a shape, `found` is all there is so far."""
+
+    def __init__(self, spec: DeviceSpec, backend: str | None, every: bool, libraries: Sequence[str]) -> None:
+        self._spec, self._backend, self._every, self._libraries = spec, backend, every, libraries
+        self._limits = timing.measure_limits()
+        self._rows: list[Row] = []
+        self._peers: list[peers.PeerRow] = []
+        self._failures: list[dict[str, str]] = []
+
+    def measure(self, shape: Shape) -> list[str]:
+        """Returns what could not be timed, and why."""
+        failures = []
+        for one in backends(shape.op, self._backend, self._every):
             try:
-                row = measure(shape, limits, spec, one)
+                row = measure(shape, self._limits, self._spec, one)
             except Exception as failed:  # one broken kernel must not hide the others
-                row = None
-                why = f"{type(failed).__name__}: {failed}"
+                failures.append((one or "auto", f"{type(failed).__name__}: {failed}"))
             else:
-                why = "no kernel serves it"
-            if row is not None:
-                rows.append(row)
-            else:
-                failures.append({"op": shape.op, "shape": shape.name, "backend": one or "auto", "why": why})
-            on_row(shape, one, row if row is not None else why)
+                if row is not None:
+                    self._rows.append(row)
+                else:
+                    failures.append((one or "auto", "no kernel serves it"))
             torch.cuda.empty_cache()
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": str(torch.__version__),
-        "gdn": gdn.__version__,
-        "limits": asdict(limits),
-        "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in rows],
-        "failures": failures,
-    }
+        timed, refused = measure_peers(shape, self._libraries, self._spec)
+        self._peers += timed
+        failures += [("peer", why) for why in refused]
+        torch.cuda.empty_cache()
+        self._failures += [{"op": shape.op, "shape": shape.name, "backend": who, "why": why} for who, why in failures]
+        return [f"{shape.op} {shape.name} ({who}): {why}" for who, why in failures]
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "torch": str(torch.__version__),
+            "gdn": gdn.__version__,
+            "limits": asdict(self._limits),
+            "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in self._rows],
+            "peers": [asdict(row) for row in self._peers],
+            "failures": self._failures,
+        }

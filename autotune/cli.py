@@ -1,4 +1,4 @@
-"""`python -m autotune`: tune, bench, show."""
+"""`python -m autotune`: tune, bench, accuracy, show."""
 
 import json
 import os
@@ -23,6 +23,10 @@ _JOURNALS = Path(".gdn-results") / "autotune"
 Backend = Annotated[str | None, typer.Option(help="tilelang or cute.")]
 ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose name contains this text.")]
 
+Peers = Annotated[
+    list[str] | None, typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; may be repeated.")
+]
+
 
 def _fail(message: str) -> typer.Exit:
     console.print(message, style="red", markup=False)
@@ -43,11 +47,20 @@ def _spec() -> DeviceSpec:
     return spec
 
 
-def _shapes(op: str, pattern: str) -> list[shape_list.Shape]:
+def _shapes(op: str, pattern: str, measured: bool = False) -> list[shape_list.Shape]:
     try:
-        return shape_list.shapes(op, pattern)
+        return shape_list.shapes(op, pattern, measured)
     except ValueError as error:
         raise _fail(str(error)) from error
+
+
+def _libraries(names: list[str] | None) -> list[str]:
+    from autotune import peers
+
+    found = names or []
+    if unknown := sorted(set(found) - set(peers.libraries())):
+        raise _fail(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
+    return found
 
 
 def _progress() -> Progress:
@@ -157,16 +170,23 @@ def bench(
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file.")] = None,
+    with_peers: Peers = None,
 ) -> None:
-    """Time the public operators and print each one's share of the floor that this run's own limits set."""
+    """Time the public operators; print each one's share of the floor that this run's own limits set, and its error.
+
+    Shapes that are measured but never tuned (short calls, published tables) are named by --shapes short and --shapes published.
+    """
     operators = [op] if op is not None else shape_list.operators()
     chosen: list[shape_list.Shape] = []
     for name in operators:
-        if op is None and shapes and not any(shapes in shape.name for shape in shape_list.shapes(name)):
+        if op is None and shapes and not any(shapes in shape.name for shape in shape_list.shapes(name, measured=True)):
             continue
-        chosen += _shapes(name, shapes)
+        chosen += _shapes(name, shapes, measured=bool(shapes))
+    libraries = _libraries(with_peers)
     spec = _spec()
     from autotune import bench as measuring
+    from autotune import report
 
     if op is not None and backend is not None:
         try:
@@ -175,30 +195,34 @@ def bench(
             raise _fail(str(error)) from error
     with _progress() as progress:
         task = progress.add_task("measuring the device's limits", total=len(chosen))
-
-        def done(shape: shape_list.Shape, one: str | None, row: Any) -> None:
+        run = measuring.Bench(spec, backend, every, libraries)
+        for shape in chosen:
             progress.update(task, description=f"{shape.op} {shape.name}")
+            for failure in run.measure(shape):
+                progress.console.print(failure, markup=False)
             progress.advance(task)
-            if isinstance(row, str):
-                progress.console.print(f"{shape.op} {shape.name} ({one or 'auto'}): {row}", markup=False)
-
-        found = measuring.run(chosen, spec, backend, every, done)
+            if json_file is not None:  # after each shape: a run that is cut off keeps what it has
+                json_file.write_text(json.dumps(run.found, indent=1) + "\n", encoding="utf-8")
+    found = run.found
     limits = found["limits"]
     console.print(
         f"{found['device']}, torch {found['torch']}: copy {limits['copy_gbps'] / 1e3:.2f} TB/s, "
         f"bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
     )
-    console.print(_bench_table(found["rows"]))
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    console.print(_bench_table(found))
+    if readme is not None:
+        report.write_into(readme, report.markdown(found))
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
 
 
-def _bench_table(rows: list[dict[str, Any]]) -> Table:
-    """One section per operator; rates and configurations are in the JSON."""
+def _bench_table(found: dict[str, Any]) -> Table:
+    """One section per operator; rates, configurations and every way of calling a peer are in the JSON."""
+    from autotune import report
+
+    rows = found["rows"]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("shape", overflow="fold")
-    for heading in ("backend", "tiles", "time, us", "floor", "share"):
+    for heading in ("backend", "tiles", "time, us", "floor", "share", "error", *(("peer",) if found["peers"] else ())):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("backend", "tiles") else "right")
     for op in dict.fromkeys(row["op"] for row in rows):
         table.add_section()
@@ -206,9 +230,33 @@ def _bench_table(rows: list[dict[str, Any]]) -> Table:
         for row in rows:
             if row["op"] == op:
                 time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
-                numbers = (time_text, f"{row['floor_us']:.1f}", f"{row['share_of_floor']:.0%}")
+                numbers = [time_text, f"{row['floor_us']:.1f}", f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}"]
+                best = report.best_peer(found, row, norm=True)
+                if best is not None:
+                    numbers.append(f"{best[1]:.1f} {best[0]}")
                 table.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
     return table
+
+
+@app.command()
+def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
+    """Print the errors of the chunk kernels on easy and hard inputs, against the token recurrence in float64."""
+    libraries = _libraries(with_peers)
+    _spec()
+    from autotune import accuracy as measuring
+
+    def failed(why: str) -> None:
+        console.print(why, markup=False)
+
+    found = measuring.measure(backend, libraries, failed)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption="largest error of a head: o / final state")
+    names = list(dict.fromkeys(one.who for one in found))
+    for heading in ("inputs", *names):
+        table.add_column(heading, no_wrap=True)
+    for case in dict.fromkeys(one.case for one in found):
+        errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
+        table.add_row(case, *(errors.get(name, "-") for name in names))
+    console.print(table)
 
 
 @app.command()

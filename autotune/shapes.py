@@ -9,19 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gdn.problems import (
-    ChunkProblem,
-    Conv1dProblem,
-    Conv1dUpdateProblem,
-    GatingProblem,
-    MqaLogitsProblem,
-    PagedMqaLogitsProblem,
-    Problem,
-    RecurrentProblem,
-    RmsNormGatedProblem,
-    SplitProblem,
-    TopkProblem,
-)
+from gdn.cli.explain import example
+from gdn.models import QWEN3_NEXT_80B
+from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem, TopkProblem
 
 
 @dataclass(frozen=True)
@@ -41,14 +31,14 @@ class Shape:
 _RAGGED = (37, 4000, 511, 2048, 7, 6001, 1200, 2580)
 
 
-def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
+def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str, head_dim: int = 128) -> Shape:
     num_k_heads, num_v_heads = heads
     problem = ChunkProblem(
         num_q_heads=num_k_heads,
         num_k_heads=num_k_heads,
         num_v_heads=num_v_heads,
-        head_k_dim=128,
-        head_v_dim=128,
+        head_k_dim=head_dim,
+        head_v_dim=head_dim,
         dtype="bfloat16",
         state_dtype="float32",
         gate_dtype="bfloat16",
@@ -68,6 +58,19 @@ def _chunk(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
         num_sequences=len(lengths),
     )
     return Shape(f"{num_k_heads}/{num_v_heads} {label}", problem, lengths=tuple(lengths))
+
+
+def _published(head_dim: int, heads: int, lengths: Sequence[int], label: str) -> Shape:
+    """A shape of the table that FLA is usually compared on: as many key as value heads."""
+    return replace(_chunk((heads, heads), lengths, "", head_dim), name=f"published {label} x {heads} x {head_dim}")
+
+
+def _padded(batch: int, tokens: int, heads: int, head_dim: int) -> Shape:
+    return _published(head_dim, heads, [tokens] * batch, f"{batch} x {tokens}")
+
+
+def _packed(lengths: Sequence[int], heads: int, head_dim: int, label: str = "") -> Shape:
+    return _published(head_dim, heads, lengths, f"packed {len(lengths)}, {sum(lengths)}{label}")
 
 
 def _recurrent(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> Shape:
@@ -156,37 +159,23 @@ def _topk(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32"
     return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
 
 
-def _convolution(heads: tuple[int, int]) -> dict[str, Any]:
-    """What both convolutions share: channels are neighbours in the pool, as engines for this card keep them."""
-    return {
-        "dim": 128 * (2 * heads[0] + heads[1]),
-        "width": 4,
-        "dtype": "bfloat16",
-        "weight_dtype": "bfloat16",
-        "bias_dtype": None,
-        "silu": True,
-        "state_dtype": "bfloat16",
-        "state_channels_contiguous": True,
-        "index_dtype": "int32",
-    }
+def _example(op: str, heads: tuple[int, int], **changes: Any) -> Any:
+    """A step's problem as a serving stack calls it, less these fields."""
+    num_k_heads, num_v_heads = heads
+    problem: Any = example(op, replace(QWEN3_NEXT_80B, num_k_heads=num_k_heads, num_v_heads=num_v_heads), fp8=True)
+    return replace(problem, **changes)
 
 
 def _conv1d(heads: tuple[int, int], lengths: Sequence[int], label: str) -> Shape:
-    problem = Conv1dProblem(
-        **_convolution(heads),
-        cu_seqlens_dtype="int32",
-        has_mask=True,
-        checkpoint_dtype=None,
-        num_tokens=sum(lengths),
-        num_sequences=len(lengths),
-    )
+    problem = _example("conv1d", heads, num_tokens=sum(lengths), num_sequences=len(lengths))
     return Shape(f"{heads[0]}/{heads[1]} {label}", problem, lengths=tuple(lengths))
 
 
 def _conv1d_update(heads: tuple[int, int], batch: int, drafts: int = 0, tree: bool = False) -> Shape:
     tokens = 1 + drafts
-    problem = Conv1dUpdateProblem(
-        **_convolution(heads),
+    problem = _example(
+        "conv1d_update",
+        heads,
         cu_seqlens_dtype="int32" if drafts else None,
         has_columns=drafts > 0,
         has_accepted=drafts > 0,
@@ -199,19 +188,17 @@ def _conv1d_update(heads: tuple[int, int], batch: int, drafts: int = 0, tree: bo
 
 
 def _split(heads: tuple[int, int], num_tokens: int) -> Shape:
-    problem = SplitProblem(*heads, 128, 128, "bfloat16", "bfloat16", num_tokens=num_tokens)
-    return Shape(f"{heads[0]}/{heads[1]} {num_tokens}", problem)
+    return Shape(f"{heads[0]}/{heads[1]} {num_tokens}", _example("split", heads, num_tokens=num_tokens))
 
 
 def _gating(num_heads: int, num_tokens: int) -> Shape:
-    dtypes = {"a_dtype": "bfloat16", "b_dtype": "bfloat16", "A_log_dtype": "float32", "dt_bias_dtype": "float32"}
-    return Shape(f"{num_tokens} x {num_heads}", GatingProblem(num_heads=num_heads, **dtypes, num_tokens=num_tokens))
+    return Shape(f"{num_tokens} x {num_heads}", _example("gating", (num_heads, num_heads), num_tokens=num_tokens))
 
 
 def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> Shape:
     """strided: the gate is a slice of its projection; otherwise all rows lie behind each other, and are of one head."""
     heads, rows = (num_heads, num_tokens) if strided else (1, num_tokens * num_heads)
-    problem = RmsNormGatedProblem(heads, 128, "bfloat16", "bfloat16", "float32", sigmoid=False, num_tokens=rows)
+    problem = _example("rms_norm_gated", (num_heads, num_heads), num_heads=heads, num_tokens=rows)
     return Shape(f"{num_tokens} x {num_heads} x 128" + (", gate in its projection" if strided else ""), problem)
 
 
@@ -283,15 +270,36 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
 }
 
 
+# Measured, not tuned: calls too short to matter alone, and the table of 27 shapes that others publish.
+_MEASURED_ONLY: dict[str, tuple[Shape, ...]] = {
+    "chunk": (
+        *(_chunk((16, 32), [tokens], f"short {tokens}") for tokens in (1, 16, 64, 128, 256, 512)),
+        *(_chunk((16, 32), [tokens] * 64, f"short 64 x {tokens}") for tokens in (16, 64, 128)),
+        _padded(1, 63, 1, 64), _padded(2, 500, 3, 60), _padded(2, 1000, 3, 64), _padded(3, 1024, 4, 100),
+        _padded(4, 1024, 4, 128), _padded(2, 1500, 4, 128), _padded(4, 2048, 8, 64), _padded(8, 512, 8, 64),
+        _padded(16, 512, 8, 64), _padded(32, 256, 8, 64), _padded(64, 128, 8, 64), _padded(8, 512, 8, 128),
+        _padded(16, 256, 8, 128), _padded(32, 128, 8, 128), _padded(64, 64, 8, 128),
+        _packed((15,), 4, 60), _packed((256, 244, 500), 4, 64), _packed((333, 333, 334), 4, 64, " even"),
+        _packed((15, 85, 200, 900, 800), 4, 100), _packed((8192,), 4, 60), _packed((512,) * 8, 4, 64),
+        _packed((512,) * 16, 4, 64), _packed((256,) * 32, 4, 64), _packed((128,) * 64, 4, 64), _packed((128,) * 32, 4, 128),
+        _packed((104,) * 64, 4, 128), _packed((36,) * 128, 4, 64),
+    ),
+}  # fmt: skip
+
+
 def operators() -> list[str]:
     return list(_SHAPES)
 
 
-def shapes(op: str, pattern: str = "") -> list[Shape]:
-    """The shapes of an operator whose name contains pattern. ValueError where there is no such operator or shape."""
+def shapes(op: str, pattern: str = "", measured: bool = False) -> list[Shape]:
+    """The shapes of an operator whose name contains pattern; measured: also those that are not tuned.
+
+    ValueError where there is no such operator or shape.
+    """
     if op not in _SHAPES:
         raise ValueError(f"op: expected one of {', '.join(_SHAPES)}, got {op!r}")
-    found = [shape for shape in _SHAPES[op] if pattern in shape.name]
+    known = (*_SHAPES[op], *(_MEASURED_ONLY.get(op, ()) if measured else ()))
+    found = [shape for shape in known if pattern in shape.name]
     if not found:
-        raise ValueError(f"shapes: expected part of one of {[shape.name for shape in _SHAPES[op]]}, got {pattern!r}")
+        raise ValueError(f"shapes: expected part of one of {[shape.name for shape in known]}, got {pattern!r}")
     return found

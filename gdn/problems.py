@@ -101,6 +101,7 @@ class ChunkProblem(DeltaRuleProblem):
     launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot)
         q [L, Hq, K], k [L, Hk, K], v [L, HV, V]   strided, last dim contiguous, base and strides multiples of 16 bytes
+            (strides of 8 bytes where a head is no multiple of 16)
         g, beta [L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
         initial_state [slots or N, HS, K, V] (or V first), slot stride any multiple of 16 bytes, or None
         state_indices [>= N] any stride or None; has_initial_state [>= N] bool or None (None = all True)

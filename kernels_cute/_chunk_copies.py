@@ -13,7 +13,6 @@ from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
     BETA,
-    BUFFERS,
     CHUNK,
     CUM,
     LOG2E,
@@ -28,14 +27,14 @@ class CopyRoles:
     """Methods of the copying warpgroup's warps; `self` is the FusedChunk."""
 
     @cute.jit
-    def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece):
+    def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece, base=0):
         to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, begin, head // self.q_group, 0)
         to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0)
         to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(num_chunks, unroll=1):
-            stage, parity = step % self.stages, step // self.stages & 1
+            stage, parity = self.stage_of(base + step)
             cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * self.key_bytes + self.value_bytes)
@@ -49,6 +48,22 @@ class CopyRoles:
                     cute.prefetch(v_atom, from_v[None, step + self.prefetch])
 
     @cute.jit
+    def prefetch_state(self, initial, item):
+        """Asks the L2 cache for the state that an item starts from."""
+        if cutlass.const_expr(self.has_initial):
+            if item.starts:
+                size = initial.element_type.width // 8
+                # Lines of 128 bytes: all of 64 V rows, or 64 columns of every K row.
+                pitch = self.dim * size
+                lines = (self.dim if self.v_first else 64) * size // 128
+                rows = 64 if self.v_first else self.dim
+                row0, column0 = (item.piece * 64, Int32(0)) if self.v_first else (Int32(0), item.piece * 64)
+                offset = item.read_slot * initial.stride[0] + Int64(item.head) * (self.dim * self.dim)
+                first = (initial.iterator + offset).toint() + Int64(row0 * pitch + column0 * size)
+                for i in cutlass.range(cute.arch.lane_idx(), rows * lines, 32, unroll=1):
+                    ptx.prefetch_line(first + Int64(i // lines * pitch + i % lines * 128))
+
+    @cute.jit
     def tiles(self, field, atom, tensor, columns: cutlass.Constexpr, begin, head, piece):
         """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
         layout = layouts.by_rows(self.dtype, CHUNK, columns, self.stages)
@@ -58,7 +73,7 @@ class CopyRoles:
         return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
     @cute.jit
-    def store_warp(self, storage, out_atom, out_tensor, out, begin, length, head, piece):
+    def store_warp(self, storage, out_atom, out_tensor, out, begin, length, head, piece, base=0):
         """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
         lane = cute.arch.lane_idx()
         layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * self.stages)
@@ -69,7 +84,7 @@ class CopyRoles:
             cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
         )  # fmt: skip
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
-            stage, parity = step % self.stages, step // self.stages & 1
+            stage, parity = self.stage_of(base + step)
             cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
             # Here, not in the warps that wrote O: they would wait for it.
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -102,25 +117,22 @@ class CopyRoles:
             ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
 
     @cute.jit
-    def zero_rows_beyond(self, out, bounds, sequence, head, column0, warp, lane):
-        """A sequence's share of the rows beyond the last sequence."""
+    def zero_rows_beyond(self, out, end, sequences, sequence, head, column0, warp, lane):
+        """A sequence's share of the rows from `end` on, which are beyond the last sequence."""
         row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
         zero = [Int32(0)] * 4
-        sequences = cute.size(bounds, mode=[0]) - 1
-        for i in cutlass.range(
-            Int32(bounds[sequences]) + sequence * 16 + row, cute.size(out, mode=[0]), sequences * 16, unroll=1
-        ):
+        for i in cutlass.range(end + sequence * 16 + row, cute.size(out, mode=[0]), sequences * 16, unroll=1):
             offset = Int64(i) * out.stride[0] + Int64(head) * out.stride[1] + column
             ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
 
     @cute.jit
-    def hand_over_warp(self, storage, length, rank):
+    def hand_over_warp(self, storage, length, rank, first, base=0):
         """M, P and the vectors of this block's chunks to the other block of the pair."""
         other = rank ^ 1
         own = storage.ready.data_ptr() + rank
         barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
-        for step in cutlass.range(rank, (length + (CHUNK - 1)) // CHUNK, 2, unroll=1):
-            cute.arch.mbarrier_wait(own, step // BUFFERS & 1)
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, 2, unroll=1):
+            cute.arch.mbarrier_wait(own, (base + step) >> 1 & 1)
             with cute.arch.elect_one():
                 ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
                 for field, size in (
@@ -130,7 +142,7 @@ class CopyRoles:
                     ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
 
     @cute.jit
-    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first):
+    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, base=0):
         """Cumulative log2 decays and beta of the chunks that this block prepares."""
         lane = cute.arch.lane_idx()
         gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -142,8 +154,7 @@ class CopyRoles:
         gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
         self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
-            half = step // self.aux_step % 2
-            half_turn = step // self.aux_step // 2 & 1
+            half, half_turn = self.half_of(base + step)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
             self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)

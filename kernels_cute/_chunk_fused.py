@@ -1,4 +1,5 @@
-"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block.
+"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block, one such item after the
+other (`_chunk_items`).
 
 With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms (1 where none are asked for)
 and all of M, P and the vectors computed here and never written to memory:
@@ -31,18 +32,22 @@ otherwise a block prepares every chunk itself, buffers in turn.
 A state warp is done with K, Q and V of a stage, and waits for what inverse and score made of them, before its `stored`.
 `half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free
 has been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
+
+Stages, buffers, halves and phases follow the count of chunks since the block began, over all of its items, so that copies,
+gates, M and P run ahead into the next item while the state ends the last. Both blocks of a pair have the same items.
 """
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_copies import CopyRoles
+from kernels_cute._chunk_items import RECORD_BYTES, RECORDS, SORTED, Items
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
     BUFFERS,
@@ -57,7 +62,7 @@ from kernels_cute._chunk_state import StateRole
 from kernels_cute._chunk_tiles import TileRoles
 
 
-class FusedChunk(StateRole, TileRoles, CopyRoles):
+class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
     """Everything here is known at compile time; sizes, strides and scalars arrive at launch."""
 
     def __init__(
@@ -87,6 +92,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         prefetch: int,
         parts: int,
         registers: tuple[int, int, int, int],
+        deals: bool = False,
     ):
         self.heads, self.q_group, self.k_group, self.v_group = heads, q_group, k_group, v_group
         self.dim, self.dtype = dim, dtype
@@ -98,10 +104,12 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         self.has_checkpoints = has_checkpoints
         self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
+        self.deals = deals  # blocks take item after item, else one is all that a block works on
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.paired = paired
         self.sharers = 2 if paired else 1  # blocks that take from a `taken`
+        self.units = heads * self.slices // self.sharers  # items of a sequence
         self.aux_step = 2 if paired else 1  # chunks from one of this block's own to the next
         self.threads = (num_state + 3) * WARPGROUP
         self.key_bytes = CHUNK * dim * 2
@@ -110,18 +118,18 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
     @cute.jit
     def launch(
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        scale: Float32, null_slot: Int64, stream,
+        scale: Float32, null_slot: Int64, places: Int32, stream,
     ):  # fmt: skip
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
         v_atom, v_tensor = self.copy_in(v, self.columns)
         out_atom, out_tensor = self.copy_out(out)
-        sequences = cute.size(bounds, mode=[0]) - 1
+        items = (cute.size(bounds, mode=[0]) - 1) * self.units
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
             indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot,
         ).launch(
-            grid=(self.slices * self.heads * sequences, 1, 1),
+            grid=(self.sharers * cutlass.min(items, places), 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.sharers, 1, 1),
             min_blocks_per_mp=1,
@@ -161,6 +169,10 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
             factors_full: cute.struct.MemRange[Int64, 2]
             gates_free: cute.struct.MemRange[Int64, 2]
             start: cute.struct.MemRange[Int64, START_BARRIERS]  # of a split call, see _chunk_compose
+            dealt: cute.struct.MemRange[Int64, RECORDS]
+            noted: cute.struct.MemRange[Int64, RECORDS]
+            records: cute.struct.Align[cute.struct.MemRange[Int32, RECORDS * RECORD_BYTES // 4], 16]
+            order: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, SORTED], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
@@ -215,7 +227,10 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         block, _, _ = cute.arch.block_idx()
         rank = block % 2  # in the pair
-        if warp == 0:
+        # The warp that copies in makes the barriers: it need not wait for the others to begin.
+        first_copier = 4 * (self.num_state + 2)
+        starts_early = self.paired and segment is None
+        if warp == first_copier:
             cpasync.prefetch_descriptor(q_atom)
             cpasync.prefetch_descriptor(k_atom)
             cpasync.prefetch_descriptor(v_atom)
@@ -239,71 +254,129 @@ class FusedChunk(StateRole, TileRoles, CopyRoles):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
                     cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
+                if cutlass.const_expr(self.deals):
+                    for record in cutlass.range_constexpr(RECORDS):
+                        cute.arch.mbarrier_init(storage.dealt.data_ptr() + record, 1)
+                        # A lane of every warp: of state, inverse, score and the copying ones.
+                        cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 4 * self.num_state + 10 + self.sharers)
                 if cutlass.const_expr(segment is not None):
                     self.init_start(storage)
-        # Above the diagonal M and P stay zero.
+            cute.arch.sync_warp()
         thread, _, _ = cute.arch.thread_idx()
+        is_sorted = Boolean(False)
+        cluster = block // self.sharers
+        piece = block % self.slices
+        head = block // self.slices % self.heads
+        if cutlass.const_expr(segment is None):
+            # Asked for before the barriers below, which take as long as the answer.
+            only = first_item = self.describe(
+                cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot
+            )
+        else:
+            only = self.item_of(segment, head, piece)
+        if cutlass.const_expr(self.deals):
+            only = None
+            is_sorted = self.is_sorted(bounds)
+            if is_sorted:
+                self.write_keys(storage, bounds, indices, null_slot, thread)
+        # Above the diagonal M and P stay zero.
         for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
         for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)
+        if cutlass.const_expr(self.deals):
+            if is_sorted:
+                cute.arch.sync_threads()
+                self.sort(storage, bounds, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.paired):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            # A releasing arrival waits for global memory too; for the other block the fences above are enough.
+            cute.arch.fence_acq_rel_cta()
+            cute.arch.cluster_arrive_relaxed()
+            if cutlass.const_expr(starts_early):
+                if warp != first_copier:
+                    cute.arch.cluster_wait()
+            else:
+                cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
-        piece = block % self.slices
-        head = block // self.slices % self.heads
-        if cutlass.const_expr(segment is None):
-            sequence = block // (self.slices * self.heads)
-            begin = Int32(bounds[sequence])
-            length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
-            read_slot = Int64(sequence)
-            live_length = length
-            if cutlass.const_expr(self.pooled):
-                read_slot = Int64(indices[sequence])
-                if read_slot <= null_slot:
-                    live_length = Int32(0)
-        else:
-            sequence, begin, length, live_length = segment.sequence, segment.begin, segment.length, segment.live_length
-            read_slot = segment.read_slot
-
+        # Every role counts items, and the chunks of those before.
+        number, base, going = Int32(0), Int32(0), Boolean(True)
         if warp < 4 * self.num_state:
             self.set_registers(self.state_registers)
             self.state_warpgroup(
-                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
-                live_length, sequence, head, piece, read_slot, warp // 4, warp % 4, segment,
+                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, warp // 4,
+                warp % 4, segment, only,
             )  # fmt: skip
         elif warp < 4 * (self.num_state + 1):
             self.set_registers(self.inverse_registers)
-            first = rank if cutlass.const_expr(self.paired) else Int32(0)
-            self.inverse_warpgroup(storage, live_length, first, warp % 4)
+            while going:
+                item = self.take(storage, number, only)
+                self.inverse_warpgroup(storage, item.live_length, self.first_own(base, rank), warp % 4, base)
+                number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         elif warp < 4 * (self.num_state + 2):
             self.set_registers(self.score_registers)
-            first = rank if cutlass.const_expr(self.paired) else Int32(0)
-            self.score_warpgroup(storage, scale, live_length, first, warp % 4)
+            while going:
+                item = self.take(storage, number, only)
+                self.score_warpgroup(storage, scale, item.live_length, self.first_own(base, rank), warp % 4, base)
+                number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         else:
             self.set_registers(self.copy_registers)
             copier = warp % 4
             if copier == 0:
                 if cutlass.const_expr(segment is not None):
                     self.bring_start(storage, head, segment)
-                self.copy_warp(storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, live_length, head, piece)
+                while going:
+                    item = self.take(storage, number, only)
+                    if cutlass.const_expr(self.deals):
+                        if number > 0:
+                            self.prefetch_state(initial, item)
+                    self.copy_warp(
+                        storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, item.begin, item.live_length, item.head,
+                        item.piece, base,
+                    )  # fmt: skip
+                    number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
+                if cutlass.const_expr(starts_early):
+                    # Nothing of the other block was touched; the barrier at the end needs this one done.
+                    cute.arch.cluster_wait()
             if copier == 1:
-                first = rank if cutlass.const_expr(self.paired) else Int32(0)
-                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, live_length, head, first)
+                if cutlass.const_expr(self.deals):
+                    self.deal_and_gate(
+                        storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank, first_item
+                    )
+                else:
+                    first = self.first_own(base, rank)
+                    self.gate_warp(storage, g, beta, a_log, dt_bias, only.begin, only.live_length, only.head, first)
             if copier == 2:
-                self.store_warp(storage, out_atom, out_tensor, out, begin, live_length, head, piece)
+                while going:
+                    item = self.take(storage, number, only)
+                    self.store_warp(storage, out_atom, out_tensor, out, item.begin, item.live_length, item.head, item.piece, base)
+                    number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
             if cutlass.const_expr(self.paired):
                 if copier == 3:
-                    self.hand_over_warp(storage, live_length, rank)
+                    while going:
+                        item = self.take(storage, number, only)
+                        self.hand_over_warp(storage, item.live_length, rank, self.first_own(base, rank), base)
+                        number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         if cutlass.const_expr(self.paired):
-            # The other block may still write to this one's shared memory.
+            # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    # Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would stand
+    # in every role's wait. Shifts are the same for both signs.
+    def stage_of(self, count: Any) -> tuple[Any, Any]:
+        """A chunk's stage, and the parity of that stage's turn."""
+        if self.stages & (self.stages - 1):
+            return count % self.stages, count // self.stages & 1
+        return count & (self.stages - 1), count >> (self.stages.bit_length() - 1) & 1
+
+    def half_of(self, count: Any) -> tuple[Any, Any]:
+        """The same of `half`."""
+        own = count >> (self.aux_step - 1)
+        return own & 1, own >> 1 & 1
 
     def set_registers(self, count: int) -> None:
         """What a thread has at launch is 65536 over the threads, in steps of 8."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
+from kernels_cute._chunk_items import places_limit
 from kernels_cute._chunk_shape import CHUNK
 
 # Lengths in chunks that are considered: few enough that a process sees few configurations.
@@ -45,8 +46,17 @@ def default_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
     return max(length for time, length in times if time <= _TIE * best)
 
 
-def default_prefetch(problem: ChunkProblem, segment: int) -> int:
-    """Chunks ahead that the L2 cache is asked for: pays where a block has many."""
+def default_places(problem: ChunkProblem, paired: bool, device: DeviceSpec) -> int:
+    """Clusters that take item after item: as many as run side by side, 0 where no cluster would get a second item."""
+    blocks = 2 if paired else 1
+    places = min(device.num_sms // blocks, places_limit(paired))
+    return places if _blocks(problem, max(problem.num_sequences, 1)) // blocks > places else 0
+
+
+def default_prefetch(problem: ChunkProblem, segment: int, places: int) -> int:
+    """Chunks ahead that the L2 cache is asked for: pays where a block has many of one item."""
+    if places:
+        return 0
     return 2 if (segment or _chunks(problem)) >= _FEW_CHUNKS else 0
 
 

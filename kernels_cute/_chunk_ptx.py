@@ -76,6 +76,33 @@ def store_zeros(address: Any) -> None:
     cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, zero])
 
 
+def load_word(address: Any) -> Any:
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_word(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_words(address: Any, values: Any) -> None:
+    """16 bytes."""
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def load_byte(address: Any) -> Any:
+    """0 to 255."""
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_byte(address: Any, value: Any) -> None:
+    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def prefetch_line(address: Any) -> None:
+    """The L2 cache is asked for what lies around a global address."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def store_global_words(address: Any, values: Any) -> None:
     """16 bytes to global memory."""
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])

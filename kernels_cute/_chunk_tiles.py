@@ -17,7 +17,6 @@ from kernels_cute._chunk_shape import (
     AUX_BYTES,
     BETA,
     BLOCK,
-    BUFFERS,
     CHUNK,
     COLUMN_PITCH,
     CUM,
@@ -43,9 +42,10 @@ class TileRoles:
     """Methods of the inverse and the score warpgroup; `self` is the FusedChunk."""
 
     @cute.jit
-    def inverse_warpgroup(self, storage, length, first, warp):
-        """M of chunks first, first + self.aux_step, ... of the sequence. Rows 16 warp .. of a tile are this warp's; of the
-        lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal one, the rest stays zero."""
+    def inverse_warpgroup(self, storage, length, first, warp, base=0):
+        """M of an item's chunks first, first + self.aux_step, ...; before the item the block had `base` chunks. Rows 16 warp ..
+        of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal
+        one, the rest stays zero."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
@@ -73,10 +73,10 @@ class TileRoles:
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
-            stage, parity = step % self.stages, step // self.stages & 1
-            buffer, turn = step % BUFFERS, step // BUFFERS & 1
-            half = step // self.aux_step % 2
-            half_turn = step // self.aux_step // 2 & 1
+            count = base + step
+            stage, parity = self.stage_of(count)
+            buffer, turn = count & 1, count >> 1 & 1
+            half, half_turn = self.half_of(count)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             valid = length - step * CHUNK
@@ -172,7 +172,7 @@ class TileRoles:
             cute.arch.mbarrier_arrive(ready + buffer)
 
     @cute.jit
-    def score_warpgroup(self, storage, scale, length, first, warp):
+    def score_warpgroup(self, storage, scale, length, first, warp, base=0):
         """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
@@ -193,10 +193,10 @@ class TileRoles:
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
-            stage, parity = step % self.stages, step // self.stages & 1
-            buffer, turn = step % BUFFERS, step // BUFFERS & 1
-            half = step // self.aux_step % 2
-            half_turn = step // self.aux_step // 2 & 1
+            count = base + step
+            stage, parity = self.stage_of(count)
+            buffer, turn = count & 1, count >> 1 & 1
+            half, half_turn = self.half_of(count)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)

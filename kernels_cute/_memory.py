@@ -1,4 +1,6 @@
-"""Global memory for kernels without shared memory: fake tensors, pointers of stated alignment, wide loads and stores."""
+"""Global memory: dtypes and fake tensors to compile for; for kernels without shared memory also pointers of stated alignment
+and wide loads and stores.
+"""
 
 from typing import Any
 
@@ -6,26 +8,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-CUTE_DTYPES = {
+CUTE_DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
     "uint8": cutlass.Uint8,
+    "bool": cutlass.Boolean,
 }
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 ACCESS_BYTES = 16  # the widest load and store
 
 
-def fake(dtype: str, *shape: Any, last: Any = None) -> Any:
-    """A tensor to compile for: any strides but the last (None = that one too).
+def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) -> Any:
+    """A tensor to compile for: any strides but the last (None = that one too); align: of its address, in bytes.
 
-    Strides carry no divisibility and no alignment: the launch check would also test them on dims of size 1, where torch
-    reports any stride. Kernels state the alignment at each access instead.
+    Strides carry no divisibility: the launch check would also test it on dims of size 1, where torch reports any stride.
+    Kernels state the alignment at each access instead.
     """
     strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
-    return make_fake_tensor(CUTE_DTYPES[dtype], shape, stride=tuple(strides))
+    return make_fake_tensor(CUTE_DTYPES[dtype], shape, stride=tuple(strides), assumed_align=align)
 
 
 @cute.jit

@@ -12,9 +12,11 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; tiles in shared memory:
-_chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side: _chunk_segments.py (slots, workspace),
-_chunk_summary.py (first launch), _chunk_compose.py (second).
+The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
+_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
+_chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
+
+Head dims other than 64 and 128: _chunk_stand_in.py.
 """
 
 from collections.abc import Iterator
@@ -31,28 +33,24 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
-from kernels_cute import _chunk_summary
+from kernels_cute import _chunk_stand_in, _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
-from kernels_cute._chunk_plan import default_prefetch, default_segment, segments_to_try
+from kernels_cute._chunk_items import places_limit
+from kernels_cute._chunk_plan import default_places, default_prefetch, default_segment, segments_to_try
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+from kernels_cute._memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
+RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_CUTE_DTYPES: dict[str, Any] = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-    "bool": cutlass.Boolean,
-}
-_BARRIER_BYTES = 256  # most of the barriers, and of what aligning the vectors behind them costs
+_BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (240, 136, 96, 40)
+_ALL_PLACES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,18 @@ class Config:
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
+    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; 0 = a cluster has one item, and there are
+    # as many as items. A scalar of the launch. Without segments.
+    places: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
     """None where this kernel serves the problem, else why not."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if k != v or k not in _HEAD_DIMS:
-        return f"requires K = V of 64 or 128, got K={k}, V={v}"
+    if k != v or k % 4 or not 4 <= k <= _chunk_stand_in.LARGEST:
+        return f"requires K = V, a multiple of 4 up to {_chunk_stand_in.LARGEST}, got K={k}, V={v}"
+    if k > 128 and problem.has_checkpoints:
+        return f"requires head dims up to 128 with checkpoints, got {k}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
     if problem.state_dtype not in ("float32", "bfloat16"):
@@ -82,6 +85,11 @@ def refusal(problem: ChunkProblem) -> str | None:
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
     return None
+
+
+def note(problem: ChunkProblem) -> str | None:
+    """What a user should know of how the problem is served."""
+    return None if problem.head_k_dim in _HEAD_DIMS else _chunk_stand_in.note(problem)
 
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -99,43 +107,61 @@ def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return bool(_chunk_stand_in.kernel(problem).fits(_chunk_stand_in.stand_in(problem), config, device))
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
         and config.prefetch >= 0
         and config.m_parts in (1, 2)
         and config.segment >= 0
+        and 0 <= config.places <= places_limit(config.paired)
+        # Inverse waits for every second fill of such a stage only, see the notes.
+        and not (config.places > 0 and config.paired and config.stages % 2 == 1)
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
         and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
     )
 
 
-def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
+def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
+    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on.
+
+    Of other head dims, what the kernel that computes them takes: a Config, or the recurrent kernel's.
+    """
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.kernel(problem).default_config(_chunk_stand_in.stand_in(problem), device)
     segment = default_segment(problem, device)
+    paired = problem.head_v_dim == 128
+    places = 0 if segment else default_places(problem, paired, device)
     return Config(
-        paired=problem.head_v_dim == 128,
+        paired=paired,
         stages=4,
-        prefetch=default_prefetch(problem, segment),
+        prefetch=default_prefetch(problem, segment, places),
         m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
+        places=places,
     )
 
 
-def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
+def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
     """m_parts is not searched: it decides accuracy, not only time."""
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return list(_chunk_stand_in.kernel(problem).configs(_chunk_stand_in.stand_in(problem), device))
     return [config for config in _space(problem, device) if fits(problem, config, device)]
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     default = default_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        yield Config(paired, stages, prefetch, default.m_parts, 0)
+        for places in sorted({0, default_places(problem, paired, device)}):
+            yield Config(paired, stages, prefetch, default.m_parts, 0, places)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(default, segment=segment, prefetch=prefetch)
+        yield replace(default, segment=segment, prefetch=prefetch, places=0)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.workspace_bytes(problem, config)
     if config.segment == 0:
         return 0
     slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
@@ -143,6 +169,8 @@ def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
+    if problem.head_k_dim not in _HEAD_DIMS:
+        return _chunk_stand_in.compile(problem, config)
     return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config.segment > 0))}
 
 
@@ -156,7 +184,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         k_group=heads // problem.num_k_heads,
         v_group=heads // problem.num_v_heads,
         dim=problem.head_k_dim,
-        dtype=_CUTE_DTYPES[problem.dtype],
+        dtype=CUTE_DTYPES[problem.dtype],
         has_gate=has_gate,
         raw_gate=has_gate and problem.use_gate,
         has_beta=has_beta,
@@ -175,20 +203,14 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         prefetch=config.prefetch,
         parts=config.m_parts,
         registers=_REGISTERS,
+        deals=config.places > 0 and config.segment == 0,
     )
 
 
 def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens.
-
-    Strides carry no divisibility: the launch check would also test those of dims of size 1, which may be anything.
-    """
+    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens."""
     heads = problem.num_state_heads
     num_tokens = cute.sym_int()
-
-    def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) -> Any:
-        strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
-        return make_fake_tensor(_CUTE_DTYPES[dtype], shape, stride=tuple(strides), assumed_align=align)
 
     def bounds() -> Any:
         return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)
@@ -236,7 +258,7 @@ def _arguments(problem: ChunkProblem, split: bool) -> list[Any]:
         *([make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)] if split else []),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else []),  # tokens of a segment, slots
+        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if split else [cutlass.Int32(1)]),  # tokens of a segment, slots; or places
     ]
 
 
@@ -268,10 +290,18 @@ def launch(
         out.zero_()
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
+    if problem.head_k_dim not in _HEAD_DIMS:
+        _chunk_stand_in.launch(
+            compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
+            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
+        )  # fmt: skip
+        return
     scalars: tuple[Any, ...] = (scale, null_slot)
     if compiled.config.segment:
         tokens = CHUNK * compiled.config.segment
         scalars = (workspace, *scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
+    else:
+        scalars = (*scalars, compiled.config.places or _ALL_PLACES)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate

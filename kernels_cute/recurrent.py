@@ -32,18 +32,12 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
+from kernels_cute._memory import CUTE_DTYPES, fake
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
 _RESIDENT = (512, 384, 256)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
-_CUTE_DTYPES = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-}
 
 
 @dataclass(frozen=True)
@@ -237,17 +231,9 @@ def _has_pool(problem: RecurrentProblem) -> bool:
 
 
 def _arguments(problem: RecurrentProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function.
-
-    Strides carry no divisibility and no alignment: the launch check would also test them on dims of size 1, where torch
-    reports any stride. The kernel states the alignment at each access instead.
-    """
+    """Fake tensors and scalars in the order of the compiled function."""
     K, V, HS = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     num_tokens, num_offsets = cute.sym_int(), cute.sym_int()
-
-    def fake(dtype: str, *shape: Any, last: Any = None) -> Any:
-        strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
-        return make_fake_tensor(_CUTE_DTYPES[dtype], shape, stride=tuple(strides))
 
     def offsets() -> Any:
         return fake(problem.cu_seqlens_dtype, num_offsets, last=1)
@@ -261,7 +247,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
     def state(dtype: str) -> Any:
         inner = (V, K) if problem.state_v_first else (K, V)
         strides = (cute.sym_int64(), cute.sym_int64(), inner[1], 1)
-        return make_fake_tensor(_CUTE_DTYPES[dtype], (cute.sym_int64(), HS, *inner), stride=strides)
+        return make_fake_tensor(CUTE_DTYPES[dtype], (cute.sym_int64(), HS, *inner), stride=strides)
 
     def indices(present: bool) -> Any:
         if not present:
@@ -308,9 +294,9 @@ class _Recurrent:
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
         self.use_gate, self.use_sigmoid = problem.use_gate and self.has_gate, problem.use_beta_sigmoid
         self.use_l2norm = problem.use_qk_l2norm
-        self.dtype = _CUTE_DTYPES[problem.dtype]
-        self.gate_dtype = _CUTE_DTYPES[problem.gate_dtype or "float32"]
-        self.beta_dtype = _CUTE_DTYPES[problem.beta_dtype or "float32"]
+        self.dtype = CUTE_DTYPES[problem.dtype]
+        self.gate_dtype = CUTE_DTYPES[problem.gate_dtype or "float32"]
+        self.beta_dtype = CUTE_DTYPES[problem.beta_dtype or "float32"]
 
         self.vec = _k_vector(problem)
         self.entries = _k_per_thread(problem, self.lanes)  # K entries of a thread

@@ -41,11 +41,13 @@ from kernels_tl._chunk_types import (
     TILE_Z,
     TILE_Z_HIGH,
     bounds_tensor,
+    checkpoint_tensor,
     find_ranked,
     find_segment,
     row_tensor,
     starts_tensor,
     state_loader,
+    state_storer,
     state_tensor,
     tiles_tensor,
     token_tensor,
@@ -84,9 +86,9 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
     heads_per_k = heads // problem.num_k_heads
     heads_per_v = heads // problem.num_v_heads
     dtype = problem.dtype
-    v_first, pooled = problem.state_v_first, problem.pooled
+    pooled = problem.pooled
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
-    has_final_indices = problem.has_final_indices
+    has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
     math_threads = columns * 2
     wide = head_k > HALF
     halves = head_k // HALF
@@ -110,7 +112,12 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
     segment_start_type = starts_tensor(segment_slots, problem) if split else bounds_tensor(bounds, problem)
     pieces = segment_slots if split else bounds - 1
 
+    checkpoints = T.dynamic("num_checkpoints")
+    checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
+    checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
+
     load_state = state_loader(problem, columns)
+    store_state = state_storer(problem, columns, final_dtype)
 
     @T.macro
     def load_v(source, target, barriers, stage, token, head, column_begin):
@@ -160,6 +167,8 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
         tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         segment_starts: segment_start_type,
+        checkpoint_offsets: checkpoint_offset_type,
+        checkpoint_slots: checkpoint_slot_type,
         null_slot: T.int32,
         segment: T.int32,
     ):
@@ -413,6 +422,17 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                         T.barrier_arrive(empty[stage])
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                    if has_checkpoints:
+                        if valid == CHUNK:
+                            done = (index * segment + step + 1) * CHUNK if split else (step + 1) * CHUNK
+                            row = place[0] if split else chosen[0]
+                            for column in T.serial(checkpoints):
+                                if checkpoint_offsets[row, column] == done:
+                                    write_slot = T.cast(checkpoint_slots[row, column], "int64")
+                                    if write_slot > T.cast(null_slot, "int64"):
+                                        store_state(
+                                            final_state, write_slot, head, column_begin, state_fragment, state_high_fragment
+                                        )
 
                 if num_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
@@ -436,20 +456,6 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                             write_slot = T.cast(final_indices[ending], "int64")
                             live = write_slot > T.cast(null_slot, "int64")
                     if live:
-                        for i, j in T.Parallel(columns, HALF):
-                            if v_first:
-                                final_state[write_slot, head, column_begin + i, j] = T.cast(state_fragment[i, j], final_dtype)
-                            else:
-                                final_state[write_slot, head, j, column_begin + i] = T.cast(state_fragment[i, j], final_dtype)
-                        if wide:
-                            for i, j in T.Parallel(columns, HALF):
-                                if v_first:
-                                    final_state[write_slot, head, column_begin + i, HALF + j] = T.cast(
-                                        state_high_fragment[i, j], final_dtype
-                                    )
-                                else:
-                                    final_state[write_slot, head, HALF + j, column_begin + i] = T.cast(
-                                        state_high_fragment[i, j], final_dtype
-                                    )
+                        store_state(final_state, write_slot, head, column_begin, state_fragment, state_high_fragment)
 
     return chunk_chain

@@ -124,6 +124,13 @@ def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | Non
     return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)
 
 
+def checkpoint_tensor(columns: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+    """[>= N, C] contiguous, or the stand-in."""
+    if not problem.has_checkpoints or dtype is None:
+        return bounds_tensor(bounds, problem)
+    return T.Tensor((T.dynamic("checkpoint_rows"), columns), dtype)
+
+
 def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
     """[segment slots, HS, V, K] float32: the state that a segment starts from, V first."""
     return T.Tensor((segment_slots, problem.num_state_heads, problem.head_v_dim, problem.head_k_dim), "float32")
@@ -153,3 +160,24 @@ def state_loader(problem: ChunkProblem, columns: int) -> Any:
                     high_fragment[i, j] = T.cast(source[slot, head, HALF + j, column_begin + i], "float32")
 
     return load_state
+
+
+def state_storer(problem: ChunkProblem, columns: int, dtype: str) -> Any:
+    """A macro that writes V columns of a state, the halves of a transposed fragment, to a slot of `dtype`."""
+    v_first, wide = problem.state_v_first, problem.head_k_dim > HALF
+
+    @T.macro
+    def store_state(target, slot, head, column_begin, low_fragment, high_fragment):
+        for i, j in T.Parallel(columns, HALF):
+            if v_first:
+                target[slot, head, column_begin + i, j] = T.cast(low_fragment[i, j], dtype)
+            else:
+                target[slot, head, j, column_begin + i] = T.cast(low_fragment[i, j], dtype)
+        if wide:
+            for i, j in T.Parallel(columns, HALF):
+                if v_first:
+                    target[slot, head, column_begin + i, HALF + j] = T.cast(high_fragment[i, j], dtype)
+                else:
+                    target[slot, head, HALF + j, column_begin + i] = T.cast(high_fragment[i, j], dtype)
+
+    return store_state

@@ -76,8 +76,6 @@ def refusal(problem: ChunkProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
-    if problem.has_checkpoints:
-        return "requires a call without checkpoint_offsets, got checkpoints"
     return None
 
 
@@ -247,6 +245,8 @@ def launch(
         tiles,
         vectors,
         segment_starts,
+        given(checkpoint_offsets, problem.has_checkpoints),
+        given(checkpoint_slots, problem.has_checkpoints),
         null_slot,
         segment,
     )

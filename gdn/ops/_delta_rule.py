@@ -297,13 +297,12 @@ def _packed_rows(name: str, x: Tensor) -> Tensor:
     """[B, T, heads, D] -> [B * T, heads, D]: a view where address and strides are multiples of 16 bytes, else a copy."""
     packed = x[0] if x.shape[0] == 1 else x.flatten(0, 1)
     was_copied = packed.data_ptr() != x.data_ptr()
-    size = packed.element_size()
-    tokens, heads, dim = packed.shape
+    tokens, heads, _ = packed.shape
+    access = _stride_access(packed)
     is_aligned = packed.data_ptr() % ALIGNMENT == 0
-    # Strides of dims with one entry are never used. A head that is no multiple of 16 bytes stays so in any copy.
-    if dim * size % ALIGNMENT == 0:
-        is_aligned = is_aligned and (tokens == 1 or packed.stride(0) * size % ALIGNMENT == 0)
-        is_aligned = is_aligned and (heads == 1 or packed.stride(1) * size % ALIGNMENT == 0)
+    # Strides of dims with one entry are never used.
+    is_aligned = is_aligned and (tokens == 1 or packed.stride(0) * packed.element_size() % access == 0)
+    is_aligned = is_aligned and (heads == 1 or packed.stride(1) * packed.element_size() % access == 0)
     if is_aligned and not was_copied:
         return packed
     log.once(
@@ -315,15 +314,20 @@ def _packed_rows(name: str, x: Tensor) -> Tensor:
     return packed if is_aligned else packed.clone(memory_format=torch.contiguous_format)
 
 
+def _stride_access(x: Tensor) -> int:
+    """Bytes that token and head strides must be multiples of: a head that is none of 16 bytes stays so in any copy."""
+    return ALIGNMENT if x.shape[-1] * x.element_size() % ALIGNMENT == 0 else ALIGNMENT // 2
+
+
 def output(sizes: Sizes, v: Tensor, out: Tensor | None, made: list[Made]) -> tuple[Tensor, Tensor]:
     """o [B, T, HS, V] for the caller, and the tensor [L, HS, V] that the kernel writes (not a view of o where out is
     not aligned: copy it back). made: gets o where it is new."""
     shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
     o = make(made, functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
     written = o.view(sizes.num_tokens, *shape[2:])
-    size = written.element_size()
+    size, access = written.element_size(), _stride_access(written)
     if out is not None and (
-        written.data_ptr() % ALIGNMENT or written.stride(0) * size % ALIGNMENT or written.stride(1) * size % ALIGNMENT
+        written.data_ptr() % ALIGNMENT or written.stride(0) * size % access or written.stride(1) * size % access
     ):
         written = torch.empty(written.shape, dtype=v.dtype, device=v.device)
     return o, written

@@ -55,7 +55,8 @@ def chunk_gated_delta_rule(
     Arguments:
         q, k [B, T, Hq | Hk, K], v [B, T, HV, V]: bfloat16 or float16 (float32, float64: reference), one dtype, last dim
             contiguous, else any strides; Hq = Hk and HV = r Hk, or Hk = HV and Hq = r Hk. Where address or strides are not
-            multiples of 16 bytes, one contiguous copy is made and logged once.
+            multiples of 16 bytes, one contiguous copy is made and logged once. Kernels serve K = V of every multiple of 4 up
+            to 256: 64 and 128 as they are, less as the next of the two, more token by token; else the reference.
         g [B, T, HS]: natural log of the decay, <= 0, any float dtype and strides; None = no decay. With
             use_gate_in_kernel it is the raw gate a, and the log decay is -exp(A_log) softplus(a + dt_bias);
             A_log, dt_bias [HS], any float dtype, dt_bias None = 0.

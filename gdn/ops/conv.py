@@ -54,7 +54,7 @@ def causal_conv1d_fn(
         cache_indices [>= N] int32 or int64: the slot of each sequence, None = 0, 1, 2, ... A slot <= null_slot is padding:
             zero rows, no slot read or written. An empty sequence touches nothing.
         has_initial_state [>= N] bool: False = zeros are to the left of that sequence; None = all True.
-        activation: "silu" (or "swish") | None. out [tokens, dim]: where y is written.
+        activation: "silu" (or "swish") | None. out [tokens, dim]: where y is written. backend: as in chunk_gated_delta_rule.
         checkpoint_offsets, checkpoint_slots [>= N, C]: the window after that many tokens (0 = none, beyond the sequence =
             none) also goes to that slot.
     A sequence shorter than w - 1 leaves its inputs behind the newest of the old window (or of zeros). Columns from w - 1 on
@@ -152,7 +152,7 @@ def causal_conv1d_update(
     Arguments:
         x [tokens, dim] with query_start_loc [N + 1] (packed ragged tokens), or [B, dim] (one token each), or [B, dim, T].
         conv_state [slots, dim, columns >= w - 1]: any strides, any float dtype; raw inputs, oldest first; updated in place.
-        weight [dim, w], bias [dim] or None, activation "silu" (or "swish") | None, out like x: as in causal_conv1d_fn.
+        weight [dim, w], bias [dim] or None, activation "silu" (or "swish") | None, out like x, backend: as in causal_conv1d_fn.
         conv_state_indices: [>= N] slots, None = 0, 1, 2, ... A slot <= null_slot is padding: zero rows, nothing touched.
             The window of a sequence is columns 0..w-2, and afterwards the last w - 1 of [window | inputs] are there.
             [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]; with

@@ -28,7 +28,7 @@ def fused_gdn_gating(
 
     Arguments: A_log, dt_bias [HV]; a, b [..., HV] of one shape; any float dtypes, any strides.
     Returns (g, beta_output), float32, contiguous, of the shape of a and b. (float64 where a is float64.)
-    Raises TypeError or ValueError, naming the argument.
+    backend: as in chunk_gated_delta_rule. Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
         return _library.gating(A_log, a, b, dt_bias, beta, threshold, backend)  # type: ignore[no-any-return]

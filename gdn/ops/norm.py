@@ -18,7 +18,8 @@ def rms_norm_gated(
     """x / sqrt(mean(x * x) + eps) * weight * activation(z), over the last dim, in float32.
 
     Arguments: x, z [..., V] of one shape, weight [V]; any float dtypes and strides; eps > 0 or 0; activation "silu" (or
-    "swish") | "sigmoid". Returns a new tensor like x. Raises TypeError or ValueError, naming the argument.
+    "swish") | "sigmoid"; backend as in chunk_gated_delta_rule. Returns a new tensor like x. Raises TypeError or ValueError,
+    naming the argument.
     """
     if torch.compiler.is_compiling():
         return _library.norm(x, z, weight, eps, activation, backend)  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ def fused_qkvzba_split_reshape_cat(
 
     Both of any float dtype, last dim contiguous. Returns new contiguous tensors: mixed_qkv [L, 2 * Hqk * K + HV * V] as
     [all q heads | all k heads | all v heads], z [L, HV, V], b [L, HV], a [L, HV].
-    Raises TypeError or ValueError, naming the argument.
+    backend: as in chunk_gated_delta_rule. Raises TypeError or ValueError, naming the argument.
     """
     if torch.compiler.is_compiling():
         return _library.split(  # type: ignore[no-any-return]

@@ -108,6 +108,10 @@ class KernelCandidate:
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
         return self.module.default_config(problem, device)
 
+    def note(self, problem: Problem) -> str | None:
+        of_module = getattr(self.module, "note", None)
+        return None if of_module is None else of_module(problem)
+
 
 @functools.cache
 def candidates(op: str) -> dict[str, KernelCandidate]:

@@ -134,11 +134,14 @@ def _writable_dir() -> Path:
 
 
 @functools.cache
-def source_hash(file: str) -> str:
-    """SHA-256 over a kernel module, the `_*.py` beside it, and the problems: all that decides what it compiles to."""
+def source_hash(file: str, also: tuple[str, ...] = ()) -> str:
+    """SHA-256 over a kernel module, the `_*.py` beside it, and the problems: all that decides what it compiles to.
+
+    also: other kernel modules beside it, whose kernels it runs."""
     path = Path(file)
     digest = hashlib.sha256()
-    for source in [path, *sorted(path.parent.glob("_*.py")), Path(problems.__file__)]:
+    others = [path.with_name(name) for name in also]
+    for source in [path, *others, *sorted(path.parent.glob("_*.py")), Path(problems.__file__)]:
         text = source.read_bytes()
         digest.update(f"{source.name} {len(text)}\n".encode())
         digest.update(text)
@@ -179,7 +182,7 @@ def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, con
         "backend": backend,
         "problem": problem.static_fields(),
         "config": compiled_fields(config),
-        "source": source_hash(module.__file__),
+        "source": source_hash(module.__file__, getattr(module, "RUNS", ())),
         "versions": versions(backend),
         "target": TARGET,
     }

@@ -57,6 +57,9 @@ class Candidate(Protocol):
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
         """The analytic choice."""
 
+    def note(self, problem: Problem) -> str | None:
+        """What a user should know of how it serves the problem."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -237,7 +240,7 @@ def choose(
     if chosen != "reference":
         assert spec is not None
         config, source, note = _configure(chosen, config, available[chosen], tune_problem, spec, switches)
-        notes += [note] if note else []
+        notes += [found for found in (note, available[chosen].note(problem)) if found]
     return Choice(
         op=op.name,
         backend=chosen,

@@ -25,7 +25,7 @@ def test_help_lists_the_commands() -> None:
     assert all(command in done.stdout for command in ("tune", "bench", "show"))
 
 
-@pytest.mark.parametrize("command", [["tune", "chunk"], ["bench"], ["bench", "recurrent"]])
+@pytest.mark.parametrize("command", [["tune", "chunk"], ["bench"], ["bench", "recurrent"], ["accuracy"]])
 def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _without_gpu(monkeypatch)
     done = RUNNER.invoke(cli.app, command)
@@ -39,6 +39,9 @@ def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPat
         (["tune", "chunks"], "expected one of chunk, recurrent"),
         (["tune", "chunk", "--shapes", "nowhere"], "expected part of one of"),
         (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of cute, tilelang"),
+        (["tune", "chunk", "--shapes", "published", "--compile-only"], "expected part of one of"),
+        (["bench", "chunk", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, got Nobody"),
+        (["accuracy", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, got Nobody"),
     ],
 )
 def test_bad_arguments(command: list[str], expected: str) -> None:
@@ -77,11 +80,16 @@ def test_show_prints_a_table(tmp_path: Path) -> None:
 def test_shapes_are_of_operators_with_kernels_and_unique() -> None:
     for op in shapes.operators():
         assert registry.operator(op).modules
-        found = shapes.shapes(op)
+        found = shapes.shapes(op, measured=True)
         assert len({shape.name for shape in found}) == len(found)
-        assert len({shape.problem for shape in found}) == len(found)
+        assert len({shape.problem for shape in shapes.shapes(op)}) == len(shapes.shapes(op))  # the key of a table's entry
         for shape in found:
             assert shape.op == op
             if shape.lengths:
                 assert sum(shape.lengths) == shape.problem.sizes()["num_tokens"]
                 assert len(shape.lengths) == shape.problem.sizes()["num_sequences"]
+
+
+def test_the_published_table_has_27_shapes() -> None:
+    assert len(shapes.shapes("chunk", "published", measured=True)) == 27
+    assert not any("published" in shape.name for shape in shapes.shapes("chunk"))

@@ -3,6 +3,7 @@
 No CUDA here: the problems can be listed, and their kernels compiled, without a GPU.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from gdn.problems import ChunkProblem, RecurrentProblem
@@ -59,7 +60,8 @@ def _fields(row: Row) -> Row:
 
 
 def chunk_problems() -> list[ChunkProblem]:
-    return [chunk_problem(**_fields(row)) for row in pairwise(_AXES | {"state": _CHUNK_STATES})]
+    cover = [chunk_problem(**_fields(row)) for row in pairwise(_AXES | {"state": _CHUNK_STATES})]
+    return [*cover, replace(MAIN_CHUNK, num_q_heads=1, num_k_heads=1, num_v_heads=8)]
 
 
 def recurrent_problems() -> list[RecurrentProblem]:

@@ -10,51 +10,36 @@ from gdn.problems import ChunkProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs
 from tests.gpu import cases
+from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats, check_replays, public
 from tests.gpu.delta_rule import backends, copied, judge, run
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = [65, 0, 1, 63, 64, 200, 0, 130]
-FUNCTION = "chunk_gated_delta_rule"
+RAGGED: dict[str, Any] = {"lengths": [65, 0, 1, 63, 64, 200, 0, 130], "null_sequences": [4]}
 BACKENDS = backends("chunk")
-
-
-def arguments_of(problem: ChunkProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
-    """Ragged, strided, padded; with a pool: null slots, gaps and NaN around every state."""
-    options: dict[str, Any] = {"lengths": LENGTHS, "strided": True, "padded_tokens": 7}
-    if problem.pooled:
-        options |= {"slot_gap": 24, "null_sequences": [4], "null_slot": 0}
-    arguments = chunk_inputs(problem, device, **{**options, **changes})
-    v = arguments["v"]
-    shape = (1, v.shape[1], problem.num_state_heads, problem.head_v_dim)
-    arguments["out"] = torch.full(shape, torch.nan, dtype=v.dtype, device=device)
-    return arguments
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("problem", cases.chunk_problems(), ids=cases.name)
 def test_variants(problem: ChunkProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(problem, device)
+    arguments = arguments_of(problem, device, **RAGGED)
     if problem.has_final_indices:
         arguments["final_state_indices"][3] = 0  # not stored
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    check(arguments, by(backend), monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_hard_inputs(case: Any, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(cases.MAIN_CHUNK, device, case=case)
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    arguments = arguments_of(cases.MAIN_CHUNK, device, case=case, **RAGGED)
+    check(arguments, by(backend), monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [[0], [1], [63], [64], [65], [128], [0, 0, 3], [1] * 40, [700]], ids=str)
 def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, null_sequences=[])
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths)
+    check(arguments, by(backend), monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -62,9 +47,8 @@ def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeyp
 def test_many_sequences(count: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around the number that a block ranks by length (256); of equal lengths, and the longest ones last."""
     lengths = [n % 4 for n in range(count - 3)] + [65, 300, 65]
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, null_sequences=[])
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths)
+    check(arguments, by(backend), monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,39 +73,15 @@ def test_places_in_the_batch(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeats_give_the_same_bits(backend: str, device: torch.device) -> None:
-    arguments = arguments_of(cases.MAIN_CHUNK, device)
-    first: tuple[torch.Tensor, torch.Tensor] | None = None
-    for _ in range(20):
-        call = copied(arguments)
-        call["out"] = torch.full_like(arguments["out"], torch.nan)
-        o, pool = run(FUNCTION, call, backend)
-        assert pool is not None
-        first = (o, pool) if first is None else first
-        assert same_bits(o, first[0]) and same_bits(pool, first[1])
+    arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
+    check_repeats(arguments, by(backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_graph_replay_with_other_lengths(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(cases.MAIN_CHUNK, device)
-    arguments["initial_state"].nan_to_num_(0.1)
-    start = copied(arguments)
-    run(FUNCTION, copied(arguments), backend)  # compiles and loads outside the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = gdn.chunk_gated_delta_rule(**arguments, backend=backend)
-    for lengths in ([65, 0, 1, 63, 64, 200, 0, 130], [0, 500, 3, 0, 0, 0, 20, 0], [0] * 8):
-        offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-        arguments["cu_seqlens"].copy_(offsets)
-        for name in ("q", "k", "v", "g", "beta"):  # rows that were padding may be tokens now
-            arguments[name].copy_(torch.nan_to_num(arguments[name], nan=-0.01))
-        arguments["initial_state"].copy_(start["initial_state"])
-        arguments["out"].fill_(torch.nan)
-        before = copied(arguments)
-        before["cu_seqlens"] = arguments["cu_seqlens"].clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        judge(FUNCTION, arguments, results, before, monkeypatch)
+    arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
+    lengths = (RAGGED["lengths"], [0, 500, 3, 0, 0, 0, 20, 0], [0] * 8)
+    check_replays(arguments, public(backend), lengths, monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,7 +89,7 @@ def test_graph_replay_with_other_lengths(backend: str, device: torch.device, mon
 def test_prefill_then_decode_is_one_long_prefill(
     backend: str, decode_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[203], padded_tokens=0, null_sequences=[])
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[203], padded_tokens=0)
     whole = copied(arguments)
     pool, pieces = arguments["initial_state"], []
     for start, end in ((0, 100), (100, 200), (200, 201), (201, 203)):
@@ -148,7 +108,7 @@ def test_prefill_then_decode_is_one_long_prefill(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_beyond_31_bits(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose last slot starts beyond 2**31 elements."""
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[70, 3], null_sequences=[], slot_gap=0)
+    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[70, 3], slot_gap=0)
     small = arguments["initial_state"]
     stride = (2**31 // (small.shape[0] - 1) + 4) // 4 * 4
     buffer = torch.empty(stride * (small.shape[0] - 1) + small[0].numel(), dtype=small.dtype, device=device)
@@ -176,13 +136,12 @@ def test_batch_rows(backend: str, device: torch.device, monkeypatch: pytest.Monk
     batch["q"] = buffer[1:].view(batch["q"].shape).copy_(batch["q"])
     batch["k"] = torch.cat([batch["k"], batch["k"]], dim=1)[:, :70]
     batch["initial_state"] = packed["initial_state"]
-    before = copied(batch)
-    judge(FUNCTION, batch, run(FUNCTION, batch, backend), before, monkeypatch)
+    check(batch, by(backend), monkeypatch)
 
 
 def test_inputs_are_left_alone(device: torch.device) -> None:
     for backend in BACKENDS:
-        arguments = arguments_of(cases.MAIN_CHUNK, device)
+        arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
         kept = {k: x.clone() for k, x in arguments.items() if isinstance(x, torch.Tensor) and k not in ("out", "initial_state")}
         run(FUNCTION, arguments, backend)
         for name, x in kept.items():
@@ -191,6 +150,6 @@ def test_inputs_are_left_alone(device: torch.device) -> None:
 
 def test_the_decode_inputs_are_made_for_the_same_pool(device: torch.device) -> None:
     """Guards the sharing of one pool between the two operators above: same layout, same dtype."""
-    chunk_pool = arguments_of(cases.MAIN_CHUNK, device)["initial_state"]
+    chunk_pool = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)["initial_state"]
     decode_pool = recurrent_inputs(cases.MAIN_RECURRENT, device, lengths=[1])["initial_state"]
     assert chunk_pool.shape[1:] == decode_pool.shape[1:] and chunk_pool.dtype == decode_pool.dtype

@@ -7,16 +7,17 @@ import torch
 
 from gdn.problems import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, chunk_problem
+from gdn.testing.inputs import chunk_problem
 from tests.gpu import cases
+from tests.gpu.chunk import FUNCTION, arguments_of, by, check
 from tests.gpu.conftest import Force
-from tests.gpu.delta_rule import copied, judge, run
+from tests.gpu.delta_rule import backends, copied, run
 
 pytestmark = pytest.mark.gpu
 
-FUNCTION = "chunk_gated_delta_rule"
-BACKEND = "cute"
-LENGTHS = [0, 63, 64, 65, 128, 700, 64, 257, 384]  # two checkpoints each, where there are tokens enough
+BACKENDS = backends("chunk")
+# Two checkpoints each, where there are tokens enough.
+RAGGED: dict[str, Any] = {"lengths": [0, 63, 64, 65, 128, 700, 64, 257, 384], "null_sequences": [6]}
 PROBLEMS = [
     chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True),
     chunk_problem(
@@ -27,28 +28,24 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-def arguments_of(problem: ChunkProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
-    options = {"lengths": LENGTHS, "strided": True, "slot_gap": 24, "null_sequences": [6], "null_slot": 0, "padded_tokens": 7}
-    return chunk_inputs(problem, device, **{**options, **changes})
-
-
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("segment", [0, 2])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=cases.name)
 def test_variants(
-    problem: ChunkProblem, segment: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
+    problem: ChunkProblem, segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
     force(segment=segment)
-    arguments = arguments_of(problem, device)
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, BACKEND), before, monkeypatch)
+    arguments = arguments_of(problem, device, **RAGGED)
+    check(arguments, by(backend), monkeypatch)
 
 
-def test_a_checkpoint_is_the_state_of_a_shorter_call(device: torch.device, force: Force) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_is_the_state_of_a_shorter_call(backend: str, device: torch.device, force: Force) -> None:
     force(segment=0)
-    arguments = arguments_of(PROBLEMS[0], device, lengths=[640], null_sequences=[], padded_tokens=0)
+    arguments = arguments_of(PROBLEMS[0], device, lengths=[640], padded_tokens=0)
     arguments["checkpoint_offsets"] = torch.tensor([[192, 640]], dtype=torch.int32, device=device)
     start = copied(arguments)
-    run(FUNCTION, arguments, BACKEND)
+    run(FUNCTION, arguments, backend)
     pool, slots = arguments["initial_state"], arguments["checkpoint_slots"][0].tolist()
     slot = int(arguments["state_indices"][0])
     assert same_bits(pool[slots[1]], pool[slot])  # all of the call's tokens
@@ -56,17 +53,19 @@ def test_a_checkpoint_is_the_state_of_a_shorter_call(device: torch.device, force
     for name in ("q", "k", "v", "g", "beta"):
         shorter[name] = shorter[name][:, :192]
     shorter["cu_seqlens"] = torch.tensor([0, 192], dtype=arguments["cu_seqlens"].dtype, device=device)
+    del shorter["out"]
     shorter["checkpoint_offsets"] = torch.zeros_like(arguments["checkpoint_offsets"])
-    run(FUNCTION, shorter, BACKEND)
+    run(FUNCTION, shorter, backend)
     assert same_bits(shorter["initial_state"][slot], pool[slots[0]])
 
 
-def test_offsets_that_ask_for_nothing(device: torch.device, force: Force) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_that_ask_for_nothing(backend: str, device: torch.device, force: Force) -> None:
     force(segment=0)
-    arguments = arguments_of(PROBLEMS[0], device, lengths=[100, 128], null_sequences=[], padded_tokens=0)
+    arguments = arguments_of(PROBLEMS[0], device, lengths=[100, 128], padded_tokens=0)
     offsets = [[0, 128], [0, 192]]  # none, beyond the sequence; none, beyond the sequence
     arguments["checkpoint_offsets"] = torch.tensor(offsets, dtype=torch.int32, device=device)
     before = copied(arguments)
-    run(FUNCTION, arguments, BACKEND)
+    run(FUNCTION, arguments, backend)
     for slot in arguments["checkpoint_slots"].flatten().tolist():
         assert same_bits(arguments["initial_state"][slot], before["initial_state"][slot])

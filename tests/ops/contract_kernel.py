@@ -100,7 +100,8 @@ class ContractKernel:
         for x in (q, k, v, out):
             assert str(x.dtype) == f"torch.{p.dtype}" and x.stride(-1) == 1
             assert x.data_ptr() % 16 == 0
-            assert all(x.stride(i) * x.element_size() % 16 == 0 for i in (0, 1) if x.shape[i] > 1)
+            access = 16 if x.shape[-1] * x.element_size() % 16 == 0 else 8
+            assert all(x.stride(i) * x.element_size() % access == 0 for i in (0, 1) if x.shape[i] > 1)
         for x, dtype in ((g, p.gate_dtype), (beta, p.beta_dtype)):
             assert (x is None) == (dtype is None)
             if x is not None:

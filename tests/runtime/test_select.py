@@ -33,8 +33,10 @@ class Attention(Problem):
 class Fake:
     """A kernel backend whose answers are given; counts how often it is asked to serve."""
 
-    def __init__(self, name: str, *, refuses: str | None = None, entries: Sequence[Tuned] = ()) -> None:
-        self.name, self.refuses, self.entries = name, refuses, entries
+    def __init__(
+        self, name: str, *, refuses: str | None = None, entries: Sequence[Tuned] = (), says: str | None = None
+    ) -> None:
+        self.name, self.refuses, self.entries, self.says = name, refuses, entries, says
         self.asked = 0
         self.seen: list[Problem] = []
 
@@ -49,6 +51,9 @@ class Fake:
     def default_config(self, problem: Problem, device: Any) -> str:
         self.seen.append(problem)
         return f"{self.name} default"
+
+    def note(self, problem: Problem) -> str | None:
+        return self.says
 
 
 def both(**changes: dict[str, Any]) -> dict[str, Fake]:
@@ -107,6 +112,12 @@ def test_the_strongest_level_that_asks_decides(wishes: tuple[str | None, ...]):
     conflicts = sum(wish != switches[0] for wish in switches[1:])
     assert sum("overrides" in note for note in choice.notes) == conflicts
     assert len(choice.switches) == len(switches)
+
+
+def test_what_the_chosen_kernel_says_of_itself_is_a_note():
+    available = both(cute={"says": "computed with head dim 128"}, tilelang={"says": "not chosen"})
+    assert pick(backend="cute", available=available).notes == ("computed with head dim 128",)
+    assert pick(backend="reference", available=available).notes == ()
 
 
 @pytest.mark.parametrize("source", ["argument", "GDN_BACKEND_RECURRENT"])

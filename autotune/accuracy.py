@@ -1,0 +1,110 @@
+"""Errors of the chunk kernels against the token recurrence in float64, beside those of other libraries on the same inputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import gdn
+from autotune import peers
+from gdn.problems import ChunkProblem
+from gdn.runtime import registry
+from gdn.testing import compare, inputs, oracle
+
+_TOKENS = 1024
+_LONG = 131072
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest relative error (2-norm) over sequences and heads."""
+
+    case: str
+    who: str  # a backend of ours or a library
+    out: float
+    state: float
+
+
+def _problem(tokens: int) -> ChunkProblem:
+    return inputs.chunk_problem(
+        num_q_heads=2,
+        num_k_heads=2,
+        num_v_heads=4,
+        head_k_dim=128,
+        head_v_dim=128,
+        dtype="bfloat16",
+        state_v_first=True,
+        num_tokens=tokens,
+        num_sequences=1,
+    )
+
+
+def _plain(case: inputs.Case) -> Callable[[torch.device], dict[str, Any]]:
+    return lambda device: inputs.chunk_inputs(_problem(_TOKENS), device, 1, case=case)
+
+
+def _beta_one(device: torch.device) -> dict[str, Any]:
+    arguments = _plain("random")(device)
+    return arguments | {"beta": torch.ones_like(arguments["beta"])}
+
+
+def _slow_decay(device: torch.device) -> dict[str, Any]:
+    """Between 1e-3 and 1e-1 a token, a rate for each head."""
+    arguments = inputs.chunk_inputs(_problem(_LONG), device, 1)
+    rates = torch.logspace(-3, -1, arguments["g"].shape[-1], device=device)
+    noise = torch.rand(arguments["g"].shape, device=device, generator=torch.Generator(device).manual_seed(2))
+    return arguments | {"g": -rates * (0.5 + noise)}
+
+
+CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
+    **{case: _plain(case) for case in inputs.CASES},
+    "beta_1": _beta_one,
+    "slow_decay_131072": _slow_decay,
+}
+
+
+def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]) -> list[Error]:
+    """Every case, the kernel of a backend or each of ours, and every way of every library that has the norm inside.
+
+    on_error hears what failed.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    found: list[Error] = []
+    for case, make in CASES.items():
+        arguments = make(device)
+        expected = oracle.oracle_of(arguments)
+        assert expected.state is not None
+        for who, call in _calls(arguments, backend, libraries, on_error):
+            try:
+                with torch.no_grad():
+                    out, state = call()
+            except Exception as failed:  # one that refuses must not hide the others
+                on_error(f"{case}, {who}: {type(failed).__name__}: {failed}")
+                continue
+            o_error = compare.token_error(out.to(torch.bfloat16), expected.o[0], expected.offsets).l2
+            found.append(Error(case, who, o_error, compare.error(state, expected.state, groups=2).l2))
+    return found
+
+
+def _calls(
+    arguments: dict[str, Any], backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]
+) -> list[tuple[str, peers.Call]]:
+    def ours(backend: str) -> peers.Call:
+        def call() -> peers.Outputs:
+            out, state = gdn.chunk_gated_delta_rule(**arguments, backend=backend)
+            assert state is not None
+            return out[0], state
+
+        return call
+
+    found = [(backend, ours(backend)) for backend in ([backend] if backend else registry.operator("chunk").modules)]
+    operands = peers.operands(_problem(arguments["q"].shape[1]), arguments)
+    for library in libraries:
+        try:
+            ways = peers.peers(library, operands)
+        except ImportError as missing:
+            on_error(f"{library}: {missing}")
+            continue
+        found += [(f"{library} {way.variant}".strip(), way.call) for way in ways if way.norm]
+    return found

@@ -1,0 +1,155 @@
+"""Other libraries on the shapes of the chunk operator, in the same run: FlashInfer, FlashQLA and FLA, where installed.
+
+Each gets what it asks for ready made and untimed: gates applied, q, k, v without gaps, states gathered from their pool in
+its own layout. So its time is its kernels', with the L2 norm of q and k (which the models need) or without. FLA's own GPU
+time is summed by the profiler, since its launches cannot be captured in a CUDA graph and the host bounds it.
+"""
+
+import importlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gdn.problems import ChunkProblem
+from gdn.testing import timing
+
+Outputs = tuple[torch.Tensor, torch.Tensor]  # o [tokens, HV, V]; final states [N, HV, V, K]
+Call = Callable[[], Outputs]
+
+
+@dataclass(frozen=True)
+class Peer:
+    library: str
+    variant: str  # of the library's own switches, "" = none
+    norm: bool  # the L2 norm of q and k inside the call
+    call: Call
+    captured: bool  # in a CUDA graph; else its kernels' time is summed
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    shape: str
+    library: str
+    variant: str
+    norm: bool
+    time_us: float
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a chunk kernel without our gates and pool is called with."""
+
+    q: torch.Tensor  # [tokens, H, K]
+    k: torch.Tensor
+    v: torch.Tensor  # [tokens, HV, V]
+    g: torch.Tensor  # [tokens, HV] float32, log decay
+    beta: torch.Tensor  # [tokens, HV] float32
+    state: torch.Tensor  # [N, HV, V, K] float32
+    cu_seqlens: torch.Tensor  # [N + 1] int32
+    scale: float
+
+
+def operands(problem: ChunkProblem, arguments: Mapping[str, Any]) -> Operands:
+    """From the arguments of gdn.chunk_gated_delta_rule."""
+    q, k, v = (arguments[name][0].contiguous() for name in ("q", "k", "v"))
+    g, beta = arguments["g"][0].float(), arguments["beta"][0].float()
+    if problem.use_gate:
+        g = -arguments["A_log"].float().exp() * torch.nn.functional.softplus(g + arguments["dt_bias"].float())
+    if problem.use_beta_sigmoid:
+        beta = beta.sigmoid()
+    state = arguments["initial_state"]
+    if problem.pooled:
+        state = state[arguments["state_indices"].long()]
+    state = state.float() if problem.state_v_first else state.float().transpose(-1, -2)
+    if problem.has_mask:
+        state = state * arguments["has_initial_state"][:, None, None, None]
+    return Operands(
+        q, k, v, g.contiguous(), beta.contiguous(), state.contiguous(), arguments["cu_seqlens"].int(), problem.head_k_dim**-0.5
+    )
+
+
+def _flashinfer(x: Operands) -> list[Peer]:
+    chunk = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+    alpha, final = x.g.exp(), torch.empty_like(x.state)
+
+    def calls(norm: bool, split: Any) -> Call:
+        def call() -> Outputs:
+            found = chunk(
+                x.q, x.k, x.v, alpha, x.beta, x.scale, x.state, True, x.cu_seqlens,
+                use_qk_l2norm_in_kernel=norm, output_state=final, use_cp=split,
+            )  # fmt: skip
+            return found[0], found[1]
+
+        return call
+
+    splits = (("its split", "auto"), ("no split", False))
+    return [Peer("FlashInfer", name, norm, calls(norm, split), True) for norm in (True, False) for name, split in splits]
+
+
+def _keys_first(chunk: Callable[..., Any], x: Operands, norm: bool, cu_seqlens: torch.Tensor) -> Call:
+    """The call that FLA and FlashQLA share: a batch of one, K before V in the state."""
+    state = x.state.transpose(-1, -2).contiguous()
+
+    def call() -> Outputs:
+        o, final = chunk(
+            x.q[None], x.k[None], x.v[None], x.g[None], x.beta[None], scale=x.scale, initial_state=state,
+            output_final_state=True, use_qk_l2norm_in_kernel=norm, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return o[0], final.transpose(-1, -2)
+
+    return call
+
+
+def _flash_qla(x: Operands) -> list[Peer]:
+    chunk = importlib.import_module("flash_qla").chunk_gated_delta_rule
+    return [Peer("FlashQLA", "", norm, _keys_first(chunk, x, norm, x.cu_seqlens), True) for norm in (True, False)]
+
+
+def _fla(x: Operands) -> list[Peer]:
+    """FLA hands the call over to FlashQLA where that is installed, unless FLA_FLASH_QLA=0 is set."""
+    chunk = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return [Peer("FLA", "", True, _keys_first(chunk, x, True, x.cu_seqlens.long()), False)]
+
+
+_LIBRARIES: dict[str, Callable[[Operands], list[Peer]]] = {"FlashInfer": _flashinfer, "FlashQLA": _flash_qla, "FLA": _fla}
+
+
+def libraries() -> list[str]:
+    return list(_LIBRARIES)
+
+
+def peers(library: str, x: Operands) -> list[Peer]:
+    """The ways to call a library. ImportError where it is not installed."""
+    return _LIBRARIES[library](x)
+
+
+def time_us(same: Sequence[Peer], samples: int = 11) -> float:
+    """Median time of a call. same: one way of calling a library on several sets of inputs, taken in turn."""
+    calls = [peer.call for peer in same]
+    with torch.no_grad():
+        if all(peer.captured for peer in same):
+            timed = timing.Timed(calls)
+            if timed.captured:
+                return statistics.median(timed.sample_us() for _ in range(samples))
+        return kernels_us(calls)
+
+
+def kernels_us(calls: Sequence[Callable[[], object]], repeats: int = 12) -> float:
+    """Time of everything a call runs on the GPU, without the gaps between: mean over at least so many calls."""
+    for _ in range(3):  # compiles and tunes
+        calls[0]()
+    torch.cuda.synchronize()
+    rounds = -(-repeats // len(calls))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    total = sum(event.self_device_time_total for event in profile.key_averages() if event.device_type == cuda)
+    if total <= 0:
+        raise RuntimeError("the profiler saw no kernel")
+    return float(total) / (rounds * len(calls))

@@ -1,0 +1,204 @@
+"""Head dims that the CuTe chunk kernel does not have: the copies around the kernel that computes them, and what is passed on.
+
+The copies compile here; what they do is stood in for by torch, so the composition is held to the oracle without a GPU.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn.device import H100
+from gdn.ops import chunk as operator
+from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.runtime import Choice, Prepared, explain_problem
+from gdn.testing.compare import error, same_bits, token_error
+from gdn.testing.inputs import chunk_inputs, chunk_problem
+from gdn.testing.oracle import oracle_of
+from kernels_cute import _chunk_padding as padding
+from kernels_cute import _chunk_stand_in as stand_in
+from kernels_cute import chunk
+from tests.compile import checks
+from tests.ops.contract_kernel import WORKSPACE_BYTES, ContractKernel
+
+HEAD_DIMS = [4, 12, 36, 60, 68, 100, 124, 132, 192, 256]
+STATES: list[dict[str, Any]] = [
+    {"has_initial_state": False, "has_final_state": False},
+    {"has_initial_state": False, "gate_dtype": None},
+    {"has_mask": True, "state_dtype": "bfloat16", "state_v_first": True},
+    {"index_dtype": "int64", "has_mask": True, "has_final_indices": True, "has_checkpoints": True, "state_v_first": True},
+    {"index_dtype": "int32", "state_dtype": "bfloat16", "use_gate": True, "use_beta_sigmoid": True, "gate_dtype": "bfloat16"},
+    {"index_dtype": "int32", "has_mask": True, "num_q_heads": 4, "num_v_heads": 2, "cu_seqlens_dtype": "int64"},
+]
+
+
+def problem_of(dim: int, fields: dict[str, Any]) -> ChunkProblem:
+    has_checkpoints = fields.get("has_checkpoints", False) and dim <= 128
+    return chunk_problem(dtype="bfloat16", head_k_dim=dim, head_v_dim=dim, **fields | {"has_checkpoints": has_checkpoints})
+
+
+def _live(problem: ChunkProblem, bounds: torch.Tensor, indices: torch.Tensor, null_slot: int) -> list[bool]:
+    lengths = bounds.diff().clamp(min=0).tolist()
+    if not problem.pooled:
+        return [True] * len(lengths)
+    return [length > 0 and slot > null_slot for length, slot in zip(lengths, indices[: len(lengths)].tolist(), strict=True)]
+
+
+def torch_pad(
+    problem: ChunkProblem, q: Any, k: Any, v: Any, padded_q: Any, padded_k: Any, padded_v: Any, bounds: Any, initial: Any,
+    indices: Any, mask: Any, states: Any, slots: Any, targets: Any, null_slot: int,
+) -> None:  # fmt: skip
+    dim = problem.head_k_dim
+    for x, padded in ((q, padded_q), (k, padded_k), (v, padded_v)):
+        if x.shape[-1] != padded.shape[-1]:
+            padded.zero_()
+            padded[..., :dim] = x
+    if not padding.has_state_copies(problem):
+        return
+    for n, live in enumerate(_live(problem, bounds, indices, null_slot)):
+        slots[n] = n if live else -1
+        if live:
+            states[n] = 0
+            if problem.has_initial_state and (not problem.has_mask or bool(mask[n])):
+                states[n, :, :dim, :dim] = initial[int(indices[n]) if problem.pooled else n]
+    if problem.has_checkpoints:
+        targets.copy_(len(slots) + torch.arange(targets.numel()).view_as(targets))
+
+
+def torch_unpad(
+    problem: ChunkProblem, padded_out: Any, out: Any, bounds: Any, states: Any, final: Any, indices: Any, final_indices: Any,
+    offsets: Any, targets: Any, null_slot: int,
+) -> None:  # fmt: skip
+    dim = problem.head_v_dim
+    if padded_out.shape[-1] != out.shape[-1]:
+        assert bool((padded_out[..., dim:] == 0).all())
+        out.copy_(padded_out[..., :dim])
+    if not problem.has_final_state:
+        return
+    lengths = bounds.diff().tolist()
+    for n, live in enumerate(_live(problem, bounds, indices, null_slot)):
+        if not live:
+            continue
+        written = final_indices if problem.has_final_indices else indices
+        slot = int(written[n]) if problem.pooled else n
+        if slot > null_slot:
+            final[slot] = states[n, :, :dim, :dim]
+        for column in range(targets.shape[1] if problem.has_checkpoints else 0):
+            done, slot = int(offsets[n, column]), int(targets[n, column])
+            if 0 < done <= lengths[n] and done % 64 == 0 and slot > null_slot:
+                final[slot] = states[len(lengths) + n * targets.shape[1] + column, :, :dim, :dim]
+
+
+class Composed(ContractKernel):
+    """The chunk module with torch in the place of what it compiles."""
+
+    def prepare(self, problem: Any, device: torch.device, backend: str | None) -> Prepared:
+        copies = {padding.PAD: functools.partial(torch_pad, problem), padding.UNPAD: functools.partial(torch_unpad, problem)}
+        dim = stand_in.stand_in(problem).head_k_dim
+        present = self.copies = _copies(problem, dim)
+        compiled = SimpleNamespace(problem=problem, config=None, functions={name: copies[name] for name in present})
+        launch = functools.partial(chunk.launch, compiled)
+        return Prepared("cute", None, chunk.workspace_bytes(problem, None), launch, Choice("chunk", "cute"))
+
+    def workspace_bytes(self, problem: Any, config: Any) -> int:
+        return WORKSPACE_BYTES
+
+    def launch(self, inner: Any, *tensors: Any) -> None:
+        q, *_, scale, null_slot = tensors
+        offsets = next(x for x in tensors[11:14] if x is not None)
+        sizes = {"num_tokens": q.shape[0], "num_sequences": offsets.shape[0] - 1}
+        self.problem = type(inner.problem)(**inner.problem.static_fields(), **sizes)
+        assert null_slot == -1 and isinstance(scale, float)
+        (self.chunk if isinstance(self.problem, ChunkProblem) else self.recurrent)(*tensors)
+
+
+@functools.cache
+def _copies(problem: ChunkProblem, dim: int) -> tuple[str, ...]:
+    return tuple(padding.needed(problem, dim))
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
+    kernel = Composed()
+    monkeypatch.setattr(operator, "prepare", kernel.prepare)
+    monkeypatch.setattr(stand_in, "kernel", lambda problem: kernel)
+    return kernel
+
+
+@pytest.mark.parametrize("fields", STATES)
+@pytest.mark.parametrize("dim", [4, 60, 100, 132])
+def test_composition(composed: Composed, dim: int, fields: dict[str, Any]) -> None:
+    problem = problem_of(dim, fields)
+    options: dict[str, Any] = {"null_sequences": [2], "slot_gap": 8, "null_slot": 0} if problem.pooled else {}
+    arguments = chunk_inputs(problem, lengths=[3, 0, 5, 70, 128], strided=True, padded_tokens=2, **options)
+    if problem.has_final_indices:
+        arguments["final_state_indices"][3] = 0  # not stored
+    if not problem.pooled:
+        arguments["null_slot"] = 0  # names no sequence
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    expected = oracle_of(arguments)
+    for _ in range(2):  # the second call by the plan of the first
+        if problem.pooled:
+            arguments["initial_state"].copy_(before["initial_state"])
+        o, state = gdn.chunk_gated_delta_rule(**arguments)
+        found = token_error(o, expected.o, expected.offsets)
+        assert found.within(2**-7), found
+        if not problem.pooled:
+            assert (state is None) != problem.has_final_state
+            if state is not None and expected.state is not None:
+                assert error(state, expected.state, groups=2).within(2e-3)
+            continue
+        assert state is arguments["initial_state"] and expected.state is not None
+        written = sorted(expected.written_slots)
+        assert error(state[written], expected.state[written], groups=2).within(4e-3)
+        others = [slot for slot in range(len(state)) if slot not in expected.written_slots]
+        assert same_bits(state[others], before["initial_state"][others])
+    assert composed.launches == 2
+    inner = composed.problem
+    assert isinstance(inner, RecurrentProblem) == (dim > 128)
+    assert inner.head_k_dim == {4: 64, 60: 64, 100: 128, 132: 132}[dim]
+
+
+def test_batch_rows_and_out(composed: Composed) -> None:
+    q, k, v = (torch.randn(3, 5, 2, 60).bfloat16() for _ in range(3))
+    out = torch.full((3, 5, 2, 60), torch.nan, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "use_qk_l2norm_in_kernel": True}
+    expected = oracle_of(arguments)
+    o, _ = gdn.chunk_gated_delta_rule(**arguments, out=out)
+    assert o is out and token_error(o, expected.o, expected.offsets).within(2**-7)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_what_explain_says(dim: int) -> None:
+    choice = explain_problem(problem_of(dim, {}), H100)
+    assert choice.backend == "cute" and "K = V" in dict(choice.refusals)["tilelang"]
+    wanted = "token by token" if dim > 128 else f"computed with head dim {64 if dim <= 64 else 128}:"
+    assert any(wanted in note for note in choice.notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"head_k_dim": 62, "head_v_dim": 62}, "requires K = V, a multiple of 4 up to 256, got K=62, V=62"),
+        ({"head_k_dim": 260, "head_v_dim": 260}, "requires K = V, a multiple of 4 up to 256, got K=260, V=260"),
+        ({"head_k_dim": 64, "head_v_dim": 128}, "requires K = V, a multiple of 4 up to 256, got K=64, V=128"),
+        ({"head_k_dim": 192, "head_v_dim": 192, "index_dtype": "int32", "has_checkpoints": True}, "up to 128 with checkpoints"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], reason: str) -> None:
+    found = chunk.refusal(chunk_problem(dtype="bfloat16", **fields))
+    assert found is not None and reason in found
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_chunk_kernels_own_head_dims_are_left_alone(dim: int) -> None:
+    assert chunk.note(problem_of(dim, {})) is None
+
+
+def test_machine_code() -> None:
+    variants = [(problem_of(dim, fields), None) for dim, fields in zip([60, 12, 100, 124, 36], STATES, strict=False)]
+    failed = checks.failures("kernels_cute.chunk", "cute", variants, H100)
+    assert not failed, "\n".join(failed)

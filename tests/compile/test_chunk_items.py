@@ -1,0 +1,58 @@
+"""Items of the CuTe chunk kernel, as far as they need no GPU: how many clusters, and what they compile."""
+
+from dataclasses import replace
+
+import pytest
+
+from gdn.device import H100
+from gdn.problems import ChunkProblem
+from gdn.runtime import compiled
+from gdn.testing.inputs import chunk_problem
+
+chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+
+
+def problem_of(num_sequences: int, head_dim: int = 128) -> ChunkProblem:
+    return chunk_problem(
+        num_q_heads=16, num_k_heads=16, num_v_heads=32, head_k_dim=head_dim, head_v_dim=head_dim, dtype="bfloat16",
+        num_tokens=8192, num_sequences=num_sequences,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "places"), [(128, 66), (64, 132)])
+def test_a_cluster_for_every_place(head_dim: int, places: int) -> None:
+    problem = problem_of(8, head_dim)
+    config = chunk.default_config(problem, H100)
+    assert config.places == places
+    for wrong in (-1, 1000):
+        assert not chunk.fits(problem, replace(config, places=wrong), H100)
+
+
+def test_a_cluster_an_item_where_all_have_room() -> None:
+    problem = problem_of(1)
+    assert chunk.default_config(problem, H100).places == 0
+    full, more = (replace(problem, num_sequences=count) for count in (2, 3))
+    assert (chunk.default_config(full, H100).places, chunk.default_config(more, H100).places) == (0, 66)
+    assert chunk.default_config(replace(more, num_tokens=1 << 20), H100).prefetch == 0
+
+
+def test_configurations_fill_the_device() -> None:
+    problem = problem_of(8)
+    found = {(config.paired, config.places) for config in chunk.configs(problem, H100)}
+    assert found == {(True, 0), (True, 66), (False, 0), (False, 132)}
+
+
+def test_odd_stages_of_pairs_have_one_item() -> None:
+    problem = problem_of(8)
+    config = replace(chunk.default_config(problem, H100), stages=3)
+    assert not chunk.fits(problem, config, H100)
+    assert chunk.fits(problem, replace(config, places=0), H100)
+    assert chunk.fits(problem, replace(config, paired=False), H100)
+
+
+def test_places_compile_nothing_new() -> None:
+    problem = problem_of(8)
+    config = chunk.default_config(problem, H100)
+    keys = {compiled.entry_key("chunk", "cute", chunk, problem, replace(config, places=places)) for places in (1, 3, 66)}
+    assert len(keys) == 1
+    assert compiled.entry_key("chunk", "cute", chunk, problem, replace(config, places=0)) not in keys
