@@ -38,7 +38,7 @@ from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_chain import ACCUMULATOR, PANEL, ROWS, transposed_accumulator
-from kernels_tl._chunk_makers import KEY_BUFFERS, gate_role, inverse_role, product_role
+from kernels_tl._chunk_makers import KEY_BUFFERS, LOWER_PITCH, gate_role, inverse_role, product_role
 from kernels_tl._chunk_prepare import DIAGONAL_PITCH
 from kernels_tl._chunk_types import (
     CHUNK,
@@ -71,7 +71,7 @@ _LOAD, _STORE, _GIVE, _GATE = 384, 416, 448, 480  # and of the copying warps
 RING_TILES = 3  # R, Z's halves
 RING_COPIES = 2  # the tiles, the row factors
 _TILE_BYTES = CHUNK * HALF * 2
-_TILES = 4 * STAGES + STAGES + 1 + STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 2  # K, Q; V; out; ring; makers' K, Q; X
+_TILES = 4 * STAGES + STAGES + 1 + STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 3  # K, Q; V; out; ring; makers' K, Q; L, X
 _FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 8 * CHUNK + MOST_RANKED
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
@@ -155,11 +155,9 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
             maker_k_high_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
             maker_q_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
             maker_q_high_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
-            # X and its rest take the place of what they are made of.
-            below_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
-            inverse_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
-            x_shared = T.view(inverse_shared, (CHUNK, CHUNK), dtype)
-            rest_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
+            lower_shared = T.alloc_shared((CHUNK, LOWER_PITCH), inverse_dtype)
+            x_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            rest_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((2, CHUNK), "float32")
             beta_shared = T.alloc_shared((2, CHUNK), "float32")
@@ -349,8 +347,8 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
             elif tx < _PRODUCT:
                 T.set_max_nreg(MAKER_REGISTERS, 0)
                 inverse(
-                    tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, below_shared, inverse_shared,
-                    x_shared, rest_shared, diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
+                    tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, lower_shared, x_shared,
+                    rest_shared, diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
                 T.set_max_nreg(MAKER_REGISTERS, 0)

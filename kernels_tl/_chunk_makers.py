@@ -17,10 +17,33 @@ from gdn.problems import ChunkProblem
 from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
 from kernels_tl._chunk_types import CHUNK, HALF, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z, TILE_Z_HIGH
 
-KEY_BUFFERS = 3  # of K for the makers: one each for inverse and product, one on its way
+KEY_BUFFERS = 2  # of K for the makers: one each for inverse and product
 WARPGROUP = 128
 INVERSE_SYNC = 5  # named barriers
 PRODUCT_SYNC = 6
+LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
+
+
+@T.macro
+def own_block(warp, tile, block):
+    """block [64, 16] = of the rows of each warp the diagonal 16 x 16 block of tile [64, 64], an accumulator.
+
+    Compared by order: told that the warp is the block's number, the compiler indexes registers by the warp.
+    """
+    if warp < 2:
+        if warp < 1:
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                block[i, j] = tile[i, j]
+        else:
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                block[i, j] = tile[i, BLOCK + j]
+    else:
+        if warp < 3:
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                block[i, j] = tile[i, 2 * BLOCK + j]
+        else:
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                block[i, j] = tile[i, 3 * BLOCK + j]
 
 
 def gate_role(problem: ChunkProblem) -> Any:
@@ -88,11 +111,46 @@ def gate_role(problem: ChunkProblem) -> Any:
 
 
 def inverse_role(problem: ChunkProblem, parts: int) -> Any:
-    """A macro for one warpgroup: X and its rest."""
+    """A macro for one warpgroup: X and its rest. Rows 16 w .. of every tile are warp w's.
+
+    L in blocks of 16 x 16: a warp inverts its diagonal block by itself. Then, with every warp's L and inverted blocks in place,
+    it makes its row of blocks of (I + L)^-1 leftwards, A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, out of registers.
+    """
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
+    short = {"float16": "fp16", "bfloat16": "bf16"}[inverse_dtype]
     x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    blocks = CHUNK // BLOCK
+
+    @T.macro
+    def multiply(sums, left, block, right):
+        """sums [16, 16] += left[block] [16, 16] right [16, 16], each as the lanes of a warp hold it."""
+        for half in T.unroll(2):
+            T.ptx_mma(
+                "float32", "m16n8k16", "row", "col", short, short, "fp32",
+                left.data, 8 * block, right.data, 4 * half, sums.data, 4 * half, T.bool(False),
+            )  # fmt: skip
+
+    @T.macro
+    def store(x_shared, rest_shared, warp, lane, block, values, factors):
+        for i in T.unroll(8):
+            values[i] = values[i] * factors[i // 2 % 2]
+        for m in T.unroll(2):
+            for side in T.unroll(2):
+                for odd in T.vectorized(2):
+                    x_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
+                        values[4 * m + 2 * side + odd], dtype
+                    )
+        if parts == 2:
+            for i in T.unroll(8):
+                values[i] = values[i] - T.cast(T.cast(values[i], dtype), "float32")
+            for m in T.unroll(2):
+                for side in T.unroll(2):
+                    for odd in T.vectorized(2):
+                        rest_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
+                            values[4 * m + 2 * side + odd], dtype
+                        )
 
     @T.macro
     def inverse(
@@ -102,8 +160,7 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
         length,
         k_shared,
         k_high_shared,
-        below_shared,
-        inverse_shared,
+        lower_shared,
         x_shared,
         rest_shared,
         diagonal_shared,
@@ -115,13 +172,22 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
         x_free,
     ):
         kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
-        column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        inverse_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        product_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        product_operand = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
-        below_fragment = T.alloc_fragment((CHUNK, CHUNK), inverse_dtype)
+        factors = T.alloc_local((2,), "float32")
         column = T.alloc_local((BLOCK,), "float32")
+        values = T.alloc_local((8,), "float32")
+        sums = T.alloc_local((8,), "float32")
+        left = T.alloc_local((8 * blocks,), inverse_dtype)  # the row of blocks so far, as left operands
+        middle = T.alloc_local((8,), inverse_dtype)
+        right = T.alloc_local((8,), inverse_dtype)
+        warp = thread // 32
+        lane = thread % 32
+        # Above the diagonal they stay zero.
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            x_shared[i, j] = 0
+            if parts == 2:
+                rest_shared[i, j] = 0
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
@@ -140,78 +206,96 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(kk_fragment, num_regs=32)
+            # Of the four blocks the warp's own: 32 comparisons of rows and columns less, wherever the diagonal is meant.
+            own_block(warp, kk_fragment, diagonal_fragment)
             if normalize:
-                # The sums alone: the roots of all 32 elements that a thread holds would be 31 too many.
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    if i == j:
-                        k_factor_shared[half, i] = kk_fragment[i, j]
-                T.sync_threads(INVERSE_SYNC, WARPGROUP)
-                if thread < CHUNK:
-                    k_factor_shared[half, thread] = T.rsqrt(k_factor_shared[half, thread] + NORM_EPS)
+                # The sums alone: the roots of all elements that a thread holds would be too many.
+                for i, j in T.Parallel(CHUNK, BLOCK):
+                    if i % BLOCK == j:
+                        k_factor_shared[half, i] = diagonal_fragment[i, j]
+                T.sync_warp()
+                if lane < BLOCK:
+                    k_factor_shared[half, BLOCK * warp + lane] = T.rsqrt(k_factor_shared[half, BLOCK * warp + lane] + NORM_EPS)
             else:
-                if thread < CHUNK:
-                    k_factor_shared[half, thread] = 1.0
-            T.barrier_wait(x_free, (turn & 1) ^ 1)
-            T.clear(inverse_shared)
-            T.sync_threads(INVERSE_SYNC, WARPGROUP)
+                if lane < BLOCK:
+                    k_factor_shared[half, BLOCK * warp + lane] = 1.0
+            T.sync_threads(INVERSE_SYNC, WARPGROUP)  # also: every warp is done with the L of the chunk before
 
-            # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
+            # L, negated: the diagonal block, transposed, in float32; what lies left of it for the products.
             for i in T.Parallel(CHUNK):
                 row_factor[i] = -k_factor_shared[half, i] * beta_shared[half, i]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = k_factor_shared[half, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                if i // BLOCK == j // BLOCK:
-                    diagonal_shared[j, i % BLOCK] = kk_fragment[i, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                below_fragment[i, j] = T.Select(i // BLOCK > j // BLOCK, kk_fragment[i, j], 0.0)
-            T.copy(below_fragment, below_shared)
-            T.sync_threads(INVERSE_SYNC, WARPGROUP)
-            if thread < CHUNK:
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                diagonal_shared[i // BLOCK * BLOCK + j, i % BLOCK] = diagonal_fragment[i, j] * (
+                    row_factor[i] * k_factor_shared[half, i // BLOCK * BLOCK + j]
+                )
+            for block in T.unroll(blocks - 1):
+                if warp > block:
+                    for i, j in T.Parallel(CHUNK, BLOCK):
+                        lower_shared[i, BLOCK * block + j] = T.cast(
+                            kk_fragment[i, BLOCK * block + j] * (row_factor[i] * k_factor_shared[half, BLOCK * block + j]),
+                            inverse_dtype,
+                        )
+            T.sync_warp()
+            if lane < BLOCK:
                 for i in T.unroll(BLOCK):
-                    column[i] = T.if_then_else(thread % BLOCK == i, 1.0, 0.0)
+                    column[i] = T.if_then_else(lane == i, 1.0, 0.0)
                 for pivot in T.unroll(BLOCK - 1):
                     for i in T.unroll(BLOCK):
                         if i > pivot:
-                            column[i] = column[i] + diagonal_shared[thread // BLOCK * BLOCK + pivot, i] * column[pivot]
-            T.sync_threads(INVERSE_SYNC, WARPGROUP)
-            if thread < CHUNK:
+                            column[i] = column[i] + diagonal_shared[BLOCK * warp + pivot, i] * column[pivot]
+            T.sync_warp()
+            if lane < BLOCK:
                 for i in T.unroll(BLOCK):
-                    diagonal_shared[thread // BLOCK * BLOCK + i, thread % BLOCK] = column[i]
-                    inverse_shared[thread // BLOCK * BLOCK + i, thread] = column[i]
-            T.fence_proxy_async()
+                    diagonal_shared[BLOCK * warp + i, lane] = column[i]
+                    lower_shared[BLOCK * warp + i, BLOCK * warp + lane] = T.cast(column[i], inverse_dtype)
             T.sync_threads(INVERSE_SYNC, WARPGROUP)
 
-            # X = (I + L)^-1 by blocks of rows: X <- B + (-B L_below) X from X = B, the inverse of the diagonal blocks.
-            T.wgmma_gemm(inverse_shared, below_shared, product_fragment, clear_accum=True)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(product_fragment, num_regs=32)
-            T.copy(product_fragment, product_operand)
-            for round in T.unroll(CHUNK // BLOCK - 1):
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    inverse_fragment[i, j] = 0.0
-                    if i // BLOCK == j // BLOCK:
-                        inverse_fragment[i, j] = diagonal_shared[i, j % BLOCK]
-                T.wgmma_gemm(product_operand, inverse_shared, inverse_fragment)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(inverse_fragment, num_regs=32)
-                T.sync_threads(INVERSE_SYNC, WARPGROUP)  # every warp is done with what X takes the place of
-                if round < CHUNK // BLOCK - 2:
-                    T.copy(inverse_fragment, inverse_shared)
-                    T.fence_proxy_async()
-                    T.sync_threads(INVERSE_SYNC, WARPGROUP)
-
-            for i in T.Parallel(CHUNK):
-                row_factor[i] = k_factor_shared[half, i] * x_scale
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                inverse_fragment[i, j] *= row_factor[i]
-            T.copy(inverse_fragment, x_shared)
-            if parts == 2:
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
-                T.copy(inverse_fragment, rest_shared)
+            T.barrier_wait(x_free, (turn & 1) ^ 1)
+            for side in T.unroll(2):
+                factors[side] = k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
+                for m in T.unroll(2):
+                    for odd in T.vectorized(2):
+                        values[4 * m + 2 * side + odd] = diagonal_shared[
+                            BLOCK * warp + lane // 4 + 8 * side, 8 * m + lane % 4 * 2 + odd
+                        ]
+            for block in T.unroll(blocks):
+                for i in T.unroll(8):
+                    left[8 * block + i] = T.cast(values[i], inverse_dtype)
+            store(x_shared, rest_shared, warp, lane, warp, values, factors)
+            for back in T.unroll(blocks - 1):
+                if warp > blocks - 2 - back:
+                    T.clear(sums)
+                    for x in T.unroll(blocks):
+                        if x > blocks - 2 - back:
+                            if x <= warp:
+                                T.ptx_ldmatrix(
+                                    T.bool(True),
+                                    4,
+                                    T.access_ptr(
+                                        lower_shared[BLOCK * x + lane % 16, BLOCK * (blocks - 2 - back) + lane // 16 * 8],
+                                        "r",
+                                        extent=8,
+                                    ),
+                                    T.access_ptr(right[0], "w", extent=8),
+                                )
+                                multiply(sums, left, x, right)
+                    for i in T.unroll(8):
+                        middle[i] = T.cast(sums[i], inverse_dtype)
+                    T.ptx_ldmatrix(
+                        T.bool(True),
+                        4,
+                        T.access_ptr(
+                            lower_shared[BLOCK * (blocks - 2 - back) + lane % 16, BLOCK * (blocks - 2 - back) + lane // 16 * 8],
+                            "r",
+                            extent=8,
+                        ),
+                        T.access_ptr(right[0], "w", extent=8),
+                    )
+                    T.clear(values)
+                    multiply(values, middle, 0, right)
+                    for i in T.unroll(8):
+                        left[8 * (blocks - 2 - back) + i] = T.cast(values[i], inverse_dtype)
+                    store(x_shared, rest_shared, warp, lane, blocks - 2 - back, values, factors)
             T.fence_proxy_async()
             T.barrier_arrive(x_full)
 
