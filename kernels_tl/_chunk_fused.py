@@ -21,8 +21,8 @@ Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes t
 | made | warp 2 | product threads (128) |
 | out_full | warp 1 | chain threads (128) |
 | out_empty | chain | warp 1 (32), when the copy has read the staged rows |
-| k_full[turn % 3] | inverse, product | warp 2 (32) + bytes of K |
-| k_empty[turn % 3] | warp 2 | one lane of every product warp (4), after inverse |
+| k_full[turn % 2] | inverse, product | warp 2 (32) + bytes of K |
+| k_empty[turn % 2] | warp 2 | one lane of every product warp (4), after inverse |
 | q_full | product | warp 2 (32) + bytes of Q |
 | q_empty | warp 2 | one lane of every product warp (4) |
 | gates_full[turn % 2] | inverse, product | warp 3 (32) |
@@ -72,7 +72,7 @@ RING_TILES = 3  # R, Z's halves
 RING_COPIES = 2  # the tiles, the row factors
 _TILE_BYTES = CHUNK * HALF * 2
 _TILES = 4 * STAGES + STAGES + 1 + STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 3  # K, Q; V; out; ring; makers' K, Q; L, X
-_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 8 * CHUNK + MOST_RANKED
+_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 7 * CHUNK + MOST_RANKED
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
@@ -162,7 +162,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
             sum_shared = T.alloc_shared((2, CHUNK), "float32")
             beta_shared = T.alloc_shared((2, CHUNK), "float32")
             k_factor_shared = T.alloc_shared((2, CHUNK), "float32")
-            q_factor_shared = T.alloc_shared((2, CHUNK), "float32")
+            q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             lengths = T.alloc_shared((MOST_RANKED,), "int32")
             chosen = T.alloc_shared((1,), "int32")
             full = T.alloc_barrier([32] * STAGES)
@@ -418,6 +418,12 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                             T.barrier_wait(q_empty, turn & 1)
                             load_halves(q, head // heads_per_q, token + 2 * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0)
                             T.barrier_arrive(q_full[0])
+                        if turn + KEY_BUFFERS < turns:  # free before the tiles are made
+                            buffer = turn % KEY_BUFFERS
+                            ahead = token + 2 * KEY_BUFFERS * CHUNK
+                            T.barrier_wait(k_empty[buffer], (turn // KEY_BUFFERS) & 1)
+                            load_halves(k, head // heads_per_k, ahead, maker_k_shared, maker_k_high_shared, k_full, buffer)
+                            T.barrier_arrive(k_full[buffer])
                         T.barrier_wait(made, turn & 1)
                         if tx < _GIVE + RING_COPIES:
                             T.barrier_arrive(ready[rank])
@@ -425,12 +431,6 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         T.copy_cluster(
                             vector_ring[rank, :, :], vector_ring[rank, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank]
                         )
-                        if turn + KEY_BUFFERS < turns:
-                            buffer = turn % KEY_BUFFERS
-                            ahead = token + 2 * KEY_BUFFERS * CHUNK
-                            T.barrier_wait(k_empty[buffer], (turn // KEY_BUFFERS) & 1)
-                            load_halves(k, head // heads_per_k, ahead, maker_k_shared, maker_k_high_shared, k_full, buffer)
-                            T.barrier_arrive(k_full[buffer])
                 else:
                     gates(
                         tx - _GATE, turns, rank, sequence_begin, length, head, g, beta, a_log, dt_bias, sum_shared, beta_shared,

@@ -15,12 +15,11 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
-from kernels_tl._chunk_types import CHUNK, HALF, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z, TILE_Z_HIGH
+from kernels_tl._chunk_types import CHUNK, HALF, NUM_VECTORS, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z, TILE_Z_HIGH
 
 KEY_BUFFERS = 2  # of K for the makers: one each for inverse and product
 WARPGROUP = 128
-INVERSE_SYNC = 5  # named barriers
-PRODUCT_SYNC = 6
+INVERSE_SYNC = 5  # a named barrier
 LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
 
 
@@ -343,11 +342,16 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
         z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
         z_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
         r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
+        vectors = T.alloc_local((NUM_VECTORS,), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         # Compared with columns that are the same for all comparisons, which else took 32 registers each.
         row_index = T.alloc_fragment((CHUNK,), "int32")
+        query_factor = T.alloc_var("float32", init=0.0)
+        warp = thread // 32
+        lane = thread % 32
         for i in T.Parallel(CHUNK):
             row_index[i] = i
         for turn in T.serial(turns):
@@ -368,18 +372,20 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             if thread % 32 == 0:
                 T.barrier_arrive(q_empty)
             if normalize:
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    if row_index[i] == j:
-                        q_factor_shared[half, i] = qq_fragment[i, j]
-                T.sync_threads(PRODUCT_SYNC, WARPGROUP)
-                if thread < CHUNK:
-                    q_factor_shared[half, thread] = T.rsqrt(q_factor_shared[half, thread] + NORM_EPS) * scale
+                own_block(thread // 32, qq_fragment, diagonal_fragment)
+                for i, j in T.Parallel(CHUNK, BLOCK):
+                    if i % BLOCK == j:
+                        q_factor_shared[i] = diagonal_fragment[i, j]
+                T.sync_warp()
+                if lane < BLOCK:
+                    query_factor = T.rsqrt(q_factor_shared[BLOCK * warp + lane] + NORM_EPS) * scale
+                    q_factor_shared[BLOCK * warp + lane] = query_factor
             else:
-                if thread < CHUNK:
-                    q_factor_shared[half, thread] = scale
-            T.sync_threads(PRODUCT_SYNC, WARPGROUP)
+                if lane < BLOCK:
+                    q_factor_shared[BLOCK * warp + lane] = scale
+            T.sync_warp()  # a warp reads the factors of its own rows only
             for i in T.Parallel(CHUNK):
-                row_factor[i] = q_factor_shared[half, i]
+                row_factor[i] = q_factor_shared[i]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 qk_fragment[i, j] *= row_factor[i]
             for i, j in T.Parallel(CHUNK, CHUNK):
@@ -412,32 +418,37 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             T.wgmma_gemm(x_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
             if parts == 2:
                 T.wgmma_gemm(rest_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True)
-            T.barrier_wait(taken[rank], (turn & 1) ^ 1)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                ring[rank, TILE_R, i, j] = r_fragment[i, j]
             for i in T.Parallel(CHUNK):
                 row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[half, i] * (1.0 / x_scale))
-            if thread < CHUNK:
-                vector_ring[rank, ROW_STATE_KEY, thread] = T.exp2(sum_shared[half, thread]) * k_factor_shared[half, thread]
-                vector_ring[rank, ROW_STATE_QUERY, thread] = T.exp2(sum_shared[half, thread]) * q_factor_shared[half, thread]
-                vector_ring[rank, ROW_LAST, thread] = T.exp2(total)
+            # Of the warp's own rows, as the factors are; twice each.
+            vectors[ROW_LAST] = T.exp2(sum_shared[half, BLOCK * warp + lane % BLOCK])
+            vectors[ROW_STATE_KEY] = vectors[ROW_LAST] * k_factor_shared[half, BLOCK * warp + lane % BLOCK]
+            vectors[ROW_STATE_QUERY] = vectors[ROW_LAST] * q_factor_shared[BLOCK * warp + lane % BLOCK]
+            vectors[ROW_LAST] = T.exp2(total)
             T.wait_wgmma(parts)
             T.warpgroup_fence_operand(z_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, HALF):
                 z_operand[i, j] = z_fragment[i, j] * row_factor[i]
-            for i, j in T.Parallel(CHUNK, HALF):
-                ring[rank, TILE_Z, i, j] = z_operand[i, j]
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, HALF):
+                z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
             T.sync_warp()
             if thread % 32 == 0:
                 T.barrier_arrive(x_free)
                 T.barrier_arrive(k_empty[buffer])
                 T.barrier_arrive(gates_free[half])
+            # All is in registers by now: the chains, which wait for it, have the tiles soon after they make room for them.
+            T.barrier_wait(taken[rank], (turn & 1) ^ 1)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                ring[rank, TILE_R, i, j] = r_fragment[i, j]
             for i, j in T.Parallel(CHUNK, HALF):
-                z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
+                ring[rank, TILE_Z, i, j] = z_operand[i, j]
             for i, j in T.Parallel(CHUNK, HALF):
                 ring[rank, TILE_Z_HIGH, i, j] = z_high_operand[i, j]
+            if lane < BLOCK:
+                for row in T.unroll(NUM_VECTORS):
+                    vector_ring[rank, row, BLOCK * warp + lane] = vectors[row]
             T.fence_proxy_async()
             T.barrier_arrive(made)
 
