@@ -5,8 +5,8 @@ Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes t
 
 | warpgroup | role | registers |
 |---|---|---|
-| 0 | chain: S^T in registers | 216 |
-| 1 | inverse: X of this block's chunks | 128 |
+| 0 | chain: S^T in registers | 224 |
+| 1 | inverse: X of this block's chunks | 120 |
 | 2 | product: R, Z and row factors of this block's chunks | 128 |
 | 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to the other block; 3 gates | 40 |
 
@@ -55,17 +55,18 @@ from kernels_tl._chunk_types import (
     find_ranked,
     gate_tensor,
     row_tensor,
-    state_loader,
+    state_storer,
     state_tensor,
     token_tensor,
 )
 
 THREADS = 512
 STAGES = 2
-CHAIN_REGISTERS = 216
-MAKER_REGISTERS = 128  # what all begin with; said all the same, else the assembler gives them fewer
+CHAIN_REGISTERS = 224
+INVERSE_REGISTERS = 120
+PRODUCT_REGISTERS = 128  # what all begin with; said all the same, else the assembler gives them fewer
 COPY_REGISTERS = 40
-FUSED_REGISTERS = 128 * (CHAIN_REGISTERS + 2 * MAKER_REGISTERS + COPY_REGISTERS)
+FUSED_REGISTERS = 128 * (CHAIN_REGISTERS + INVERSE_REGISTERS + PRODUCT_REGISTERS + COPY_REGISTERS)
 _INVERSE, _PRODUCT, _COPY = 128, 256, 384  # first threads of the warpgroups
 _LOAD, _STORE, _GIVE, _GATE = 384, 416, 448, 480  # and of the copying warps
 RING_TILES = 3  # R, Z's halves
@@ -110,10 +111,19 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
-    load_state = state_loader(problem, columns)
+    store_state = state_storer(problem, columns, final_dtype)
     gates = gate_role(problem)
     inverse = inverse_role(problem, parts)
     product = product_role(problem, parts)
+
+    @T.macro
+    def start_state(source, starts, slot, head, column_begin, fragment, first):
+        # Chosen element by element: of two branches, one that loads and one that clears, the loop's registers are spilled.
+        for i, j in T.Parallel(columns, HALF):
+            if v_first:
+                fragment[i, j] = T.if_then_else(starts, T.cast(source[slot, head, column_begin + i, first + j], "float32"), 0.0)
+            else:
+                fragment[i, j] = T.if_then_else(starts, T.cast(source[slot, head, first + j, column_begin + i], "float32"), 0.0)
 
     @T.macro
     def load_halves(source, head, token, low, high, barriers, buffer):
@@ -225,10 +235,9 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                 if has_initial and has_mask:
                     if live:
                         starts = mask[sequence]
-                # One or the other: cleared first and loaded then, it would be spilled.
-                if starts:
-                    if has_initial:
-                        load_state(initial_state, read_slot, head, column_begin, state_fragment, state_high_fragment)
+                if has_initial:
+                    start_state(initial_state, starts, read_slot, head, column_begin, state_fragment, 0)
+                    start_state(initial_state, starts, read_slot, head, column_begin, state_high_fragment, HALF)
                 else:
                     T.clear(state_fragment)
                     T.clear(state_high_fragment)
@@ -330,28 +339,15 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                             write_slot = T.cast(final_indices[ending], "int64")
                             live = write_slot > T.cast(null_slot, "int64")
                     if live:
-                        for i, j in T.Parallel(columns, HALF):
-                            if v_first:
-                                final_state[write_slot, head, column_begin + i, j] = T.cast(state_fragment[i, j], final_dtype)
-                            else:
-                                final_state[write_slot, head, j, column_begin + i] = T.cast(state_fragment[i, j], final_dtype)
-                        for i, j in T.Parallel(columns, HALF):
-                            if v_first:
-                                final_state[write_slot, head, column_begin + i, HALF + j] = T.cast(
-                                    state_high_fragment[i, j], final_dtype
-                                )
-                            else:
-                                final_state[write_slot, head, HALF + j, column_begin + i] = T.cast(
-                                    state_high_fragment[i, j], final_dtype
-                                )
+                        store_state(final_state, write_slot, head, column_begin, state_fragment, state_high_fragment)
             elif tx < _PRODUCT:
-                T.set_max_nreg(MAKER_REGISTERS, 0)
+                T.set_max_nreg(INVERSE_REGISTERS, 0)
                 inverse(
                     tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, lower_shared, x_shared,
                     rest_shared, diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
-                T.set_max_nreg(MAKER_REGISTERS, 0)
+                T.set_max_nreg(PRODUCT_REGISTERS, 0)
                 product(
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
                     maker_q_high_shared, x_shared, rest_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
