@@ -52,6 +52,7 @@ from kernels_tl._chunk_types import (
     TILE_Z,
     TILE_Z_HIGH,
     bounds_tensor,
+    checkpoint_tensor,
     find_ranked,
     gate_tensor,
     row_tensor,
@@ -89,7 +90,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
     normalize = problem.use_qk_l2norm
     v_first = problem.state_v_first
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
-    has_final_indices = problem.has_final_indices
+    has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
     columns = PANEL
     slices = head_v // columns
     final_dtype = problem.state_dtype if pooled else "float32"
@@ -109,6 +110,9 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
     final_type = state_tensor("final", bounds, problem, final_dtype if has_final else None)
     final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
     bounds_type = bounds_tensor(bounds, problem)
+    checkpoints = T.dynamic("num_checkpoints")
+    checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
+    checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
     store_state = state_storer(problem, columns, final_dtype)
@@ -147,6 +151,8 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
         final_indices: final_index_type,
         cu_seqlens: bounds_type,
         out: out_type,
+        checkpoint_offsets: checkpoint_offset_type,
+        checkpoint_slots: checkpoint_slot_type,
         scale: T.float32,
         null_slot: T.int32,
     ):
@@ -319,6 +325,15 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         T.barrier_arrive(out_full)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                    if has_checkpoints:
+                        if valid == CHUNK:
+                            for column in T.serial(checkpoints):
+                                if checkpoint_offsets[chosen[0], column] == (step + 1) * CHUNK:
+                                    write_slot = T.cast(checkpoint_slots[chosen[0], column], "int64")
+                                    if write_slot > T.cast(null_slot, "int64"):
+                                        store_state(
+                                            final_state, write_slot, head, column_begin, state_fragment, state_high_fragment
+                                        )
 
                 if num_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK

@@ -188,6 +188,8 @@ def launch(
             given(final_state_indices, problem.has_final_indices),
             cu_seqlens,
             out,
+            given(checkpoint_offsets, problem.has_checkpoints),
+            given(checkpoint_slots, problem.has_checkpoints),
             scale,
             null_slot,
         )
