@@ -15,7 +15,17 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
-from kernels_tl._chunk_types import CHUNK, HALF, NUM_VECTORS, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z, TILE_Z_HIGH
+from kernels_tl._chunk_types import (
+    CHUNK,
+    HALF,
+    NUM_VECTORS,
+    ROW_LAST,
+    ROW_STATE_KEY,
+    ROW_STATE_QUERY,
+    TILE_R,
+    TILE_Z,
+    TILE_Z_HIGH,
+)
 
 KEY_BUFFERS = 2  # of K for the makers: one each for inverse and product
 WARPGROUP = 128

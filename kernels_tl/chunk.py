@@ -55,7 +55,7 @@ class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
-    fused: bool  # whole sequences in one launch, which needs D = 128 and knows neither columns nor stages
+    fused: bool  # whole sequences of D = 128 in one launch, which knows neither columns nor stages
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -84,9 +84,10 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
-    if _in_one_launch(config):
-        room = device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
-        return room and problem.head_k_dim == 128
+    if _in_one_launch(problem, config):
+        return device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
+    if config.fused:
+        return False
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
     return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -96,9 +97,12 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
     config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1, fused=False)
     config = config if fits(problem, config, device) else replace(config, stages=2)
-    segment = _fastest_segment(problem, device)
-    fused = segment == 0 and fits(problem, replace(config, fused=True), device)
-    return replace(config, fused=fused, segment=segment)
+    one = replace(config, fused=True)
+    one_fits = fits(problem, one, device)
+    segment = _fastest_segment(problem, device, one_fits)
+    if one_fits and segment == 0 and _one_launch_time(problem, device) < _two_launch_time(problem, device):
+        return one
+    return replace(config, segment=segment)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -112,7 +116,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    if _in_one_launch(config):
+    if _in_one_launch(problem, config):
         return {"chunk_fused": _build.library(fused(problem, config.m_parts), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
@@ -125,7 +129,7 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    if _in_one_launch(config):
+    if _in_one_launch(problem, config):
         return 0
     heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
     size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem) + _VECTOR_BYTES)
@@ -169,7 +173,7 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
-    if _in_one_launch(config):
+    if _in_one_launch(problem, config):
         if num_sequences == 0:
             out.zero_()
             return
@@ -261,6 +265,9 @@ _LONGEST_SEGMENT = 1 << 20  # its tokens fit an int32
 # Of the model that chooses segments; microseconds on an H100, 128 key columns. NOTES-chunk.md has what they were fitted to.
 _CHAIN_US = 1.15  # a chunk of the chain, while few SMs work
 _FULL_CHAIN_US = 1.65  # the same with all SMs at work, which the L2 cache bounds
+_ONE_LAUNCH_US = 1.25  # a chunk of the one launch
+_PREPARE_US = 2.9  # a chunk of `chunk_prepare`, by SM: four blocks of 12 us at a time
+_LEAST_PREPARE_US = 5.0  # its beginning and end
 _SUMMARY_US = 1.22  # a chunk of a summary, both halves of a head on one SM
 _START_US = 2.4  # a segment of the starts
 _ROUND_US = 7.0  # of a launch's blocks, one an SM: beginning, first copies, end
@@ -268,14 +275,18 @@ _MOST_SEGMENTS = 64
 _LEAST_GAIN = 0.85  # of the time of whole sequences: else the model is not trusted
 
 
-def _in_one_launch(config: Config) -> bool:
-    return config.fused and config.segment == 0
+def _in_one_launch(problem: ChunkProblem, config: Config) -> bool:
+    return config.fused and config.segment == 0 and problem.head_k_dim == 128
 
 
-def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
+def _fastest_segment(problem: ChunkProblem, device: DeviceSpec, one_fits: bool) -> int:
     """By the model, for sequences of equal lengths; 0 unless segments win clearly."""
     time, segment = min(_split_times(problem, device), default=(math.inf, 0))
-    return segment if time < _LEAST_GAIN * _whole_time(problem, device) else 0
+    if time >= _LEAST_GAIN * _whole_time(problem, device):
+        return 0
+    if one_fits and _prepare_time(problem, device) + time >= _LEAST_GAIN * _one_launch_time(problem, device):
+        return 0
+    return segment
 
 
 def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
@@ -283,6 +294,20 @@ def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
     # Several sequences are rarely of equal lengths: the model knows too little to leave segments out.
     limit = math.inf if problem.num_sequences > 1 else 1.2 * _whole_time(problem, device)
     return [segment for time, segment in sorted(_split_times(problem, device)) if time < limit][:6]
+
+
+def _one_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    chunks, heads = _chunks_and_heads(problem)
+    return -(-2 * heads // device.num_sms) * (chunks * _ONE_LAUNCH_US + _ROUND_US)
+
+
+def _two_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    return _prepare_time(problem, device) + _whole_time(problem, device)
+
+
+def _prepare_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    chunks, heads = _chunks_and_heads(problem)
+    return _LEAST_PREPARE_US + chunks * heads * _PREPARE_US / device.num_sms
 
 
 def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:

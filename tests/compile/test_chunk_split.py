@@ -83,8 +83,15 @@ def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "num_tokens", "num_sequences", "prefetch"),
-    [(32, 2048, 1, 2), (32, 1984, 1, 0), (32, 8192, 8, 0), (32, 16384, 8, 0), (32, 16384, 2, 2), (8, 8192, 1, 0),
-     (8, 32768, 1, 2)],  # fmt: skip
+    [
+        (32, 2048, 1, 2),
+        (32, 1984, 1, 0),
+        (32, 8192, 8, 0),
+        (32, 16384, 8, 0),
+        (32, 16384, 2, 2),
+        (8, 8192, 1, 0),
+        (8, 32768, 1, 2),
+    ],  # fmt: skip
 )
 def test_blocks_with_many_chunks_ask_the_cache_ahead(heads: int, num_tokens: int, num_sequences: int, prefetch: int) -> None:
     assert chunk.default_config(problem_of(heads, num_tokens, num_sequences), H100).prefetch == prefetch

@@ -58,8 +58,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
     ],
     "segment": [0, 16],  # of the configuration, where a backend has it: whole sequences, or in segments of so many chunks
     "places": [0, 3],  # likewise: a cluster an item, or so many that take one after the other
+    "fused": [True, False],  # likewise: whole sequences in one launch or in two
 }
-_CONFIG_AXES = ("segment", "places")
+_CONFIG_AXES = ("segment", "places", "fused")
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
