@@ -335,6 +335,8 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                                             final_state, write_slot, head, column_begin, state_fragment, state_high_fragment
                                         )
 
+                T.sync_warp()
+                T.cluster_arrive()  # before the stores below: it waits for those above
                 if num_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
                     valid_rows = length - (num_chunks - 1) * CHUNK
@@ -448,6 +450,8 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         gates_full, gates_free,
                     )  # fmt: skip
             T.sync_warp()
-            T.cluster_sync()  # the other block may still send to this one
+            if tx >= _INVERSE:
+                T.cluster_arrive()
+            T.cluster_wait()  # the other block may still send to this one
 
     return chunk_fused
