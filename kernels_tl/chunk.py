@@ -86,7 +86,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if _in_one_launch(problem, config):
         return device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
-    if config.fused:
+    if config.fused and config.segment == 0:
         return False
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
