@@ -408,11 +408,12 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
             for i, j in T.Parallel(CHUNK, CHUNK):
                 decay_fragment[i, j] = sum_shared[half, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
-                decay_fragment[i, j] = T.exp2(row_factor[i] - decay_fragment[i, j])
+                # Above the diagonal R is zero as its factors are, times whatever is finite.
+                decay_fragment[i, j] = T.exp2(T.min(row_factor[i] - decay_fragment[i, j], 0.0))
             for i, j in T.Parallel(CHUNK, CHUNK):
                 column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
             for i, j in T.Parallel(CHUNK, CHUNK):
-                decay_fragment[i, j] = T.Select(row_index[i] >= j, decay_fragment[i, j] * column_fragment[i, j], 0.0)
+                decay_fragment[i, j] *= column_fragment[i, j]
 
             T.barrier_wait(x_full, turn & 1)
             T.wgmma_gemm(query_operand, x_shared, qk_fragment, clear_accum=True)

@@ -255,6 +255,8 @@ def problem(op: str, row: Row) -> Problem | None:
 
 def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row], bool]:
     def allowed(row: Row) -> bool:
+        if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
+            return False  # the same code as without
         made = problem(op, row)
         return made is not None and refusal(made) is None
 
