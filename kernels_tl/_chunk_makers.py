@@ -37,22 +37,16 @@ LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different
 def own_block(warp, tile, block):
     """block [64, 16] = of the rows of each warp the diagonal 16 x 16 block of tile [64, 64], an accumulator.
 
-    Compared by order: told that the warp is the block's number, the compiler indexes registers by the warp.
+    Chosen element by element: inside branches the fragment's layout is inferred for the threads of one branch alone.
     """
-    if warp < 2:
-        if warp < 1:
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                block[i, j] = tile[i, j]
-        else:
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                block[i, j] = tile[i, BLOCK + j]
-    else:
-        if warp < 3:
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                block[i, j] = tile[i, 2 * BLOCK + j]
-        else:
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                block[i, j] = tile[i, 3 * BLOCK + j]
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = tile[i, j]
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = T.Select(warp > 0, tile[i, BLOCK + j], block[i, j])
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = T.Select(warp > 1, tile[i, 2 * BLOCK + j], block[i, j])
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = T.Select(warp > 2, tile[i, 3 * BLOCK + j], block[i, j])
 
 
 def gate_role(problem: ChunkProblem) -> Any:
