@@ -176,6 +176,7 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
     ):
         kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
+        column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         factors = T.alloc_local((2,), "float32")
         column = T.alloc_local((BLOCK,), "float32")
@@ -227,17 +228,19 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
             # L, negated: the diagonal block, transposed, in float32; what lies left of it for the products.
             for i in T.Parallel(CHUNK):
                 row_factor[i] = -k_factor_shared[half, i] * beta_shared[half, i]
+            # All factors are read before anything is stored: the compiler keeps their order.
             for i, j in T.Parallel(CHUNK, BLOCK):
-                diagonal_shared[i // BLOCK * BLOCK + j, i % BLOCK] = diagonal_fragment[i, j] * (
-                    row_factor[i] * k_factor_shared[half, i // BLOCK * BLOCK + j]
-                )
+                diagonal_fragment[i, j] *= row_factor[i] * k_factor_shared[half, i // BLOCK * BLOCK + j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = k_factor_shared[half, j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                diagonal_shared[i // BLOCK * BLOCK + j, i % BLOCK] = diagonal_fragment[i, j]
             for block in T.unroll(blocks - 1):
                 if warp > block:
                     for i, j in T.Parallel(CHUNK, BLOCK):
-                        lower_shared[i, BLOCK * block + j] = T.cast(
-                            kk_fragment[i, BLOCK * block + j] * (row_factor[i] * k_factor_shared[half, BLOCK * block + j]),
-                            inverse_dtype,
-                        )
+                        lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
             T.sync_warp()
             if lane < BLOCK:
                 for i in T.unroll(BLOCK):
