@@ -30,6 +30,7 @@ from kernels_tl._chunk_types import (
 KEY_BUFFERS = 2  # of K for the makers: one each for inverse and product
 WARPGROUP = 128
 INVERSE_SYNC = 5  # a named barrier
+QUARTER = BLOCK // 2  # rows of the smallest blocks
 LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
 
 
@@ -127,32 +128,55 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
     blocks = CHUNK // BLOCK
 
     @T.macro
-    def multiply(sums, left, block, right):
-        """sums [16, 16] += left[block] [16, 16] right [16, 16], each as the lanes of a warp hold it."""
-        for half in T.unroll(2):
-            T.ptx_mma(
-                "float32", "m16n8k16", "row", "col", short, short, "fp32",
-                left.data, 8 * block, right.data, 4 * half, sums.data, 4 * half, T.bool(False),
-            )  # fmt: skip
+    def multiply(sums, begin, left, left_begin, right, right_begin):
+        """sums[begin ..] [16, 8] += left [16, 16] right [16, 8], each as the lanes of a warp hold it."""
+        T.ptx_mma(
+            "float32", "m16n8k16", "row", "col", short, short, "fp32",
+            left.data, left_begin, right.data, right_begin, sums.data, begin, T.bool(False),
+        )  # fmt: skip
 
     @T.macro
-    def store(x_shared, rest_shared, warp, lane, block, values, factors):
+    def load(lower_shared, lane, row, column, blocks_loaded, place):
+        """A block of lower_shared [64, 64] as a right operand."""
+        T.ptx_ldmatrix(
+            T.bool(True),
+            4,
+            T.access_ptr(lower_shared[BLOCK * row + lane % 16, BLOCK * column + lane // 16 * 8], "r", extent=8),
+            T.access_ptr(blocks_loaded[8 * place], "w", extent=8),
+        )
+
+    @T.macro
+    def load_column(lower_shared, lane, column, below, inverted):
+        # By all warps: what only some load is kept in registers from chunk to chunk.
+        for back in T.unroll(blocks):
+            if blocks - 1 - back > column:
+                load(
+                    lower_shared, lane, blocks - 1 - back, column, below, (blocks - 1 - back) * (blocks - 2 - back) // 2 + column
+                )
+        load(lower_shared, lane, column, column, inverted, column)
+
+    @T.macro
+    def store(x_shared, rest_shared, warp, lane, block, values, scaled, high, factors):
         for i in T.unroll(8):
-            values[i] = values[i] * factors[i // 2 % 2]
+            scaled[i] = values[8 * block + i] * factors[i // 2 % 2]
+        # Two at a time, once for X and its rest: a conversion of one number alone is an instruction of a quarter of the rate.
+        for pair in T.unroll(4):
+            for odd in T.vectorized(2):
+                high[2 * pair + odd] = T.cast(scaled[2 * pair + odd], dtype)
         for m in T.unroll(2):
             for side in T.unroll(2):
                 for odd in T.vectorized(2):
-                    x_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
-                        values[4 * m + 2 * side + odd], dtype
-                    )
+                    x_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = high[
+                        4 * m + 2 * side + odd
+                    ]
         if parts == 2:
             for i in T.unroll(8):
-                values[i] = values[i] - T.cast(T.cast(values[i], dtype), "float32")
+                scaled[i] = scaled[i] - T.cast(high[i], "float32")
             for m in T.unroll(2):
                 for side in T.unroll(2):
                     for odd in T.vectorized(2):
                         rest_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
-                            values[4 * m + 2 * side + odd], dtype
+                            scaled[4 * m + 2 * side + odd], dtype
                         )
 
     @T.macro
@@ -179,12 +203,16 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         factors = T.alloc_local((2,), "float32")
-        column = T.alloc_local((BLOCK,), "float32")
-        values = T.alloc_local((8,), "float32")
+        column = T.alloc_local((QUARTER,), "float32")
+        values = T.alloc_local((8 * blocks,), "float32")  # the row of blocks
+        scaled = T.alloc_local((8,), "float32")
+        high = T.alloc_local((8,), dtype)
         sums = T.alloc_local((8,), "float32")
         left = T.alloc_local((8 * blocks,), inverse_dtype)  # the row of blocks so far, as left operands
         middle = T.alloc_local((8,), inverse_dtype)
-        right = T.alloc_local((8,), inverse_dtype)
+        right = T.alloc_local((4,), inverse_dtype)
+        below = T.alloc_local((8 * blocks * (blocks - 1) // 2,), inverse_dtype)  # L_xu at x (x - 1) / 2 + u, as right operands
+        inverted = T.alloc_local((8 * (blocks - 1),), inverse_dtype)  # A_uu
         warp = thread // 32
         lane = thread % 32
         # Above the diagonal they stay zero.
@@ -242,66 +270,88 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
                     for i, j in T.Parallel(CHUNK, BLOCK):
                         lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
             T.sync_warp()
+            # The diagonal block's two 8 x 8 halves by substitution, a lane a column; below them -A_22 L_21 A_11 by products.
+            for odd in T.vectorized(2):
+                right[odd] = 0
+            for odd in T.vectorized(2):
+                right[2 + odd] = T.cast(diagonal_shared[BLOCK * warp + lane // 4, QUARTER + lane % 4 * 2 + odd], inverse_dtype)
             if lane < BLOCK:
-                for i in T.unroll(BLOCK):
-                    column[i] = T.if_then_else(lane == i, 1.0, 0.0)
-                for pivot in T.unroll(BLOCK - 1):
-                    for i in T.unroll(BLOCK):
+                for i in T.unroll(QUARTER):
+                    column[i] = T.if_then_else(lane % QUARTER == i, 1.0, 0.0)
+                for pivot in T.unroll(QUARTER - 1):
+                    for i in T.unroll(QUARTER):
                         if i > pivot:
-                            column[i] = column[i] + diagonal_shared[BLOCK * warp + pivot, i] * column[pivot]
+                            column[i] = (
+                                column[i]
+                                + diagonal_shared[BLOCK * warp + lane // QUARTER * QUARTER + pivot, lane // QUARTER * QUARTER + i]
+                                * column[pivot]
+                            )
             T.sync_warp()
             if lane < BLOCK:
-                for i in T.unroll(BLOCK):
-                    diagonal_shared[BLOCK * warp + i, lane] = column[i]
-                    lower_shared[BLOCK * warp + i, BLOCK * warp + lane] = T.cast(column[i], inverse_dtype)
-            T.sync_threads(INVERSE_SYNC, WARPGROUP)
-
-            T.barrier_wait(x_free, (turn & 1) ^ 1)
-            for side in T.unroll(2):
-                factors[side] = k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
-                for m in T.unroll(2):
-                    for odd in T.vectorized(2):
-                        values[4 * m + 2 * side + odd] = diagonal_shared[
-                            BLOCK * warp + lane // 4 + 8 * side, 8 * m + lane % 4 * 2 + odd
-                        ]
+                for part in T.unroll(2):
+                    for i in T.vectorized(4):
+                        diagonal_shared[BLOCK * warp + lane, lane // QUARTER * QUARTER + 4 * part + i] = column[4 * part + i]
+            T.sync_warp()
+            T.clear(values)
+            for m in T.unroll(2):
+                for odd in T.unroll(2):
+                    values[6 * m + odd] = diagonal_shared[
+                        BLOCK * warp + QUARTER * m + lane % 4 * 2 + odd, QUARTER * m + lane // 4
+                    ]
+            for i in T.unroll(8):
+                left[i] = T.cast(values[i], inverse_dtype)
+            T.clear(sums)
+            multiply(sums, 0, left, 0, right, 0)
+            for i in T.unroll(8):
+                middle[i] = 0
+            for odd in T.unroll(2):
+                middle[2 + odd] = T.cast(sums[2 + odd], inverse_dtype)
+            for odd in T.vectorized(2):
+                right[odd] = T.cast(diagonal_shared[BLOCK * warp + lane // 4, lane % 4 * 2 + odd], inverse_dtype)
+            for odd in T.vectorized(2):
+                right[2 + odd] = 0
+            multiply(values, 0, middle, 0, right, 0)
             for block in T.unroll(blocks):
                 for i in T.unroll(8):
+                    values[8 * block + i] = values[i]
                     left[8 * block + i] = T.cast(values[i], inverse_dtype)
-            store(x_shared, rest_shared, warp, lane, warp, values, factors)
+            for m in T.unroll(2):
+                for side in T.unroll(2):
+                    for odd in T.vectorized(2):
+                        lower_shared[
+                            BLOCK * warp + lane // 4 + 8 * side, BLOCK * warp + 8 * m + lane % 4 * 2 + odd
+                        ] = left[4 * m + 2 * side + odd]
+            T.sync_threads(INVERSE_SYNC, WARPGROUP)
+
+            load_column(lower_shared, lane, blocks - 2, below, inverted)
+            for side in T.unroll(2):
+                factors[side] = k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
+            T.barrier_wait(x_free, (turn & 1) ^ 1)
             for back in T.unroll(blocks - 1):
+                if back < blocks - 2:  # of the next round, before this one's stores, behind which it would wait
+                    load_column(lower_shared, lane, blocks - 3 - back, below, inverted)
                 if warp > blocks - 2 - back:
                     T.clear(sums)
-                    for x in T.unroll(blocks):
-                        if x > blocks - 2 - back:
-                            if x <= warp:
-                                T.ptx_ldmatrix(
-                                    T.bool(True),
-                                    4,
-                                    T.access_ptr(
-                                        lower_shared[BLOCK * x + lane % 16, BLOCK * (blocks - 2 - back) + lane // 16 * 8],
-                                        "r",
-                                        extent=8,
-                                    ),
-                                    T.access_ptr(right[0], "w", extent=8),
-                                )
-                                multiply(sums, left, x, right)
+                    for backwards in T.unroll(blocks):  # what was made last comes last
+                        if backwards <= back:
+                            if blocks - 1 - backwards <= warp:
+                                for n in T.unroll(2):
+                                    multiply(
+                                        sums, 4 * n, left, 8 * (blocks - 1 - backwards), below,
+                                        8 * ((blocks - 1 - backwards) * (blocks - 2 - backwards) // 2 + blocks - 2 - back) + 4 * n,
+                                    )  # fmt: skip
+                    # While the products run.
+                    store(x_shared, rest_shared, warp, lane, blocks - 1 - back, values, scaled, high, factors)
                     for i in T.unroll(8):
                         middle[i] = T.cast(sums[i], inverse_dtype)
-                    T.ptx_ldmatrix(
-                        T.bool(True),
-                        4,
-                        T.access_ptr(
-                            lower_shared[BLOCK * (blocks - 2 - back) + lane % 16, BLOCK * (blocks - 2 - back) + lane // 16 * 8],
-                            "r",
-                            extent=8,
-                        ),
-                        T.access_ptr(right[0], "w", extent=8),
-                    )
-                    T.clear(values)
-                    multiply(values, middle, 0, right)
+                        values[8 * (blocks - 2 - back) + i] = 0.0
+                    for n in T.unroll(2):
+                        multiply(
+                            values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n
+                        )
                     for i in T.unroll(8):
-                        left[8 * (blocks - 2 - back) + i] = T.cast(values[i], inverse_dtype)
-                    store(x_shared, rest_shared, warp, lane, blocks - 2 - back, values, factors)
+                        left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
+            store(x_shared, rest_shared, warp, lane, 0, values, scaled, high, factors)
             T.fence_proxy_async()
             T.barrier_arrive(x_full)
 
