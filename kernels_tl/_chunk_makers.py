@@ -117,8 +117,9 @@ def gate_role(problem: ChunkProblem) -> Any:
 def inverse_role(problem: ChunkProblem, parts: int) -> Any:
     """A macro for one warpgroup: X and its rest. Rows 16 w .. of every tile are warp w's.
 
-    L in blocks of 16 x 16: a warp inverts its diagonal block by itself. Then, with every warp's L and inverted blocks in place,
-    it makes its row of blocks of (I + L)^-1 leftwards, A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, out of registers.
+    L in blocks of 16 x 16: a warp inverts its diagonal block by itself, two halves by substitution and what lies below them by
+    products. Then, with every warp's L and inverted blocks in place, it makes its row of blocks of (I + L)^-1 leftwards,
+    A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, out of registers; a block is stored while the next one's products run.
     """
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
