@@ -319,9 +319,9 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
             for m in T.unroll(2):
                 for side in T.unroll(2):
                     for odd in T.vectorized(2):
-                        lower_shared[
-                            BLOCK * warp + lane // 4 + 8 * side, BLOCK * warp + 8 * m + lane % 4 * 2 + odd
-                        ] = left[4 * m + 2 * side + odd]
+                        lower_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * warp + 8 * m + lane % 4 * 2 + odd] = left[
+                            4 * m + 2 * side + odd
+                        ]
             T.sync_threads(INVERSE_SYNC, WARPGROUP)
 
             load_column(lower_shared, lane, blocks - 2, below, inverted)
@@ -339,7 +339,8 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
                                 for n in T.unroll(2):
                                     multiply(
                                         sums, 4 * n, left, 8 * (blocks - 1 - backwards), below,
-                                        8 * ((blocks - 1 - backwards) * (blocks - 2 - backwards) // 2 + blocks - 2 - back) + 4 * n,
+                                        8 * (blocks - 2 - back)
+                                        + 4 * (blocks - 1 - backwards) * (blocks - 2 - backwards) + 4 * n,
                                     )  # fmt: skip
                     # While the products run.
                     store(x_shared, rest_shared, warp, lane, blocks - 1 - back, values, scaled, high, factors)
@@ -347,9 +348,7 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
                         middle[i] = T.cast(sums[i], inverse_dtype)
                         values[8 * (blocks - 2 - back) + i] = 0.0
                     for n in T.unroll(2):
-                        multiply(
-                            values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n
-                        )
+                        multiply(values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n)
                     for i in T.unroll(8):
                         left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
             store(x_shared, rest_shared, warp, lane, 0, values, scaled, high, factors)
