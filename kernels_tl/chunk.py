@@ -17,6 +17,9 @@ row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per se
 slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
 on comes from cu_seqlens on the device: the grids are sized by shapes alone.
 
+At D = 128 there is a form in one launch (`fused`, _chunk_fused.py): a cluster of two blocks per sequence and head makes its
+tiles itself and hands them on through shared memory. Nothing but tokens and states passes through global memory.
+
 Few sequences x heads leave SMs idle in the chain. Then sequences are cut into segments, and two launches in between
 (_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
 `chunk_starts` the states themselves. The chain has a block per segment.
@@ -37,6 +40,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkProblem
 from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
+from kernels_tl._chunk_fused import FUSED_BYTES, FUSED_REGISTERS, fused
 from kernels_tl._chunk_prepare import prepare
 from kernels_tl._chunk_segments import starts, summaries
 from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
@@ -51,6 +55,7 @@ class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
     m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
+    fused: bool  # whole sequences of D = 128 in one launch, which knows neither columns nor stages
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -79,6 +84,10 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
+    if _in_one_launch(problem, config):
+        return device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
+    if config.fused and config.segment == 0:
+        return False
     math_threads = 2 * config.columns
     registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
     return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
@@ -86,20 +95,29 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
-    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1)
+    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1, fused=False)
     config = config if fits(problem, config, device) else replace(config, stages=2)
-    return replace(config, segment=_fastest_segment(problem, device))
+    one = replace(config, fused=True)
+    one_fits = fits(problem, one, device)
+    segment = _fastest_segment(problem, device, one_fits)
+    if one_fits and segment == 0 and _one_launch_time(problem, device) < _two_launch_time(problem, device):
+        return one
+    return replace(config, segment=segment)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
-    space = [replace(default, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
-    space += [replace(default, segment=segment) for segment in _segments_to_try(problem, device)]
+    apart = replace(default, fused=False)
+    space = [replace(default, fused=True, segment=0)]
+    space += [replace(apart, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
+    space += [replace(apart, segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
+    if _in_one_launch(problem, config):
+        return {"chunk_fused": _build.library(fused(problem, config.m_parts), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
         "chunk_prepare": prepare(problem, config.m_parts),
@@ -111,6 +129,8 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    if _in_one_launch(problem, config):
+        return 0
     heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
     size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem) + _VECTOR_BYTES)
     if config.segment:
@@ -153,6 +173,31 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
+    if _in_one_launch(problem, config):
+        if num_sequences == 0:
+            out.zero_()
+            return
+        compiled.functions["chunk_fused"](
+            q,
+            k,
+            v,
+            given(g, has_gate),
+            given(beta, has_beta),
+            given(A_log, raw),
+            given(dt_bias, raw),
+            given(initial_state, problem.has_initial_state),
+            indices,
+            given(has_initial_state, problem.has_mask),
+            given(final_state, problem.has_final_state),
+            given(final_state_indices, problem.has_final_indices),
+            cu_seqlens,
+            out,
+            given(checkpoint_offsets, problem.has_checkpoints),
+            given(checkpoint_slots, problem.has_checkpoints),
+            scale,
+            null_slot,
+        )
+        return
     heads, segment = problem.num_state_heads, config.segment
     slots = num_slots(num_tokens, num_sequences)
     end_of_tiles = slots * heads * _tile_bytes(problem)
@@ -218,8 +263,11 @@ _OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": 
 _VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
 _LONGEST_SEGMENT = 1 << 20  # its tokens fit an int32
 # Of the model that chooses segments; microseconds on an H100, 128 key columns. NOTES-chunk.md has what they were fitted to.
-_CHAIN_US = 1.15  # a chunk of the chain, while few SMs work
+_CHAIN_US = 1.05  # a chunk of the chain, while few SMs work
 _FULL_CHAIN_US = 1.65  # the same with all SMs at work, which the L2 cache bounds
+_ONE_LAUNCH_US = 1.82  # a chunk of the one launch: two makers take 3.6 us for each of theirs, however many SMs work
+_PREPARE_US = 2.9  # a chunk of `chunk_prepare`, by SM: four blocks of 12 us at a time
+_LEAST_PREPARE_US = 5.0  # its beginning and end
 _SUMMARY_US = 1.22  # a chunk of a summary, both halves of a head on one SM
 _START_US = 2.4  # a segment of the starts
 _ROUND_US = 7.0  # of a launch's blocks, one an SM: beginning, first copies, end
@@ -227,10 +275,18 @@ _MOST_SEGMENTS = 64
 _LEAST_GAIN = 0.85  # of the time of whole sequences: else the model is not trusted
 
 
-def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
+def _in_one_launch(problem: ChunkProblem, config: Config) -> bool:
+    return config.fused and config.segment == 0 and problem.head_k_dim == 128
+
+
+def _fastest_segment(problem: ChunkProblem, device: DeviceSpec, one_fits: bool) -> int:
     """By the model, for sequences of equal lengths; 0 unless segments win clearly."""
     time, segment = min(_split_times(problem, device), default=(math.inf, 0))
-    return segment if time < _LEAST_GAIN * _whole_time(problem, device) else 0
+    if time >= _LEAST_GAIN * _whole_time(problem, device):
+        return 0
+    if one_fits and _prepare_time(problem, device) + time >= _LEAST_GAIN * _one_launch_time(problem, device):
+        return 0
+    return segment
 
 
 def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
@@ -238,6 +294,20 @@ def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
     # Several sequences are rarely of equal lengths: the model knows too little to leave segments out.
     limit = math.inf if problem.num_sequences > 1 else 1.2 * _whole_time(problem, device)
     return [segment for time, segment in sorted(_split_times(problem, device)) if time < limit][:6]
+
+
+def _one_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    chunks, heads = _chunks_and_heads(problem)
+    return -(-2 * heads // device.num_sms) * (chunks * _ONE_LAUNCH_US + _ROUND_US)
+
+
+def _two_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    return _prepare_time(problem, device) + _whole_time(problem, device)
+
+
+def _prepare_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+    chunks, heads = _chunks_and_heads(problem)
+    return _LEAST_PREPARE_US + chunks * heads * _PREPARE_US / device.num_sms
 
 
 def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:

@@ -37,6 +37,9 @@ def violations(report: Report, problem: Problem, backend: str, device: DeviceSpe
         found = sum(report.count(pattern) for pattern in patterns.split("|"))
         if found < least:
             yield f"{found} {patterns}, expected at least {least}"
+    for pattern, most in expected.at_most.items():
+        if report.count(pattern) > most:
+            yield f"{report.count(pattern)} {pattern}, expected at most {most}"
     for pattern in expected.none_of:
         if report.count(pattern):
             yield f"{report.count(pattern)} {pattern}, expected none"

@@ -65,8 +65,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
     ],
     "segment": [0, 16],  # of the configuration, where a backend has it: whole sequences, or in segments of so many chunks
     "places": [0, 3],  # likewise: a cluster an item, or so many that take one after the other
+    "fused": [True, False],  # likewise: whole sequences in one launch or in two
 }
-_CONFIG_AXES = ("segment", "places")
+_CONFIG_AXES = ("segment", "places", "fused")
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
@@ -411,6 +412,8 @@ def problem(op: str, row: Row) -> Problem | None:
 
 def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row], bool]:
     def allowed(row: Row) -> bool:
+        if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
+            return False  # the same code as without
         made = problem(op, row)
         return made is not None and refusal(made) is None
 

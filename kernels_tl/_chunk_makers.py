@@ -1,0 +1,513 @@
+"""The roles of the one-launch chunk kernel that make tiles: what of a chunk does not depend on the state.
+
+A block makes the tiles of the chunks of its parity, for both blocks of its cluster. The maths stands in _chunk_prepare; here it
+is split between two warpgroups, so that two chunks are on their way at a time:
+
+    inverse   K K^T, |k|^-1, L, X = |k|^-1 (I + L)^-1 as 16-bit summands
+    product   Q K^T, |q|^-1, then with X: R, Z and the row factors, into the block's own half of the ring
+
+`turn` counts the chunks that a block makes. The barriers stand in _chunk_fused.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from gdn.problems import ChunkProblem
+from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
+from kernels_tl._chunk_types import (
+    CHUNK,
+    HALF,
+    NUM_VECTORS,
+    ROW_LAST,
+    ROW_STATE_KEY,
+    ROW_STATE_QUERY,
+    TILE_R,
+    TILE_Z,
+    TILE_Z_HIGH,
+)
+
+KEY_BUFFERS = 2  # of K for the makers: one each for inverse and product
+WARPGROUP = 128
+INVERSE_SYNC = 5  # a named barrier
+QUARTER = BLOCK // 2  # rows of the smallest blocks
+LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
+
+
+@T.macro
+def own_block(warp, tile, block):
+    """block [64, 16] = of the rows of each warp the diagonal 16 x 16 block of tile [64, 64], an accumulator.
+
+    Chosen element by element: inside branches the fragment's layout is inferred for the threads of one branch alone.
+    """
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = tile[i, j]
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = T.Select(warp > 0, tile[i, BLOCK + j], block[i, j])
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = T.Select(warp > 1, tile[i, 2 * BLOCK + j], block[i, j])
+    for i, j in T.Parallel(CHUNK, BLOCK):
+        block[i, j] = T.Select(warp > 2, tile[i, 3 * BLOCK + j], block[i, j])
+
+
+def gate_role(problem: ChunkProblem) -> Any:
+    """A macro for one warp: cumulative log2 decays and beta of the chunks that the block makes."""
+    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
+    raw_gate = has_gate and problem.use_gate
+    raw_beta = has_beta and problem.use_beta_sigmoid
+
+    @T.macro
+    def gates(
+        lane, turns, rank, sequence_begin, length, head, g, beta, a_log, dt_bias, sum_shared, beta_shared, gates_full, gates_free
+    ):
+        decays = T.alloc_local((2,), "float32")
+        strengths = T.alloc_local((2,), "float32")
+        log_decay = T.alloc_var("float32", init=0.0)
+        gate_input = T.alloc_var("float32", init=0.0)
+        strength = T.alloc_var("float32", init=0.0)
+        running = T.alloc_var("float32", init=0.0)
+        for turn in T.serial(turns):
+            step = 2 * turn + rank
+            begin = sequence_begin + step * CHUNK
+            valid = T.min(length - step * CHUNK, CHUNK)
+            # Two tokens a lane; all loads first, of some token where there is none: their latencies do not add up.
+            for half in T.unroll(2):
+                token = T.cast(begin + T.min(2 * lane + half, valid - 1), "int64")
+                if has_gate:
+                    decays[half] = T.cast(g[token, head], "float32")
+                if has_beta:
+                    strengths[half] = T.cast(beta[token, head], "float32")
+            for half in T.unroll(2):
+                log_decay = 0.0
+                strength = 0.0
+                if 2 * lane + half < valid:
+                    if has_gate:
+                        gate_input = decays[half]
+                        if raw_gate:
+                            gate_input = gate_input + dt_bias[head]
+                            if gate_input <= SOFTPLUS_THRESHOLD:
+                                gate_input = T.log1p(T.exp(gate_input))
+                            log_decay = -T.exp(a_log[head]) * gate_input
+                        else:
+                            log_decay = gate_input
+                        if log_decay < LOWEST_LOG_DECAY:
+                            log_decay = LOWEST_LOG_DECAY
+                    strength = 1.0
+                    if has_beta:
+                        strength = strengths[half]
+                        if raw_beta:
+                            strength = 1.0 / (1.0 + T.exp(-strength))
+                strengths[half] = strength
+                decays[half] = log_decay
+            running = decays[0] + decays[1]
+            for level in T.unroll(5):
+                gate_input = T.shfl_up(running, 1 << level)
+                if lane >= (1 << level):
+                    running = running + gate_input
+            T.barrier_wait(gates_free[turn % 2], ((turn // 2) & 1) ^ 1)
+            for half in T.unroll(2):
+                beta_shared[turn % 2, 2 * lane + half] = strengths[half]
+            sum_shared[turn % 2, 2 * lane] = (running - decays[1]) * LOG2_E
+            sum_shared[turn % 2, 2 * lane + 1] = running * LOG2_E
+            T.barrier_arrive(gates_full[turn % 2])
+
+    return gates
+
+
+def inverse_role(problem: ChunkProblem, parts: int) -> Any:
+    """A macro for one warpgroup: X and its rest. Rows 16 w .. of every tile are warp w's.
+
+    L in blocks of 16 x 16: a warp inverts its diagonal block by itself, two halves by substitution and what lies below them by
+    products. Then, with every warp's L and inverted blocks in place, it makes its row of blocks of (I + L)^-1 leftwards,
+    A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, out of registers; a block is stored while the next one's products run.
+    """
+    dtype, normalize = problem.dtype, problem.use_qk_l2norm
+    # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
+    inverse_dtype = "float16" if normalize else dtype
+    short = {"float16": "fp16", "bfloat16": "bf16"}[inverse_dtype]
+    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    blocks = CHUNK // BLOCK
+
+    @T.macro
+    def multiply(sums, begin, left, left_begin, right, right_begin):
+        """sums[begin ..] [16, 8] += left [16, 16] right [16, 8], each as the lanes of a warp hold it."""
+        T.ptx_mma(
+            "float32", "m16n8k16", "row", "col", short, short, "fp32",
+            left.data, left_begin, right.data, right_begin, sums.data, begin, T.bool(False),
+        )  # fmt: skip
+
+    @T.macro
+    def load(lower_shared, lane, row, column, blocks_loaded, place):
+        """A block of lower_shared [64, 64] as a right operand."""
+        T.ptx_ldmatrix(
+            T.bool(True),
+            4,
+            T.access_ptr(lower_shared[BLOCK * row + lane % 16, BLOCK * column + lane // 16 * 8], "r", extent=8),
+            T.access_ptr(blocks_loaded[8 * place], "w", extent=8),
+        )
+
+    @T.macro
+    def load_column(lower_shared, lane, column, below, inverted):
+        # By all warps: what only some load is kept in registers from chunk to chunk.
+        for back in T.unroll(blocks):
+            if blocks - 1 - back > column:
+                load(
+                    lower_shared, lane, blocks - 1 - back, column, below, (blocks - 1 - back) * (blocks - 2 - back) // 2 + column
+                )
+        load(lower_shared, lane, column, column, inverted, column)
+
+    @T.macro
+    def store(x_shared, rest_shared, warp, lane, block, values, scaled, high, factors):
+        for i in T.unroll(8):
+            scaled[i] = values[8 * block + i] * factors[i // 2 % 2]
+        # Two at a time, once for X and its rest: a conversion of one number alone is an instruction of a quarter of the rate.
+        for pair in T.unroll(4):
+            for odd in T.vectorized(2):
+                high[2 * pair + odd] = T.cast(scaled[2 * pair + odd], dtype)
+        for m in T.unroll(2):
+            for side in T.unroll(2):
+                for odd in T.vectorized(2):
+                    x_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = high[
+                        4 * m + 2 * side + odd
+                    ]
+        if parts == 2:
+            for i in T.unroll(8):
+                scaled[i] = scaled[i] - T.cast(high[i], "float32")
+            for m in T.unroll(2):
+                for side in T.unroll(2):
+                    for odd in T.vectorized(2):
+                        rest_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
+                            scaled[4 * m + 2 * side + odd], dtype
+                        )
+
+    @T.macro
+    def inverse(
+        thread,
+        turns,
+        rank,
+        length,
+        k_shared,
+        k_high_shared,
+        lower_shared,
+        x_shared,
+        rest_shared,
+        diagonal_shared,
+        beta_shared,
+        k_factor_shared,
+        k_full,
+        gates_full,
+        x_full,
+        x_free,
+    ):
+        kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
+        column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        row_factor = T.alloc_fragment((CHUNK,), "float32")
+        factors = T.alloc_local((2,), "float32")
+        column = T.alloc_local((QUARTER,), "float32")
+        values = T.alloc_local((8 * blocks,), "float32")  # the row of blocks
+        scaled = T.alloc_local((8,), "float32")
+        high = T.alloc_local((8,), dtype)
+        sums = T.alloc_local((8,), "float32")
+        left = T.alloc_local((8 * blocks,), inverse_dtype)  # the row of blocks so far, as left operands
+        middle = T.alloc_local((8,), inverse_dtype)
+        right = T.alloc_local((4,), inverse_dtype)
+        below = T.alloc_local((8 * blocks * (blocks - 1) // 2,), inverse_dtype)  # L_xu at x (x - 1) / 2 + u, as right operands
+        inverted = T.alloc_local((8 * (blocks - 1),), inverse_dtype)  # A_uu
+        warp = thread // 32
+        lane = thread % 32
+        # Above the diagonal they stay zero.
+        for i, j in T.Parallel(CHUNK, CHUNK):
+            x_shared[i, j] = 0
+            if parts == 2:
+                rest_shared[i, j] = 0
+        for turn in T.serial(turns):
+            buffer = turn % KEY_BUFFERS
+            half = turn % 2
+            valid = T.min(length - (2 * turn + rank) * CHUNK, CHUNK)
+            T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
+            if valid < CHUNK:
+                # The next sequence's keys, NaN perhaps, would reach Z.
+                for i, j in T.Parallel(CHUNK, HALF):
+                    if i >= valid:
+                        k_shared[buffer, i, j] = 0
+                        k_high_shared[buffer, i, j] = 0
+                T.fence_proxy_async()
+                T.sync_threads(INVERSE_SYNC, WARPGROUP)
+            T.wgmma_gemm(k_shared[buffer, :, :], k_shared[buffer, :, :], kk_fragment, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(k_high_shared[buffer, :, :], k_high_shared[buffer, :, :], kk_fragment, transpose_B=True)
+            T.barrier_wait(gates_full[half], (turn // 2) & 1)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(kk_fragment, num_regs=32)
+            # Of the four blocks the warp's own: 32 comparisons of rows and columns less, wherever the diagonal is meant.
+            own_block(warp, kk_fragment, diagonal_fragment)
+            if normalize:
+                # The sums alone: the roots of all elements that a thread holds would be too many.
+                for i, j in T.Parallel(CHUNK, BLOCK):
+                    if i % BLOCK == j:
+                        k_factor_shared[half, i] = diagonal_fragment[i, j]
+                T.sync_warp()
+                if lane < BLOCK:
+                    k_factor_shared[half, BLOCK * warp + lane] = T.rsqrt(k_factor_shared[half, BLOCK * warp + lane] + NORM_EPS)
+            else:
+                if lane < BLOCK:
+                    k_factor_shared[half, BLOCK * warp + lane] = 1.0
+            T.sync_threads(INVERSE_SYNC, WARPGROUP)  # also: every warp is done with the L of the chunk before
+
+            # L, negated: the diagonal block, transposed, in float32; what lies left of it for the products.
+            for i in T.Parallel(CHUNK):
+                row_factor[i] = -k_factor_shared[half, i] * beta_shared[half, i]
+            # All factors are read before anything is stored: the compiler keeps their order.
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                diagonal_fragment[i, j] *= row_factor[i] * k_factor_shared[half, i // BLOCK * BLOCK + j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = k_factor_shared[half, j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
+            for i, j in T.Parallel(CHUNK, BLOCK):
+                diagonal_shared[i // BLOCK * BLOCK + j, i % BLOCK] = diagonal_fragment[i, j]
+            for block in T.unroll(blocks - 1):
+                if warp > block:
+                    for i, j in T.Parallel(CHUNK, BLOCK):
+                        lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
+            T.sync_warp()
+            # The diagonal block's two 8 x 8 halves by substitution, a lane a column; below them -A_22 L_21 A_11 by products.
+            for odd in T.vectorized(2):
+                right[odd] = 0
+            for odd in T.vectorized(2):
+                right[2 + odd] = T.cast(diagonal_shared[BLOCK * warp + lane // 4, QUARTER + lane % 4 * 2 + odd], inverse_dtype)
+            if lane < BLOCK:
+                for i in T.unroll(QUARTER):
+                    column[i] = T.if_then_else(lane % QUARTER == i, 1.0, 0.0)
+                for pivot in T.unroll(QUARTER - 1):
+                    for i in T.unroll(QUARTER):
+                        if i > pivot:
+                            column[i] = (
+                                column[i]
+                                + diagonal_shared[BLOCK * warp + lane // QUARTER * QUARTER + pivot, lane // QUARTER * QUARTER + i]
+                                * column[pivot]
+                            )
+            T.sync_warp()
+            if lane < BLOCK:
+                for part in T.unroll(2):
+                    for i in T.vectorized(4):
+                        diagonal_shared[BLOCK * warp + lane, lane // QUARTER * QUARTER + 4 * part + i] = column[4 * part + i]
+            T.sync_warp()
+            T.clear(values)
+            for m in T.unroll(2):
+                for odd in T.unroll(2):
+                    values[6 * m + odd] = diagonal_shared[
+                        BLOCK * warp + QUARTER * m + lane % 4 * 2 + odd, QUARTER * m + lane // 4
+                    ]
+            for i in T.unroll(8):
+                left[i] = T.cast(values[i], inverse_dtype)
+            T.clear(sums)
+            multiply(sums, 0, left, 0, right, 0)
+            for i in T.unroll(8):
+                middle[i] = 0
+            for odd in T.unroll(2):
+                middle[2 + odd] = T.cast(sums[2 + odd], inverse_dtype)
+            for odd in T.vectorized(2):
+                right[odd] = T.cast(diagonal_shared[BLOCK * warp + lane // 4, lane % 4 * 2 + odd], inverse_dtype)
+            for odd in T.vectorized(2):
+                right[2 + odd] = 0
+            multiply(values, 0, middle, 0, right, 0)
+            for block in T.unroll(blocks):
+                for i in T.unroll(8):
+                    values[8 * block + i] = values[i]
+                    left[8 * block + i] = T.cast(values[i], inverse_dtype)
+            for m in T.unroll(2):
+                for side in T.unroll(2):
+                    for odd in T.vectorized(2):
+                        lower_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * warp + 8 * m + lane % 4 * 2 + odd] = left[
+                            4 * m + 2 * side + odd
+                        ]
+            T.sync_threads(INVERSE_SYNC, WARPGROUP)
+
+            load_column(lower_shared, lane, blocks - 2, below, inverted)
+            for side in T.unroll(2):
+                factors[side] = k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
+            T.barrier_wait(x_free, (turn & 1) ^ 1)
+            for back in T.unroll(blocks - 1):
+                if back < blocks - 2:  # of the next round, before this one's stores, behind which it would wait
+                    load_column(lower_shared, lane, blocks - 3 - back, below, inverted)
+                if warp > blocks - 2 - back:
+                    T.clear(sums)
+                    for backwards in T.unroll(blocks):  # what was made last comes last
+                        if backwards <= back:
+                            if blocks - 1 - backwards <= warp:
+                                for n in T.unroll(2):
+                                    multiply(
+                                        sums, 4 * n, left, 8 * (blocks - 1 - backwards), below,
+                                        8 * (blocks - 2 - back)
+                                        + 4 * (blocks - 1 - backwards) * (blocks - 2 - backwards) + 4 * n,
+                                    )  # fmt: skip
+                    # While the products run.
+                    store(x_shared, rest_shared, warp, lane, blocks - 1 - back, values, scaled, high, factors)
+                    for i in T.unroll(8):
+                        middle[i] = T.cast(sums[i], inverse_dtype)
+                        values[8 * (blocks - 2 - back) + i] = 0.0
+                    for n in T.unroll(2):
+                        multiply(values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n)
+                    for i in T.unroll(8):
+                        left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
+            store(x_shared, rest_shared, warp, lane, 0, values, scaled, high, factors)
+            T.fence_proxy_async()
+            T.barrier_arrive(x_full)
+
+    return inverse
+
+
+def product_role(problem: ChunkProblem, parts: int) -> Any:
+    """A macro for one warpgroup: R, Z and the row factors, from X."""
+    dtype, normalize = problem.dtype, problem.use_qk_l2norm
+    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+
+    @T.macro
+    def product(
+        thread,
+        turns,
+        rank,
+        scale,
+        k_shared,
+        k_high_shared,
+        q_shared,
+        q_high_shared,
+        x_shared,
+        rest_shared,
+        sum_shared,
+        beta_shared,
+        k_factor_shared,
+        q_factor_shared,
+        ring,
+        vector_ring,
+        k_full,
+        k_empty,
+        q_full,
+        q_empty,
+        gates_full,
+        gates_free,
+        x_full,
+        x_free,
+        taken,
+        made,
+    ):
+        qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        qq_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
+        z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+        z_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+        r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
+        vectors = T.alloc_local((NUM_VECTORS,), "float32")
+        row_factor = T.alloc_fragment((CHUNK,), "float32")
+        column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        # Compared with columns that are the same for all comparisons, which else took 32 registers each.
+        row_index = T.alloc_fragment((CHUNK,), "int32")
+        query_factor = T.alloc_var("float32", init=0.0)
+        warp = thread // 32
+        lane = thread % 32
+        for i in T.Parallel(CHUNK):
+            row_index[i] = i
+        for turn in T.serial(turns):
+            buffer = turn % KEY_BUFFERS
+            half = turn % 2
+            T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
+            T.barrier_wait(q_full[0], turn & 1)
+            # Rows of Q and K past the end may be anything: they reach rows of R of tokens past the end, or nothing.
+            if normalize:
+                T.wgmma_gemm(q_shared[0, :, :], q_shared[0, :, :], qq_fragment, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(q_high_shared[0, :, :], q_high_shared[0, :, :], qq_fragment, transpose_B=True)
+            T.wgmma_gemm(q_shared[0, :, :], k_shared[buffer, :, :], qk_fragment, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(q_high_shared[0, :, :], k_high_shared[buffer, :, :], qk_fragment, transpose_B=True)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+            if normalize:
+                T.warpgroup_fence_operand(qq_fragment, num_regs=32)
+            if thread % 32 == 0:
+                T.barrier_arrive(q_empty)
+            if normalize:
+                own_block(thread // 32, qq_fragment, diagonal_fragment)
+                for i, j in T.Parallel(CHUNK, BLOCK):
+                    if i % BLOCK == j:
+                        q_factor_shared[i] = diagonal_fragment[i, j]
+                T.sync_warp()
+                if lane < BLOCK:
+                    query_factor = T.rsqrt(q_factor_shared[BLOCK * warp + lane] + NORM_EPS) * scale
+                    q_factor_shared[BLOCK * warp + lane] = query_factor
+            else:
+                if lane < BLOCK:
+                    q_factor_shared[BLOCK * warp + lane] = scale
+            T.sync_warp()  # a warp reads the factors of its own rows only
+            for i in T.Parallel(CHUNK):
+                row_factor[i] = q_factor_shared[i]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                qk_fragment[i, j] *= row_factor[i]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                query_operand[i, j] = T.Select(row_index[i] >= j, qk_fragment[i, j], 0.0)
+            T.barrier_wait(gates_full[half], (turn // 2) & 1)
+            total = sum_shared[half, CHUNK - 1]
+            for i in T.Parallel(CHUNK):
+                row_factor[i] = sum_shared[half, i]
+            # While X is made: all that R is multiplied with. X is to be free again soon after.
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                decay_fragment[i, j] = sum_shared[half, j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                # Above the diagonal R is zero as its factors are, times whatever is finite.
+                decay_fragment[i, j] = T.exp2(T.min(row_factor[i] - decay_fragment[i, j], 0.0))
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                decay_fragment[i, j] *= column_fragment[i, j]
+
+            T.barrier_wait(x_full, turn & 1)
+            T.wgmma_gemm(query_operand, x_shared, qk_fragment, clear_accum=True)
+            if parts == 2:
+                T.wgmma_gemm(query_operand, rest_shared, qk_fragment)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                r_fragment[i, j] = qk_fragment[i, j] * decay_fragment[i, j]
+            T.wgmma_gemm(x_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
+            if parts == 2:
+                T.wgmma_gemm(rest_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True)
+            T.wgmma_gemm(x_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
+            if parts == 2:
+                T.wgmma_gemm(rest_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True)
+            for i in T.Parallel(CHUNK):
+                row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[half, i] * (1.0 / x_scale))
+            # Of the warp's own rows, as the factors are; twice each.
+            vectors[ROW_LAST] = T.exp2(sum_shared[half, BLOCK * warp + lane % BLOCK])
+            vectors[ROW_STATE_KEY] = vectors[ROW_LAST] * k_factor_shared[half, BLOCK * warp + lane % BLOCK]
+            vectors[ROW_STATE_QUERY] = vectors[ROW_LAST] * q_factor_shared[BLOCK * warp + lane % BLOCK]
+            vectors[ROW_LAST] = T.exp2(total)
+            T.wait_wgmma(parts)
+            T.warpgroup_fence_operand(z_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, HALF):
+                z_operand[i, j] = z_fragment[i, j] * row_factor[i]
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, HALF):
+                z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
+            T.sync_warp()
+            if thread % 32 == 0:
+                T.barrier_arrive(x_free)
+                T.barrier_arrive(k_empty[buffer])
+                T.barrier_arrive(gates_free[half])
+            # All is in registers by now: the chains, which wait for it, have the tiles soon after they make room for them.
+            T.barrier_wait(taken[rank], (turn & 1) ^ 1)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                ring[rank, TILE_R, i, j] = r_fragment[i, j]
+            for i, j in T.Parallel(CHUNK, HALF):
+                ring[rank, TILE_Z, i, j] = z_operand[i, j]
+            for i, j in T.Parallel(CHUNK, HALF):
+                ring[rank, TILE_Z_HIGH, i, j] = z_high_operand[i, j]
+            if lane < BLOCK:
+                for row in T.unroll(NUM_VECTORS):
+                    vector_ring[rank, row, BLOCK * warp + lane] = vectors[row]
+            T.fence_proxy_async()
+            T.barrier_arrive(made)
+
+    return product

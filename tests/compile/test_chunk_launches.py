@@ -1,0 +1,60 @@
+"""The TileLang chunk kernel in one launch or in two: which the default takes, what is compiled, what does not fit."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gdn.device import H100
+from gdn.problems import ChunkProblem
+from gdn.testing.inputs import chunk_problem
+
+chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
+
+
+def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int = 1, dim: int = 128) -> ChunkProblem:
+    return chunk_problem(
+        num_q_heads=num_k_heads, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=dim, head_v_dim=dim,
+        dtype="bfloat16", num_tokens=num_tokens, num_sequences=num_sequences,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fused", "segment"),
+    [
+        ((16, 32, 1024), True, 0), ((16, 32, 4096), True, 0),  # short: nothing to begin a second launch for
+        ((16, 32, 8192), False, 0), ((16, 32, 32768), False, 0),  # SMs to spare for the tiles
+        ((16, 32, 8192, 8), True, 0), ((16, 32, 16384, 8), True, 0), ((16, 32, 8192, 64), True, 0), ((16, 64, 8192), True, 0),
+        ((4, 8, 8192), False, 16), ((4, 8, 32768), False, 64), ((2, 4, 32768), False, 32),  # few heads: in segments
+        ((16, 32, 8192, 8, 64), False, 0),  # not served
+    ],
+)  # fmt: skip
+def test_default(sizes: tuple[int, ...], fused: bool, segment: int) -> None:
+    config = chunk.default_config(_problem(*sizes), H100)
+    assert (config.fused, config.segment) == (fused, segment)
+
+
+def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(function: Any, **options: Any) -> bytes:
+        return b""
+
+    monkeypatch.setattr(chunk._build, "library", script)
+    config = dataclasses.replace(chunk.default_config(_problem(4, 8, 8192), H100), fused=True)
+    two = {"chunk_prepare", "chunk_chain"}
+    assert set(chunk.compile(_problem(4, 8, 8192), dataclasses.replace(config, segment=0))) == {"chunk_fused"}
+    assert set(chunk.compile(_problem(4, 8, 8192), config)) > two
+    assert set(chunk.compile(_problem(4, 8, 8192, 1, 64), dataclasses.replace(config, segment=0))) == two
+
+
+def test_one_launch_has_no_workspace_and_needs_room() -> None:
+    problem = _problem(16, 32, 8192)
+    config = dataclasses.replace(chunk.default_config(problem, H100), fused=True, segment=0)
+    assert chunk.workspace_bytes(problem, config) == 0 and chunk.fits(problem, config, H100)
+    small = dataclasses.replace(H100, shared_bytes_per_block=chunk.FUSED_BYTES - 1)
+    assert not chunk.fits(problem, config, small) and not chunk.default_config(problem, small).fused
+    assert not chunk.fits(_problem(16, 32, 8192, 1, 64), config, H100)
+
+
+def test_configs_hold_both() -> None:
+    for problem in (_problem(16, 32, 8192), _problem(4, 8, 8192)):
+        assert {config.fused for config in chunk.configs(problem, H100) if config.segment == 0} == {False, True}
