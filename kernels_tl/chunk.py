@@ -265,7 +265,7 @@ _LONGEST_SEGMENT = 1 << 20  # its tokens fit an int32
 # Of the model that chooses segments; microseconds on an H100, 128 key columns. NOTES-chunk.md has what they were fitted to.
 _CHAIN_US = 1.05  # a chunk of the chain, while few SMs work
 _FULL_CHAIN_US = 1.65  # the same with all SMs at work, which the L2 cache bounds
-_ONE_LAUNCH_US = 1.82  # a chunk of the one launch: two makers take 3.6 us for each of theirs, however many SMs work
+_ONE_LAUNCH_US = 1.75  # a chunk of the one launch: two makers take 3.5 us for each of theirs, however many SMs work
 _PREPARE_US = 2.9  # a chunk of `chunk_prepare`, by SM: four blocks of 12 us at a time
 _LEAST_PREPARE_US = 5.0  # its beginning and end
 _SUMMARY_US = 1.22  # a chunk of a summary, both halves of a head on one SM

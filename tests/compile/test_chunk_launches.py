@@ -22,9 +22,9 @@ def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences:
 @pytest.mark.parametrize(
     ("sizes", "fused", "segment"),
     [
-        ((16, 32, 1024), True, 0), ((16, 32, 4096), True, 0),  # short: nothing to begin a second launch for
-        ((16, 32, 8192), False, 0), ((16, 32, 32768), False, 0),  # SMs to spare for the tiles
-        ((16, 32, 8192, 8), True, 0), ((16, 32, 16384, 8), True, 0), ((16, 32, 8192, 64), True, 0), ((16, 64, 8192), True, 0),
+        ((16, 32, 1024), True, 0), ((16, 32, 4096), True, 0),
+        ((16, 32, 8192), True, 0), ((16, 32, 32768), True, 0), ((16, 32, 8192, 8), True, 0),
+        ((16, 32, 16384, 8), True, 0), ((16, 32, 8192, 64), True, 0), ((16, 64, 8192), True, 0),
         ((4, 8, 8192), False, 16), ((4, 8, 32768), False, 64), ((2, 4, 32768), False, 32),  # few heads: in segments
         ((16, 32, 8192, 8, 64), False, 0),  # not served
     ],
