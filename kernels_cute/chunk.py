@@ -64,6 +64,11 @@ _REGISTERS = (240, 136, 96, 40)
 _ALL_PLACES = 2**31 - 1
 
 
+# An entry of a tuned table serves calls of nearly its sizes (see gdn.runtime.tuned): for others another design may be faster, and
+# the default knows which.
+TUNED_WITHIN = 0.25
+
+
 @dataclass(frozen=True)
 class Config:
     paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns

@@ -50,6 +50,11 @@ _GATE_DTYPES = ("float32", "bfloat16", "float16")
 _OTHER_BYTES = 2048  # static shared memory of the barriers and the block's sequence, each rounded up
 
 
+# An entry of a tuned table serves calls of nearly its sizes (see gdn.runtime.tuned): for others another design may be faster, and
+# the default knows which.
+TUNED_WITHIN = 0.25
+
+
 @dataclass(frozen=True)
 class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,7 @@ class KernelCandidate:
             usable = self._usable[key] = self._read(problem, device)
         return [
             select.Tuned(found.config, tuple(sorted(found.entry.sizes.items())), found.entry.time_us, str(found.path))
-            for found in tuned.nearest_first(usable, problem.sizes())
+            for found in tuned.nearest_first(usable, problem.sizes(), getattr(self.module, "TUNED_WITHIN", math.inf))
         ]
 
     def _read(self, problem: Problem, device: DeviceSpec) -> list[Found]:

@@ -3,7 +3,8 @@
 A table is `<device>/<op>.<backend>.json`, below GDN_TUNED_DIR and then below the tables that ship with the package. A
 group holds the entries of one set of static fields; a group serves a problem whose static fields are exactly its own.
 Among a group's entries the nearest sizes win: the smallest sum over sizes of |log2((a + 1) / (b + 1))|, ties to the
-smaller sizes (compared in the order of their names).
+smaller sizes (compared in the order of their names). A kernel that takes another design for other sizes bounds that sum
+(`TUNED_WITHIN`): beyond it its own default serves.
 """
 
 import dataclasses
@@ -172,6 +173,7 @@ def usable(
     return []
 
 
-def nearest_first(found: Iterable[Found], sizes: Mapping[str, int]) -> list[Found]:
-    """Sorted by distance to these sizes; ties to the smaller sizes."""
-    return sorted(found, key=lambda item: (distance(item.entry.sizes, sizes), sorted(item.entry.sizes.items())))
+def nearest_first(found: Iterable[Found], sizes: Mapping[str, int], within: float = math.inf) -> list[Found]:
+    """Those at most so far from these sizes, sorted by distance; ties to the smaller sizes."""
+    near = [item for item in found if distance(item.entry.sizes, sizes) <= within]
+    return sorted(near, key=lambda item: (distance(item.entry.sizes, sizes), sorted(item.entry.sizes.items())))

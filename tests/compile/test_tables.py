@@ -1,12 +1,14 @@
 """Every entry of every shipped table names a kernel, a problem and a configuration that compile and fit the device."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdn import problems
+from autotune.shapes import shapes
+from gdn import problems, runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import compiled, registry, tuned
@@ -21,6 +23,7 @@ PROBLEMS: dict[str, Any] = {
         problems.RecurrentProblem,
         problems.Conv1dProblem,
         problems.Conv1dUpdateProblem,
+        problems.GdnDecodeProblem,
         problems.SplitProblem,
         problems.GatingProblem,
         problems.RmsNormGatedProblem,
@@ -61,3 +64,20 @@ def test_entries_compile(path: Path) -> None:
             variants[code] = (problem, config)
     failed = checks.failures(module_name, header.backend, list(variants.values()), device)
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("path", [path for path in TABLES if path.stem.startswith("chunk.")], ids=lambda path: path.stem)
+def test_a_chunk_entry_serves_sizes_near_its_own(path: Path) -> None:
+    """One more sequence may ask for another design (segments, four SMs a head), which the default knows."""
+    candidate = runtime.candidates("chunk")[tuned.read(path).header.backend]
+    if candidate.refusal(one := _problem(16, 32, 8192, 1)) is not None:
+        pytest.skip("needs the DSL")
+    assert candidate.tuned(one, H100)[0].sizes == (("num_sequences", 1), ("num_tokens", 8192))
+    assert candidate.tuned(_problem(16, 32, 8000, 1), H100) and candidate.tuned(_problem(16, 32, 8192, 9), H100)
+    for tokens, sequences in ((8192, 2), (8192, 3), (4000, 4), (100, 1), (70000, 1)):
+        assert not candidate.tuned(_problem(16, 32, tokens, sequences), H100)
+
+
+def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int) -> Problem:
+    shape = next(one for one in shapes("chunk") if one.name == f"{num_k_heads}/{num_v_heads} 8192")
+    return replace(shape.problem, num_tokens=num_tokens, num_sequences=num_sequences)  # type: ignore[call-arg]

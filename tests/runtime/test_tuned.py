@@ -87,6 +87,20 @@ def test_distances_add_up_and_ties_go_to_the_smaller(tmp_path: Path):
     assert tuned.distance({"a": 1, "b": 3}, {"a": 3, "b": 1}) == 2.0
 
 
+def test_entries_beyond_the_bound_do_not_serve(tmp_path: Path):
+    store(tmp_path, table(entry(1, tokens=63, rows=0), entry(2, tokens=63, rows=1)))
+    names = frozenset({"tokens", "rows"})
+    found = tuned.usable([tmp_path], "h100", "recurrent", "cute", STATIC, names, Config, lambda config: True)
+
+    def tiles(within: float, **sizes: int) -> list[int]:
+        return [item.config.tile for item in tuned.nearest_first(found, sizes, within)]
+
+    assert tiles(1.0, tokens=63, rows=0) == [1, 2]  # rows 0 and 1 are log2(2) apart
+    assert tiles(0.99, tokens=63, rows=0) == [1]
+    assert tiles(0.25, tokens=70, rows=1) == [2]
+    assert tiles(0.25, tokens=127, rows=1) == []
+
+
 def test_static_fields_must_be_equal(tmp_path: Path):
     store(tmp_path, table(entry(8, tokens=1)))
     assert look(tmp_path, tokens=1) == [8]
