@@ -28,9 +28,9 @@ class CopyRoles:
 
     @cute.jit
     def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece, base=0):
-        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, begin, head // self.q_group, 0)
-        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0)
-        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, begin, head // self.v_group, piece)
+        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
+        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, self.stages, begin, head // self.v_group, piece)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(num_chunks, unroll=1):
@@ -64,9 +64,9 @@ class CopyRoles:
                     ptx.prefetch_line(first + Int64(i // lines * pitch + i % lines * 128))
 
     @cute.jit
-    def tiles(self, field, atom, tensor, columns: cutlass.Constexpr, begin, head, piece):
+    def tiles(self, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
         """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
-        layout = layouts.by_rows(self.dtype, CHUNK, columns, self.stages)
+        layout = layouts.by_rows(self.dtype, CHUNK, columns, stages)
         shared = field.get_tensor(layout.outer, swizzle=layout.inner)
         rows = cute.domain_offset((begin, 0), tensor[None, None, head])
         chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))

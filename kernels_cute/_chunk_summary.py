@@ -320,7 +320,7 @@ class SummaryChunk(Segments, FusedChunk):
     def copy_keys_warp(self, storage, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, rank):
         """K, and V where this block runs h."""
         pieces = self.dim // 64
-        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, begin, head // self.k_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
         layout = layouts.by_rows(self.dtype, CHUNK, 64, pieces * self.stages)
         shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
         rows = cute.domain_offset((begin, 0), v_tensor[None, None, head // self.v_group])

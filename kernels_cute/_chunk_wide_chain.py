@@ -179,8 +179,8 @@ class ChainRoles:
     @cute.jit
     def chain_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, rank):
         """K and Q: one chain loads for both, the other arms its own barriers."""
-        to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
-        to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
+        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
             self.bring(k_atom, from_k[None, step], to_k[None, stage], storage.k_full.data_ptr() + stage,
@@ -205,8 +205,8 @@ class ChainRoles:
     def value_warp(self, storage, v_atom, v_tensor, out_atom, out_tensor, out, begin, length, head, piece):
         """V in, and O out of the same places; once an O is read, the place takes another V."""
         lane = cute.arch.lane_idx()
-        to_v, from_v = self.wide_tiles(storage.v, v_atom, v_tensor, self.columns, self.stages, begin, head // self.v_group, piece)
-        from_o, to_o = self.wide_tiles(storage.v, out_atom, out_tensor, self.columns, self.stages, begin, head, piece)
+        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, self.stages, begin, head // self.v_group, piece)
+        from_o, to_o = self.tiles(storage.v, out_atom, out_tensor, self.columns, self.stages, begin, head, piece)
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(cutlass.min(num_chunks, self.stages), unroll=1):
             self.load_values(storage, v_atom, from_v, to_v, step, num_chunks)

@@ -6,24 +6,13 @@ The barriers and who waits for whom stand in `_chunk_wide`.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
-from cutlass.cute.nvgpu import cpasync
 
-from kernels_cute import _chunk_layouts as layouts
 from kernels_cute._chunk_shape import AUX_BYTES, CHUNK
 from kernels_cute._chunk_wide_shape import KEY_BYTES, KEY_STAGES, MAKERS, ROUND, SETS
 
 
 class MakerCopies:
     """Methods of the copying warpgroup's warps; `self` is a WideBlock."""
-
-    @cute.jit
-    def wide_tiles(self, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
-        """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
-        layout = layouts.by_rows(self.dtype, CHUNK, columns, stages)
-        shared = field.get_tensor(layout.outer, swizzle=layout.inner)
-        rows = cute.domain_offset((begin, 0), tensor[None, None, head])
-        chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
-        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
     @cute.jit
     def copy_keys(self, atom, source, target, barrier, blocks):
@@ -33,8 +22,8 @@ class MakerCopies:
     @cute.jit
     def maker_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, number):
         """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
-        to_q, from_q = self.wide_tiles(storage.q, q_atom, q_tensor, self.dim, SETS, begin, head // self.q_group, 0)
-        to_k, from_k = self.wide_tiles(storage.k, k_atom, k_tensor, self.dim, SETS * KEY_STAGES, begin, head // self.k_group, 0)
+        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, SETS, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, SETS * KEY_STAGES, begin, head // self.k_group, 0)
         here = Int32(1) << (number + self.first_maker)
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
