@@ -1,23 +1,28 @@
-"""The chunk kernel in one launch: a cluster of two blocks for every sequence and state head of 128 key and 128 value columns.
+"""The chunk kernel in one launch: a cluster of blocks for every sequence and state head of 128 key and 128 value columns.
 
-Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes the tiles R and Z of the chunks of parity b
-(_chunk_makers) and gives them to both: nothing of them passes through global memory.
+The first two blocks run the chain of 64 V columns each, as _chunk_chain does. Every block of the cluster (`makers` of them) makes
+the tiles R and Z of every makers-th chunk (_chunk_makers) and gives them to both chains: nothing of them passes through global
+memory. With many sequences and heads two blocks each fill the device. With few ones a third or fourth block, on an SM that else
+idles, leaves the makers of each block more time for a chunk.
 
 | warpgroup | role | registers |
 |---|---|---|
-| 0 | chain: S^T in registers | 224 |
+| 0 | chain: S^T in registers; idle in the blocks behind the first two | 224 |
 | 1 | inverse: X of this block's chunks | 120 |
 | 2 | product: R, Z and row factors of this block's chunks | 128 |
-| 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to the other block; 3 gates | 40 |
+| 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to other blocks; 3 gates | 40 |
 
-`stage` = chunk % 2 also names the half of the ring, and the block that fills it. `turn` counts the chunks that a block makes.
+`stage` = chunk % 2 also names the slot of the ring. `turn` counts the chunks that a block makes. A chain's block makes tiles in
+the slot where its chain reads them, when both chains have taken what lay there. Another's ring holds its own tiles on their way:
+they are made when what was sent two turns ago has arrived, and sent when both chains have room.
 
 | barrier | waits | arrives (count) |
 |---|---|---|
 | full[stage] | chain | warp 0 (32) + bytes of K, Q, V |
 | empty[stage] | warp 0 | one lane of every chain warp (4), Q S done: V is read and U made one chunk earlier |
-| ready[stage] | chain | the block that made it: 2 lanes of warp 2; the other: 2 copies that announce themselves + their bytes |
-| taken[stage] | product, of the block that fills it | one lane of every chain warp of both blocks (8) |
+| ready[stage] | chain | in the block that made it: 2 lanes of warp 2; else: 2 copies that announce themselves + their bytes |
+| taken | of the block that fills the slot next: product, or warp 2 where there is no chain | one lane of every chain warp (8) |
+| room | product, where there is no chain | warp 2 (32) behind `taken`: what it sent before has arrived |
 | made | warp 2 | product threads (128) |
 | out_full | warp 1 | chain threads (128) |
 | out_empty | chain | warp 1 (32), when the copy has read the staged rows |
@@ -137,7 +142,9 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
     @T.macro
     def send(ring, vector_ring, slot, remote_slot, ready, block):
         T.copy_cluster(ring[slot, :, :, :], ring[remote_slot, :, :, :], dst_block=block, remote_barrier=ready[remote_slot])
-        T.copy_cluster(vector_ring[slot, :, :], vector_ring[remote_slot, :, :], dst_block=block, remote_barrier=ready[remote_slot])
+        T.copy_cluster(
+            vector_ring[slot, :, :], vector_ring[remote_slot, :, :], dst_block=block, remote_barrier=ready[remote_slot]
+        )
 
     @T.prim_func
     def chunk_fused(
@@ -438,7 +445,9 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
                         token = sequence_begin + (makers * turn + rank) * CHUNK
                         if turn + 1 < turns:
                             T.barrier_wait(q_empty, turn & 1)
-                            load_halves(q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0)
+                            load_halves(
+                                q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0
+                            )
                             T.barrier_arrive(q_full[0])
                         if turn + KEY_BUFFERS < turns:  # free before the tiles are made
                             buffer = turn % KEY_BUFFERS

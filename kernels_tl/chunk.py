@@ -17,8 +17,8 @@ row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per se
 slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
 on comes from cu_seqlens on the device: the grids are sized by shapes alone.
 
-At D = 128 there is a form in one launch (`fused`, _chunk_fused.py): a cluster of two blocks per sequence and head makes its
-tiles itself and hands them on through shared memory. Nothing but tokens and states passes through global memory.
+At D = 128 there is a form in one launch (`fused`, _chunk_fused.py): a cluster of two to four blocks per sequence and head makes
+its tiles itself and hands them on through shared memory. Nothing but tokens and states passes through global memory.
 
 Few sequences x heads leave SMs idle in the chain. Then sequences are cut into segments, and two launches in between
 (_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
@@ -60,7 +60,7 @@ class Config:
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
-    makers: int = CHAINS  # blocks of a cluster of the one launch: two run the chain, all make tiles; more are faster where SMs idle
+    cluster: int = CHAINS  # blocks of a cluster of the one launch: two run the chain, all make tiles; with more it has more SMs
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -86,7 +86,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
-    if not CHAINS <= config.makers <= (MOST_MAKERS if _in_one_launch(problem, config) else CHAINS):
+    if not CHAINS <= config.cluster <= (MOST_MAKERS if _in_one_launch(problem, config) else CHAINS):
         return False
     if _in_one_launch(problem, config):
         return device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
@@ -106,15 +106,15 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     segment = _fastest_segment(problem, device, one_fits)
     time, makers = min(_one_launch_times(problem, device))
     if one_fits and segment == 0 and time < _two_launch_time(problem, device):
-        return replace(one, makers=makers)
+        return replace(one, cluster=makers)
     return replace(config, segment=segment)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
-    apart = replace(default, fused=False, makers=CHAINS)
-    space = [replace(default, fused=True, segment=0, makers=makers) for makers in range(CHAINS, MOST_MAKERS + 1)]
+    apart = replace(default, fused=False, cluster=CHAINS)
+    space = [replace(default, fused=True, segment=0, cluster=makers) for makers in range(CHAINS, MOST_MAKERS + 1)]
     space += [replace(apart, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
     space += [replace(apart, segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
@@ -122,7 +122,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     if _in_one_launch(problem, config):
-        return {"chunk_fused": _build.library(fused(problem, config.m_parts, config.makers), pass_configs=_OWN_BARRIERS)}
+        return {"chunk_fused": _build.library(fused(problem, config.m_parts, config.cluster), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
         "chunk_prepare": prepare(problem, config.m_parts),
@@ -306,7 +306,7 @@ def _one_launch_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tup
     """(time, makers) of the one launch."""
     chunks, heads = _chunks_and_heads(problem)
     for makers, chunk_us in _ONE_LAUNCH_US.items():
-        # Clusters of two fill every group of SMs. Of more, no more than surely are there at once: a second round is twice the time.
+        # Clusters of two fill every group of SMs. Of more, what surely runs at once: a second round takes twice the time.
         clusters = device.num_sms // _SMS_OF_GROUP * ((_SMS_OF_GROUP - 2) // makers)
         if makers == CHAINS:
             clusters = device.num_sms // CHAINS
