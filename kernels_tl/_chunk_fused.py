@@ -1,23 +1,28 @@
-"""The chunk kernel in one launch: a cluster of two blocks for every sequence and state head of 128 key and 128 value columns.
+"""The chunk kernel in one launch: a cluster of blocks for every sequence and state head of 128 key and 128 value columns.
 
-Each block runs the chain of 64 V columns, as _chunk_chain does; block b makes the tiles R and Z of the chunks of parity b
-(_chunk_makers) and gives them to both: nothing of them passes through global memory.
+The first two blocks run the chain of 64 V columns each, as _chunk_chain does. Every block of the cluster (`makers` of them) makes
+the tiles R and Z of every makers-th chunk (_chunk_makers) and gives them to both chains: nothing of them passes through global
+memory. With many sequences and heads two blocks each fill the device. With few ones a third or fourth block, on an SM that else
+idles, leaves the makers of each block more time for a chunk.
 
 | warpgroup | role | registers |
 |---|---|---|
-| 0 | chain: S^T in registers | 224 |
+| 0 | chain: S^T in registers; idle in the blocks behind the first two | 224 |
 | 1 | inverse: X of this block's chunks | 120 |
 | 2 | product: R, Z and row factors of this block's chunks | 128 |
-| 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to the other block; 3 gates | 40 |
+| 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to other blocks; 3 gates | 40 |
 
-`stage` = chunk % 2 also names the half of the ring, and the block that fills it. `turn` counts the chunks that a block makes.
+`stage` = chunk % 2 also names the slot of the ring. `turn` counts the chunks that a block makes. A chain's block makes tiles in
+the slot where its chain reads them, when both chains have taken what lay there. Another's ring holds its own tiles on their way:
+they are made when what was sent two turns ago has arrived, and sent when both chains have room.
 
 | barrier | waits | arrives (count) |
 |---|---|---|
 | full[stage] | chain | warp 0 (32) + bytes of K, Q, V |
 | empty[stage] | warp 0 | one lane of every chain warp (4), Q S done: V is read and U made one chunk earlier |
-| ready[stage] | chain | the block that made it: 2 lanes of warp 2; the other: 2 copies that announce themselves + their bytes |
-| taken[stage] | product, of the block that fills it | one lane of every chain warp of both blocks (8) |
+| ready[stage] | chain | in the block that made it: 2 lanes of warp 2; else: 2 copies that announce themselves + their bytes |
+| taken | of the block that fills the slot next: product, or warp 2 where there is no chain | one lane of every chain warp (8) |
+| room | product, where there is no chain | warp 2 (32) behind `taken`: what it sent before has arrived |
 | made | warp 2 | product threads (128) |
 | out_full | warp 1 | chain threads (128) |
 | out_empty | chain | warp 1 (32), when the copy has read the staged rows |
@@ -38,7 +43,7 @@ from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_chain import ACCUMULATOR, PANEL, ROWS, transposed_accumulator
-from kernels_tl._chunk_makers import KEY_BUFFERS, LOWER_PITCH, gate_role, inverse_role, product_role
+from kernels_tl._chunk_makers import CHAINS, KEY_BUFFERS, LOWER_PITCH, gate_role, inverse_role, product_role, ring_slot
 from kernels_tl._chunk_prepare import DIAGONAL_PITCH
 from kernels_tl._chunk_types import (
     CHUNK,
@@ -78,8 +83,8 @@ _FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 7 * CHUNK + MO
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
-def fused(problem: ChunkProblem, parts: int) -> Any:
-    """The prim_func `chunk_fused`."""
+def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
+    """The prim_func `chunk_fused`; makers: blocks of a cluster, two or more."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
     heads_per_k = heads // problem.num_k_heads
@@ -92,7 +97,6 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
     has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
     columns = PANEL
-    slices = head_v // columns
     final_dtype = problem.state_dtype if pooled else "float32"
     inverse_dtype = "float16" if normalize else dtype
 
@@ -116,9 +120,9 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
     store_state = state_storer(problem, columns, final_dtype)
-    gates = gate_role(problem)
-    inverse = inverse_role(problem, parts)
-    product = product_role(problem, parts)
+    gates = gate_role(problem, makers)
+    inverse = inverse_role(problem, parts, makers)
+    product = product_role(problem, parts, makers)
 
     @T.macro
     def start_state(source, starts, slot, head, column_begin, fragment, first):
@@ -134,6 +138,13 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
         end = token + CHUNK
         T.tma_copy(source[token:end, head, 0:HALF], low[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
         T.tma_copy(source[token:end, head, HALF:head_k], high[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
+
+    @T.macro
+    def send(ring, vector_ring, slot, remote_slot, ready, block):
+        T.copy_cluster(ring[slot, :, :, :], ring[remote_slot, :, :, :], dst_block=block, remote_barrier=ready[remote_slot])
+        T.copy_cluster(
+            vector_ring[slot, :, :], vector_ring[remote_slot, :, :], dst_block=block, remote_barrier=ready[remote_slot]
+        )
 
     @T.prim_func
     def chunk_fused(
@@ -157,7 +168,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
         null_slot: T.int32,
     ):
         # Sequences slowest: blocks start in this order, those of the longest sequence first.
-        with T.Kernel(slices, heads, bounds - 1, threads=THREADS, cluster_dims=(slices, 1, 1)) as (rank, head, place):
+        with T.Kernel(makers, heads, bounds - 1, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
             k_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
             q_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
@@ -184,7 +195,8 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
             full = T.alloc_barrier([32] * STAGES)
             empty = T.alloc_barrier([4] * STAGES)
             ready = T.alloc_cluster_barrier([RING_COPIES] * STAGES)
-            taken = T.alloc_cluster_barrier([4 * slices] * STAGES)
+            taken = T.alloc_cluster_barrier([4 * CHAINS])
+            room = T.alloc_barrier(32)
             made = T.alloc_barrier(128)
             out_full = T.alloc_barrier(128)
             out_empty = T.alloc_barrier(32)
@@ -233,13 +245,16 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                 read_slot = T.cast(indices[sequence], "int64")
                 live = length > 0 and read_slot > T.cast(null_slot, "int64")
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
-            turns = (num_chunks + 1 - rank) // 2
+            turns = (num_chunks + makers - 1 - rank) // makers
+            # What a block without a chain skips: whole loops, whose bodies the compiler then sees as they are.
+            chained = makers == CHAINS or rank < CHAINS
+            chain_chunks = num_chunks if makers == CHAINS else T.if_then_else(chained, num_chunks, 0)
 
             if tx < _INVERSE:
                 T.set_max_nreg(CHAIN_REGISTERS, 1)
-                starts = has_initial and live
+                starts = has_initial and live and chained
                 if has_initial and has_mask:
-                    if live:
+                    if live and chained:
                         starts = mask[sequence]
                 if has_initial:
                     start_state(initial_state, starts, read_slot, head, column_begin, state_fragment, 0)
@@ -249,14 +264,14 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                     T.clear(state_high_fragment)
                 T.copy(state_fragment, state_operand)
                 T.copy(state_high_fragment, state_high_operand)
-                if num_chunks > 0:
+                if chain_chunks > 0:
                     T.barrier_wait(full[0], 0)
                 T.copy(v_shared, v_fragment)
                 T.wgmma_gemm(state_operand, k_shared[0, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
                 T.wgmma_gemm(state_high_operand, k_high_shared[0, :, :], u_fragment, transpose_B=True, policy=ROWS)
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
-                for step in T.serial(num_chunks):
+                for step in T.serial(chain_chunks):
                     stage = step & 1
                     following = stage ^ 1
                     valid = T.min(length - step * CHUNK, CHUNK)
@@ -295,7 +310,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                     T.wgmma_gemm(w_operand, ring[stage, TILE_R, :, :], out_fragment, transpose_B=True, policy=ROWS)
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
-                    if step + 1 < num_chunks:
+                    if step + 1 < chain_chunks:
                         T.barrier_wait(full[following], ((step + 1) >> 1) & 1)
                     if following == 0:
                         T.copy(v_shared, v_fragment)
@@ -315,7 +330,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                     T.wait_wgmma(2)  # W R^T
                     T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
                     if tx % 32 == 0:
-                        T.mbarrier_arrive(taken[stage], stage)
+                        T.mbarrier_arrive(taken[0], (step + 2) % makers)  # whose block fills it next
                     for i, j in T.Parallel(columns, CHUNK):
                         out_rows[j, i] = out_fragment[i, j]
                     if valid == CHUNK:
@@ -337,7 +352,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
 
                 T.sync_warp()
                 T.cluster_arrive()  # before the stores below: it waits for those above
-                if num_chunks > 0:
+                if chain_chunks > 0:
                     begin = sequence_begin + (num_chunks - 1) * CHUNK
                     valid_rows = length - (num_chunks - 1) * CHUNK
                     if valid_rows < CHUNK:
@@ -345,6 +360,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                             if j < valid_rows:
                                 out[T.cast(begin + j, "int64"), head, column_begin + i] = out_rows[j, i]
 
+                live = live and chained
                 if has_final:
                     # Once more from memory: the loop has no register to keep them in.
                     ending = chosen[0]
@@ -369,12 +385,12 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
                     maker_q_high_shared, x_shared, rest_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
                     ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
-                    x_full, x_free, taken, made,
+                    x_full, x_free, taken, room, made,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(COPY_REGISTERS, 0)
                 if tx < _STORE:
-                    for step in T.serial(num_chunks):
+                    for step in T.serial(chain_chunks):
                         stage = step & 1
                         token = sequence_begin + step * CHUNK
                         T.barrier_wait(empty[stage], ((step >> 1) & 1) ^ 1)
@@ -397,7 +413,7 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
                         T.barrier_arrive(full[stage])
                 elif tx < _GIVE:
-                    for step in T.serial(T.if_then_else(live, length // CHUNK, 0)):
+                    for step in T.serial(T.if_then_else(live and chained, length // CHUNK, 0)):
                         token = sequence_begin + step * CHUNK
                         T.barrier_wait(out_full, step & 1)
                         T.tma_copy(
@@ -408,42 +424,52 @@ def fused(problem: ChunkProblem, parts: int) -> Any:
                         T.tma_store_wait(0)
                         T.barrier_arrive(out_empty)
                     # Rows that nobody else writes: of padding sequences, and a share of those behind the last sequence.
-                    if not live:
+                    if chained and not live:
                         for row in T.serial(length):
                             for half in T.unroll(2):
                                 out[T.cast(sequence_begin + row, "int64"), head, column_begin + tx - _STORE + 32 * half] = 0
                     used = T.cast(cu_seqlens[bounds - 1], "int32")
-                    for round in T.serial(T.ceildiv(T.max(num_tokens - used - place, 0), bounds - 1)):
+                    for round in T.serial(T.if_then_else(chained, T.ceildiv(T.max(num_tokens - used - place, 0), bounds - 1), 0)):
                         row = used + place + round * (bounds - 1)
                         for half in T.unroll(2):
                             out[T.cast(row, "int64"), head, column_begin + tx - _STORE + 32 * half] = 0
                 elif tx < _GATE:
                     for turn in T.serial(T.min(turns, KEY_BUFFERS)):
-                        token = sequence_begin + (2 * turn + rank) * CHUNK
+                        token = sequence_begin + (makers * turn + rank) * CHUNK
                         load_halves(k, head // heads_per_k, token, maker_k_shared, maker_k_high_shared, k_full, turn)
                         T.barrier_arrive(k_full[turn])
                         if turn == 0:
                             load_halves(q, head // heads_per_q, token, maker_q_shared, maker_q_high_shared, q_full, 0)
                             T.barrier_arrive(q_full[0])
                     for turn in T.serial(turns):
-                        token = sequence_begin + (2 * turn + rank) * CHUNK
+                        token = sequence_begin + (makers * turn + rank) * CHUNK
                         if turn + 1 < turns:
                             T.barrier_wait(q_empty, turn & 1)
-                            load_halves(q, head // heads_per_q, token + 2 * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0)
+                            load_halves(
+                                q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0
+                            )
                             T.barrier_arrive(q_full[0])
                         if turn + KEY_BUFFERS < turns:  # free before the tiles are made
                             buffer = turn % KEY_BUFFERS
-                            ahead = token + 2 * KEY_BUFFERS * CHUNK
+                            ahead = token + makers * KEY_BUFFERS * CHUNK
                             T.barrier_wait(k_empty[buffer], (turn // KEY_BUFFERS) & 1)
                             load_halves(k, head // heads_per_k, ahead, maker_k_shared, maker_k_high_shared, k_full, buffer)
                             T.barrier_arrive(k_full[buffer])
                         T.barrier_wait(made, turn & 1)
-                        if tx < _GIVE + RING_COPIES:
-                            T.barrier_arrive(ready[rank])
-                        T.copy_cluster(ring[rank, :, :, :], ring[rank, :, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank])
-                        T.copy_cluster(
-                            vector_ring[rank, :, :], vector_ring[rank, :, :], dst_block=rank ^ 1, remote_barrier=ready[rank]
-                        )
+                        slot = ring_slot(makers, rank, turn)
+                        if makers == CHAINS:
+                            if tx < _GIVE + RING_COPIES:
+                                T.barrier_arrive(ready[slot])
+                            send(ring, vector_ring, slot, slot, ready, rank ^ 1)
+                        elif rank < CHAINS:
+                            if tx < _GIVE + RING_COPIES:
+                                T.barrier_arrive(ready[slot])
+                            send(ring, vector_ring, slot, slot, ready, rank ^ 1)
+                        else:
+                            T.barrier_wait(taken[0], turn & 1)
+                            T.barrier_arrive(room)
+                            send(ring, vector_ring, slot, (makers * turn + rank) & 1, ready, 0)
+                            send(ring, vector_ring, slot, (makers * turn + rank) & 1, ready, 1)
                 else:
                     gates(
                         tx - _GATE, turns, rank, sequence_begin, length, head, g, beta, a_log, dt_bias, sum_shared, beta_shared,

@@ -1,12 +1,12 @@
 """The roles of the one-launch chunk kernel that make tiles: what of a chunk does not depend on the state.
 
-A block makes the tiles of the chunks of its parity, for both blocks of its cluster. The maths stands in _chunk_prepare; here it
-is split between two warpgroups, so that two chunks are on their way at a time:
+A block of a cluster of `makers` makes the tiles of every makers-th chunk, for both chains. The maths stands in _chunk_prepare;
+here it is split between two warpgroups, so that two chunks are on their way at a time:
 
     inverse   K K^T, |k|^-1, L, X = |k|^-1 (I + L)^-1 as 16-bit summands
-    product   Q K^T, |q|^-1, then with X: R, Z and the row factors, into the block's own half of the ring
+    product   Q K^T, |q|^-1, then with X: R, Z and the row factors, into a slot of the block's own ring
 
-`turn` counts the chunks that a block makes. The barriers stand in _chunk_fused.
+`turn` counts the chunks that a block makes: turn t is chunk makers * t + rank. The barriers stand in _chunk_fused.
 """
 
 from typing import Any
@@ -27,11 +27,20 @@ from kernels_tl._chunk_types import (
     TILE_Z_HIGH,
 )
 
+CHAINS = 2  # blocks of a cluster that run the chain, 64 V columns each; those behind them only make tiles
+MOST_MAKERS = 4  # of a cluster: slots of the ring in turns, see ring_slot
 KEY_BUFFERS = 2  # of K for the makers: one each for inverse and product
 WARPGROUP = 128
 INVERSE_SYNC = 5  # a named barrier
 QUARTER = BLOCK // 2  # rows of the smallest blocks
 LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
+
+
+def ring_slot(makers: int, rank: Any, turn: Any) -> Any:
+    """Where a block puts what it makes: a chain's block where its chain reads it, another in turns, while the last is sent."""
+    if makers == CHAINS:
+        return rank
+    return (turn * (1 if makers % 2 else rank // CHAINS) + rank) & 1
 
 
 @T.macro
@@ -50,7 +59,7 @@ def own_block(warp, tile, block):
         block[i, j] = T.Select(warp > 2, tile[i, 3 * BLOCK + j], block[i, j])
 
 
-def gate_role(problem: ChunkProblem) -> Any:
+def gate_role(problem: ChunkProblem, makers: int) -> Any:
     """A macro for one warp: cumulative log2 decays and beta of the chunks that the block makes."""
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw_gate = has_gate and problem.use_gate
@@ -67,7 +76,7 @@ def gate_role(problem: ChunkProblem) -> Any:
         strength = T.alloc_var("float32", init=0.0)
         running = T.alloc_var("float32", init=0.0)
         for turn in T.serial(turns):
-            step = 2 * turn + rank
+            step = makers * turn + rank
             begin = sequence_begin + step * CHUNK
             valid = T.min(length - step * CHUNK, CHUNK)
             # Two tokens a lane; all loads first, of some token where there is none: their latencies do not add up.
@@ -114,7 +123,7 @@ def gate_role(problem: ChunkProblem) -> Any:
     return gates
 
 
-def inverse_role(problem: ChunkProblem, parts: int) -> Any:
+def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
     """A macro for one warpgroup: X and its rest. Rows 16 w .. of every tile are warp w's.
 
     L in blocks of 16 x 16: a warp inverts its diagonal block by itself, two halves by substitution and what lies below them by
@@ -224,7 +233,7 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
-            valid = T.min(length - (2 * turn + rank) * CHUNK, CHUNK)
+            valid = T.min(length - (makers * turn + rank) * CHUNK, CHUNK)
             T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
             if valid < CHUNK:
                 # The next sequence's keys, NaN perhaps, would reach Z.
@@ -358,7 +367,7 @@ def inverse_role(problem: ChunkProblem, parts: int) -> Any:
     return inverse
 
 
-def product_role(problem: ChunkProblem, parts: int) -> Any:
+def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
     """A macro for one warpgroup: R, Z and the row factors, from X."""
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
     x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
@@ -390,6 +399,7 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
         x_full,
         x_free,
         taken,
+        room,
         made,
     ):
         qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
@@ -497,16 +507,22 @@ def product_role(problem: ChunkProblem, parts: int) -> Any:
                 T.barrier_arrive(k_empty[buffer])
                 T.barrier_arrive(gates_free[half])
             # All is in registers by now: the chains, which wait for it, have the tiles soon after they make room for them.
-            T.barrier_wait(taken[rank], (turn & 1) ^ 1)
+            if makers == CHAINS:
+                T.barrier_wait(taken[0], (turn & 1) ^ 1)
+            elif rank < CHAINS:
+                T.barrier_wait(taken[0], (turn & 1) ^ 1)
+            else:
+                T.barrier_wait(room, (turn & 1) ^ 1)
+            slot = ring_slot(makers, rank, turn)
             for i, j in T.Parallel(CHUNK, CHUNK):
-                ring[rank, TILE_R, i, j] = r_fragment[i, j]
+                ring[slot, TILE_R, i, j] = r_fragment[i, j]
             for i, j in T.Parallel(CHUNK, HALF):
-                ring[rank, TILE_Z, i, j] = z_operand[i, j]
+                ring[slot, TILE_Z, i, j] = z_operand[i, j]
             for i, j in T.Parallel(CHUNK, HALF):
-                ring[rank, TILE_Z_HIGH, i, j] = z_high_operand[i, j]
+                ring[slot, TILE_Z_HIGH, i, j] = z_high_operand[i, j]
             if lane < BLOCK:
                 for row in T.unroll(NUM_VECTORS):
-                    vector_ring[rank, row, BLOCK * warp + lane] = vectors[row]
+                    vector_ring[slot, row, BLOCK * warp + lane] = vectors[row]
             T.fence_proxy_async()
             T.barrier_arrive(made)
 

@@ -17,8 +17,8 @@ row factors, into the workspace. `chunk_chain` (_chunk_chain.py), a block per se
 slice of V columns, runs the chain of chunks with S^T in registers; its table of barriers is there. Which chunk a block works
 on comes from cu_seqlens on the device: the grids are sized by shapes alone.
 
-At D = 128 there is a form in one launch (`fused`, _chunk_fused.py): a cluster of two blocks per sequence and head makes its
-tiles itself and hands them on through shared memory. Nothing but tokens and states passes through global memory.
+At D = 128 there is a form in one launch (`fused`, _chunk_fused.py): a cluster of two to four blocks per sequence and head makes
+its tiles itself and hands them on through shared memory. Nothing but tokens and states passes through global memory.
 
 Few sequences x heads leave SMs idle in the chain. Then sequences are cut into segments, and two launches in between
 (_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
@@ -41,6 +41,7 @@ from gdn.problems import DTYPE_BYTES, ChunkProblem
 from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
 from kernels_tl._chunk_fused import FUSED_BYTES, FUSED_REGISTERS, fused
+from kernels_tl._chunk_makers import CHAINS, MOST_MAKERS
 from kernels_tl._chunk_prepare import prepare
 from kernels_tl._chunk_segments import starts, summaries
 from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
@@ -64,6 +65,7 @@ class Config:
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
+    cluster: int = CHAINS  # blocks of a cluster of the one launch: two run the chain, all make tiles; with more it has more SMs
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -89,6 +91,8 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
+    if not CHAINS <= config.cluster <= (MOST_MAKERS if _in_one_launch(problem, config) else CHAINS):
+        return False
     if _in_one_launch(problem, config):
         return device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
     if config.fused and config.segment == 0:
@@ -105,16 +109,17 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     one = replace(config, fused=True)
     one_fits = fits(problem, one, device)
     segment = _fastest_segment(problem, device, one_fits)
-    if one_fits and segment == 0 and _one_launch_time(problem, device) < _two_launch_time(problem, device):
-        return one
+    time, makers = min(_one_launch_times(problem, device))
+    if one_fits and segment == 0 and time < _two_launch_time(problem, device):
+        return replace(one, cluster=makers)
     return replace(config, segment=segment)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
-    apart = replace(default, fused=False)
-    space = [replace(default, fused=True, segment=0)]
+    apart = replace(default, fused=False, cluster=CHAINS)
+    space = [replace(default, fused=True, segment=0, cluster=makers) for makers in range(CHAINS, MOST_MAKERS + 1)]
     space += [replace(apart, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
     space += [replace(apart, segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
@@ -122,7 +127,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     if _in_one_launch(problem, config):
-        return {"chunk_fused": _build.library(fused(problem, config.m_parts), pass_configs=_OWN_BARRIERS)}
+        return {"chunk_fused": _build.library(fused(problem, config.m_parts, config.cluster), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
         "chunk_prepare": prepare(problem, config.m_parts),
@@ -270,7 +275,8 @@ _LONGEST_SEGMENT = 1 << 20  # its tokens fit an int32
 # Of the model that chooses segments; microseconds on an H100, 128 key columns. NOTES-chunk.md has what they were fitted to.
 _CHAIN_US = 1.05  # a chunk of the chain, while few SMs work
 _FULL_CHAIN_US = 1.65  # the same with all SMs at work, which the L2 cache bounds
-_ONE_LAUNCH_US = 1.75  # a chunk of the one launch: two makers take 3.5 us for each of theirs, however many SMs work
+_ONE_LAUNCH_US = {2: 1.75, 3: 1.42, 4: 1.22}  # a chunk of the one launch by makers, however many SMs work
+_SMS_OF_GROUP = 16  # of the groups of SMs that clusters lie in; some have two less
 _PREPARE_US = 2.9  # a chunk of `chunk_prepare`, by SM: four blocks of 12 us at a time
 _LEAST_PREPARE_US = 5.0  # its beginning and end
 _SUMMARY_US = 1.22  # a chunk of a summary, both halves of a head on one SM
@@ -289,7 +295,7 @@ def _fastest_segment(problem: ChunkProblem, device: DeviceSpec, one_fits: bool) 
     time, segment = min(_split_times(problem, device), default=(math.inf, 0))
     if time >= _LEAST_GAIN * _whole_time(problem, device):
         return 0
-    if one_fits and _prepare_time(problem, device) + time >= _LEAST_GAIN * _one_launch_time(problem, device):
+    if one_fits and _prepare_time(problem, device) + time >= _LEAST_GAIN * min(_one_launch_times(problem, device))[0]:
         return 0
     return segment
 
@@ -301,9 +307,15 @@ def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
     return [segment for time, segment in sorted(_split_times(problem, device)) if time < limit][:6]
 
 
-def _one_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+def _one_launch_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[float, int]]:
+    """(time, makers) of the one launch."""
     chunks, heads = _chunks_and_heads(problem)
-    return -(-2 * heads // device.num_sms) * (chunks * _ONE_LAUNCH_US + _ROUND_US)
+    for makers, chunk_us in _ONE_LAUNCH_US.items():
+        # Clusters of two fill every group of SMs. Of more, what surely runs at once: a second round takes twice the time.
+        clusters = device.num_sms // _SMS_OF_GROUP * ((_SMS_OF_GROUP - 2) // makers)
+        if makers == CHAINS:
+            clusters = device.num_sms // CHAINS
+        yield -(-heads // max(clusters, 1)) * (chunks * chunk_us + _ROUND_US), makers
 
 
 def _two_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:

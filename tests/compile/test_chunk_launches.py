@@ -20,18 +20,19 @@ def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fused", "segment"),
+    ("sizes", "cluster", "segment"),
     [
-        ((16, 32, 1024), True, 0), ((16, 32, 4096), True, 0),
-        ((16, 32, 8192), True, 0), ((16, 32, 32768), True, 0), ((16, 32, 8192, 8), True, 0),
-        ((16, 32, 16384, 8), True, 0), ((16, 32, 8192, 64), True, 0), ((16, 64, 8192), True, 0),
-        ((4, 8, 8192), False, 16), ((4, 8, 32768), False, 64), ((2, 4, 32768), False, 32),  # few heads: in segments
-        ((16, 32, 8192, 8, 64), False, 0),  # not served
+        ((16, 32, 1024), 3, 0), ((16, 32, 8192), 3, 0), ((16, 32, 32768), 3, 0),  # SMs to spare for the tiles
+        ((11, 33, 8192), 2, 0),  # a cluster of three might be one too many
+        ((16, 32, 8192, 8), 2, 0), ((16, 32, 16384, 8), 2, 0), ((16, 32, 8192, 64), 2, 0), ((16, 64, 8192), 2, 0),
+        ((4, 8, 8192), None, 16), ((4, 8, 32768), None, 64), ((2, 4, 32768), None, 32),  # few heads: in segments
+        ((16, 32, 8192, 8, 64), None, 0),  # not served
     ],
 )  # fmt: skip
-def test_default(sizes: tuple[int, ...], fused: bool, segment: int) -> None:
+def test_default(sizes: tuple[int, ...], cluster: int | None, segment: int) -> None:
+    """cluster None: not in one launch."""
     config = chunk.default_config(_problem(*sizes), H100)
-    assert (config.fused, config.segment) == (fused, segment)
+    assert (config.fused, config.cluster, config.segment) == (cluster is not None, cluster or chunk.CHAINS, segment)
 
 
 def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +54,15 @@ def test_one_launch_has_no_workspace_and_needs_room() -> None:
     small = dataclasses.replace(H100, shared_bytes_per_block=chunk.FUSED_BYTES - 1)
     assert not chunk.fits(problem, config, small) and not chunk.default_config(problem, small).fused
     assert not chunk.fits(_problem(16, 32, 8192, 1, 64), config, H100)
+    assert not chunk.fits(problem, dataclasses.replace(config, cluster=chunk.MOST_MAKERS + 1), H100)
+    assert not chunk.fits(problem, dataclasses.replace(config, cluster=3, fused=False), H100)
+
+
+def test_clusters_are_what_few_sms_hold() -> None:
+    """Of three or four blocks there are fewer at once than SMs would do for: they lie within groups of SMs."""
+    few = dataclasses.replace(H100, num_sms=64)
+    assert chunk.default_config(_problem(16, 16, 8192), few).cluster == 3
+    assert chunk.default_config(_problem(16, 32, 8192), few).cluster == chunk.CHAINS
 
 
 def test_configs_hold_both() -> None:

@@ -66,8 +66,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
     "segment": [0, 16],  # of the configuration, where a backend has it: whole sequences, or in segments of so many chunks
     "places": [0, 3],  # likewise: a cluster an item, or so many that take one after the other
     "fused": [True, False],  # likewise: whole sequences in one launch or in two
+    "cluster": [2, 3, 4],  # likewise, of the one launch: blocks of a sequence and head
 }
-_CONFIG_AXES = ("segment", "places", "fused")
+_CONFIG_AXES = ("segment", "places", "fused", "cluster")
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
@@ -414,6 +415,8 @@ def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row
     def allowed(row: Row) -> bool:
         if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
             return False  # the same code as without
+        if row.get("cluster", 2) > 2 and not row["fused"]:
+            return False
         made = problem(op, row)
         return made is not None and refusal(made) is None
 
