@@ -137,6 +137,8 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     lane_step = 1 if v_first else groups_per_warp
     load_width = vec if v_first else min(rows, 16 // state_bytes)  # values per access, 16 bytes where dims allow
     final_store_width = min(load_width, 4)
+    # In the larger code of these, the compiler takes `if lane == r: use u[r]` for u[lane], and keeps u in local memory.
+    selects_values = has_parent or rounds
     num_sums = 2 * rows + (3 if use_l2norm else 1)  # S.k and S.q per column, k.q, and k.k, q.q for the norms
     qk_sum, kk_sum, qq_sum = 2 * rows, 2 * rows + 1, 2 * rows + 2
 
@@ -352,7 +354,11 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
         out_value = 0.0
         for r in T.unroll(rows):
             u[r] = k_factor * (beta_value * (v_local[r] - alpha * (k_factor * sums[2 * r])))
-            if lane == r:
+            if selects_values:
+                o_row = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
+                if lane == r:
+                    out_value = o_row
+            elif lane == r:
                 out_value = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
         if lane < rows and v_exists(v_start) and is_wanted:
             out[begin + t, head, v_start + lane] = T.cast(out_value, dtype)
