@@ -141,7 +141,7 @@ def source_hash(file: str, also: tuple[str, ...] = ()) -> str:
     path = Path(file)
     digest = hashlib.sha256()
     others = [path.with_name(name) for name in also]
-    leaves = [Path(leaf.__file__) for leaf in (problems, recurrent_tiles)]
+    leaves = [Path(problems.__file__), Path(recurrent_tiles.__file__)]
     for source in [path, *others, *sorted(path.parent.glob("_*.py")), *leaves]:
         text = source.read_bytes()
         digest.update(f"{source.name} {len(text)}\n".encode())
