@@ -47,9 +47,9 @@ def _spec() -> DeviceSpec:
     return spec
 
 
-def _shapes(op: str, pattern: str, measured: bool = False) -> list[shape_list.Shape]:
+def _shapes(op: str, pattern: str, measured: bool = False, tuned: bool = False) -> list[shape_list.Shape]:
     try:
-        return shape_list.shapes(op, pattern, measured)
+        return shape_list.shapes(op, pattern, measured, tuned)
     except ValueError as error:
         raise _fail(str(error)) from error
 
@@ -86,7 +86,7 @@ def tune(
     from autotune.journal import Journal
     from gdn.runtime import tuned
 
-    chosen = _shapes(op, shapes)
+    chosen = _shapes(op, shapes, tuned=True)
     spec = H100 if compile_only else _spec()
     try:
         kernels = tuning.kernels(op, backend)
@@ -180,9 +180,11 @@ def bench(
     operators = [op] if op is not None else shape_list.operators()
     chosen: list[shape_list.Shape] = []
     for name in operators:
-        if op is None and shapes and not any(shapes in shape.name for shape in shape_list.shapes(name, measured=True)):
-            continue
-        chosen += _shapes(name, shapes, measured=bool(shapes))
+        if op is None and shapes:
+            known = shape_list.shapes(name, measured=True, tuned=True)
+            if not any(shapes in shape.name for shape in known):
+                continue
+        chosen += _shapes(name, shapes, measured=bool(shapes), tuned=bool(shapes))
     libraries = _libraries(with_peers)
     spec = _spec()
     from autotune import bench as measuring

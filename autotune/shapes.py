@@ -330,6 +330,19 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
 }
 
 
+# Tuned, and measured where they are named: they would make the README's table long.
+_TUNED_TOO: dict[str, tuple[Shape, ...]] = {
+    "recurrent": (
+        *(_recurrent((16, 32), batch, "bfloat16") for batch in (1, 8, 32)),
+        *(_recurrent((4, 8), batch) for batch in (8, 32, 512)),
+        *(_recurrent((4, 8), batch, "bfloat16") for batch in (1, 8, 32, 128, 512)),
+        _recurrent((16, 32), 8, drafts=3),
+        *(_recurrent((16, 32), batch, "bfloat16", drafts=3) for batch in (32, 128)),
+        _recurrent((4, 8), 32, drafts=3),
+    ),
+}
+
+
 # Measured, not tuned: calls too short to matter alone, and the table of 27 shapes that others publish.
 _MEASURED_ONLY: dict[str, tuple[Shape, ...]] = {
     "chunk": (
@@ -351,14 +364,16 @@ def operators() -> list[str]:
     return list(_SHAPES)
 
 
-def shapes(op: str, pattern: str = "", measured: bool = False) -> list[Shape]:
-    """The shapes of an operator whose name contains pattern; measured: also those that are not tuned.
+def shapes(op: str, pattern: str = "", measured: bool = False, tuned: bool = False) -> list[Shape]:
+    """The shapes of an operator whose name contains pattern, of those that are both tuned and in the README's table.
+
+    measured, tuned: also those that are only measured, only tuned.
 
     ValueError where there is no such operator or shape.
     """
     if op not in _SHAPES:
         raise ValueError(f"op: expected one of {', '.join(_SHAPES)}, got {op!r}")
-    known = (*_SHAPES[op], *(_MEASURED_ONLY.get(op, ()) if measured else ()))
+    known = [*_SHAPES[op], *(_TUNED_TOO.get(op, ()) if tuned else ()), *(_MEASURED_ONLY.get(op, ()) if measured else ())]
     found = [shape for shape in known if pattern in shape.name]
     if not found:
         raise ValueError(f"shapes: expected part of one of {[shape.name for shape in known]}, got {pattern!r}")

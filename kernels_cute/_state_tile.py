@@ -11,14 +11,8 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import DTYPE_BYTES
+from gdn.recurrent_tiles import k_vector
 from kernels_cute._rounding import key_of, rounded
-
-
-def k_vector(state_v_first: bool, state_dtype: str, head_k_dim: int) -> int:
-    """Consecutive K entries of a thread: a 16-byte load of the state where K is its last dim, else 8 bytes of q and k."""
-    if state_v_first and state_dtype == "bfloat16" and head_k_dim % 8 == 0:
-        return 8
-    return 4
 
 
 class StateTile:

@@ -28,9 +28,9 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
+from gdn.recurrent_tiles import k_vector
 from kernels_cute._decode_step import CHANNELS, DecodeStep
 from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake
-from kernels_cute._state_tile import k_vector
 
 ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold

@@ -19,7 +19,6 @@ gates of the next token are loaded while the current one is computed; those of t
 even known.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels_cute import _build
@@ -30,130 +29,14 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import DeviceSpec
 from gdn.problems import RecurrentProblem
+from gdn.recurrent_tiles import Config, configs, default_config, fits, refusal
 from kernels_cute._memory import CUTE_DTYPES, fake
 from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
-from kernels_cute._state_tile import StateTile, k_vector
+from kernels_cute._state_tile import StateTile
 
-_MAX_STATE_REGISTERS = 64  # state values a thread may hold
-_OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
-_RESIDENT = (512, 384, 256)
-_GATE_DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Config:
-    threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
-    lanes: int  # threads that share one column of V: each holds K / lanes of its entries
-    rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
-    resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
-
-    @property
-    def block_v(self) -> int:
-        """Columns of V per block."""
-        return self.threads // self.lanes * self.rows
-
-
-def refusal(problem: RecurrentProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    k, v = problem.head_k_dim, problem.head_v_dim
-    if k % 4 or v % 4 or not 4 <= k <= 256 or not 4 <= v <= 256:
-        return f"requires head dims that are multiples of 4 up to 256, got K={k}, V={v}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
-    if problem.state_dtype not in ("float32", "bfloat16"):
-        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
-    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
-        if dtype is not None and dtype not in _GATE_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
-        if problem.num_state_heads % heads:
-            return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
-    if problem.has_parent and not problem.write_every_token:
-        return "requires a column of indices per token with parent_token, got one slot per sequence"
-    return None
-
-
-def _k_vector(problem: RecurrentProblem) -> int:
-    return k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
-
-
-def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
-    vector = _k_vector(problem)
-    return -(-problem.head_k_dim // (lanes * vector)) * vector
-
-
-def _registers(problem: RecurrentProblem, config: Config) -> int:
-    """Estimate of the registers that a thread cannot do without."""
-    entries = _k_per_thread(problem, config.lanes)
-    per_entry = 2 * entries  # k; the next token's q and k, two in a register
-    per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
-    masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
-    write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
-    state = config.rows * entries * (1 + problem.has_parent)  # a tree comes back to its start
-    noise = 6 * (problem.has_rounding and problem.write_every_token)
-    return state + per_entry + per_column + 4 * masked + 2 * write_slots + noise + _OTHER_REGISTERS
-
-
-def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
-    """With the tightest cap on registers that the estimate allows."""
-    configs = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
-    return next((config for config in configs if fits(problem, config, device)), None)
-
-
-def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled, without spills, and launched."""
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256):
-        return False
-    if config.resident not in _RESIDENT or config.resident % config.threads:
-        return False
-    if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes or problem.head_v_dim % config.rows:
-        return False
-    if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
-        return False  # half of the lanes would hold nothing
-    if _k_per_thread(problem, config.lanes) * config.rows * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
-        return False
-    if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
-        return False
-    return config.block_v < 2 * problem.head_v_dim or config.threads == 32
-
-
-def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) -> bool:
-    """Whether blocks of block_v columns would not give every SM two."""
-    columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
-    return columns < 2 * device.num_sms * block_v
-
-
-def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, and all that fit into an SM."""
-    threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
-    lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= _k_per_thread(problem, n)]
-    lanes = [n for n in lanes if _k_per_thread(problem, n) <= 16] or lanes[-1:]
-    rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
-    found = [_most_resident(problem, t, n, r, device) for t in threads for n in lanes for r in rows]
-    space = [config for config in found if config is not None]
-    # The compiler overlaps more of a large state where it has more registers than it needs.
-    roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
-    return space + [config for config in roomy if fits(problem, config, device)]
-
-
-def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """As much state per thread as registers for 384 threads an SM allow, then smaller blocks until every SM has two."""
-    lanes = 16 if problem.head_k_dim > 128 else 8
-    while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
-        lanes //= 2
-    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
-    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, 384), device):
-        lanes, rows = 2 * lanes, 4
-    # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
-    narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
-    shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
-    found = [_most_resident(problem, threads, lanes, r, device) for threads, r in shapes]
-    feasible = [config for config in found if config is not None]
-    enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
-    return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
+__all__ = ["Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:

@@ -18,133 +18,17 @@ dot product is log2(lanes) shuffles and nothing passes through shared memory. A 
 loaded while the current one is computed; those of the first token before the state's slot is even known.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import tilelang.language as T
 
-from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
+from gdn.recurrent_tiles import Config, configs, default_config, fits, k_per_thread, k_vector, refusal
 from kernels_tl import _build
+from kernels_tl._recurrent_tree import ancestor, start_path
+from kernels_tl._rounding import make_key, mix_seed, round_value
 
-_MAX_STATE_REGISTERS = 64  # state values a thread may hold
-_OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
-_RESIDENT = (512, 384, 256)
-_GATE_DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Config:
-    threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
-    lanes: int  # threads that share one column of V: each holds K / lanes of its entries
-    rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
-    resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
-
-    @property
-    def block_v(self) -> int:
-        """Columns of V per block."""
-        return self.threads // self.lanes * self.rows
-
-
-def refusal(problem: RecurrentProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    k, v = problem.head_k_dim, problem.head_v_dim
-    if k % 4 or v % 4 or not 4 <= k <= 256 or not 4 <= v <= 256:
-        return f"requires head dims that are multiples of 4 up to 256, got K={k}, V={v}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
-    if problem.state_dtype not in ("float32", "bfloat16"):
-        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
-    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
-        if dtype is not None and dtype not in _GATE_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
-        if problem.num_state_heads % heads:
-            return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
-    if problem.has_parent:
-        return "requires drafts in a chain, got parent_token (a tree)"
-    if problem.has_rounding:
-        return "requires rounding to nearest, got rounding_seed"
-    return None
-
-
-def _k_vector(problem: RecurrentProblem) -> int:
-    """Consecutive K entries of a thread: a 16-byte load of the state where K is its last dim, else 8 bytes of q and k."""
-    if problem.state_v_first and problem.state_dtype == "bfloat16" and problem.head_k_dim % 8 == 0:
-        return 8
-    return 4
-
-
-def _k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
-    vector = _k_vector(problem)
-    return -(-problem.head_k_dim // (lanes * vector)) * vector
-
-
-def _registers(problem: RecurrentProblem, config: Config) -> int:
-    """Estimate of the registers that a thread cannot do without."""
-    entries = _k_per_thread(problem, config.lanes)
-    per_entry = 2 * entries  # k; the next token's q and k, two in a register
-    per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
-    masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
-    write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
-    return config.rows * entries + per_entry + per_column + 4 * masked + 2 * write_slots + _OTHER_REGISTERS
-
-
-def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
-    """With the tightest cap on registers that the estimate allows."""
-    configs = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
-    return next((config for config in configs if fits(problem, config, device)), None)
-
-
-def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled, without spills, and launched."""
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256):
-        return False
-    if config.resident not in _RESIDENT or config.resident % config.threads:
-        return False
-    if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes or problem.head_v_dim % config.rows:
-        return False
-    if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
-        return False  # half of the lanes would hold nothing
-    if _k_per_thread(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
-        return False
-    if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
-        return False
-    return config.block_v < 2 * problem.head_v_dim or config.threads == 32
-
-
-def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) -> bool:
-    """Whether blocks of block_v columns would not give every SM two."""
-    columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
-    return columns < 2 * device.num_sms * block_v
-
-
-def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, and all that fit into an SM."""
-    threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
-    lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= _k_per_thread(problem, n)]
-    lanes = [n for n in lanes if _k_per_thread(problem, n) <= 16] or lanes[-1:]
-    rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
-    found = [_most_resident(problem, t, n, r, device) for t in threads for n in lanes for r in rows]
-    space = [config for config in found if config is not None]
-    # The compiler overlaps more of a large state where it has more registers than it needs.
-    roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
-    return space + [config for config in roomy if fits(problem, config, device)]
-
-
-def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """As much state per thread as registers for 384 threads an SM allow, then smaller blocks until every SM has two."""
-    lanes = 16 if problem.head_k_dim > 128 else 8
-    while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
-        lanes //= 2
-    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
-    # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
-    narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
-    shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
-    found = [_most_resident(problem, threads, lanes, r, device) for threads, r in shapes]
-    feasible = [config for config in found if config is not None]
-    enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
-    return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
+__all__ = ["Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
@@ -198,6 +82,8 @@ def launch(
         final_state if _has_new_final(problem) else absent,
         final_state_indices if problem.has_final_indices else absent,
         cu_seqlens,
+        parent_token if problem.has_parent else absent,
+        rounding_seed if problem.has_rounding else absent,
         out,
         scale,
         null_slot,
@@ -238,8 +124,10 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     gate_dtype, beta_dtype = problem.gate_dtype or "float32", problem.beta_dtype or "float32"
     state_bytes = DTYPE_BYTES[state_dtype]
 
-    vec = _k_vector(problem)
-    entries = _k_per_thread(problem, lanes)  # K entries of a thread
+    has_parent, rounds = problem.has_parent, problem.has_rounding
+
+    vec = k_vector(v_first, state_dtype, K)
+    entries = k_per_thread(problem, lanes)
     chunks = entries // vec
     v_tiles = -(-V // block_v)
     groups_per_warp = 32 // lanes
@@ -249,6 +137,8 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     lane_step = 1 if v_first else groups_per_warp
     load_width = vec if v_first else min(rows, 16 // state_bytes)  # values per access, 16 bytes where dims allow
     final_store_width = min(load_width, 4)
+    # In the larger code of these, the compiler takes `if lane == r: use u[r]` for u[lane], and keeps u in local memory.
+    selects_values = has_parent or rounds
     num_sums = 2 * rows + (3 if use_l2norm else 1)  # S.k and S.q per column, k.q, and k.k, q.q for the norms
     qk_sum, kk_sum, qq_sum = 2 * rows, 2 * rows + 1, 2 * rows + 2
 
@@ -292,6 +182,12 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     def accepted_type():
         return T.StridedTensor((accepted_rows,), (accepted_row,), "int32") if has_accepted else offsets_type()
 
+    def parents_type():
+        return T.Tensor((L,), "int32") if has_parent else offsets_type()
+
+    def seed_type():
+        return T.Tensor((1,), "int64") if rounds else offsets_type()
+
     def at(row, entry):
         """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""
         return row * entries + entry if v_first else entry * rows + row
@@ -328,6 +224,14 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     def state_entry(lane, r, c, width):
         """First K entry of a state access."""
         return k_entry(c * width // vec if v_first else r // vec, lane)
+
+    def state_element(lane, v_start, r, c, e):
+        """k * V + v of value e of a state access."""
+        first = k_entry(0, lane) * V + v_start
+        if v_first:
+            entry = c * load_width + e
+            return first + (entry // vec * lanes * vec + entry % vec) * V + r
+        return first + (r // vec * lanes * vec + r % vec) * V + c * load_width + e
 
     def outer_accesses():
         return rows if v_first else entries
@@ -372,6 +276,97 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                         unit = state_unit(slot, stride, head, lane, v_start, r, c, width)
                         target[0, 0, 0, unit * width + e] = T.cast(state[state_place(r, c, width) + e], store_dtype)
 
+    @T.macro
+    def store_rounded(slot, head, lane, v_start, seed, pool, state):
+        """Into the pool, with the noise of the seed."""
+        key = T.alloc_var("uint32")
+        noise = T.alloc_var("uint32")
+        rounded = T.alloc_local((load_width,), "float32")
+        make_key(seed, slot, head, key)
+        for r in T.unroll(outer_accesses()):
+            for c in T.unroll(inner_accesses(load_width)):
+                for e in T.unroll(load_width):
+                    element = state_element(lane, v_start, r, c, e)
+                    round_value(state[state_place(r, c, load_width) + e], key, element, noise, rounded[e])
+                if v_exists(v_start) and k_exists(state_entry(lane, r, c, load_width)):
+                    for e in T.vectorized(load_width):
+                        unit = state_unit(slot, slot_stride, head, lane, v_start, r, c, load_width)
+                        pool[0, 0, 0, unit * load_width + e] = T.cast(rounded[e], state_dtype)
+
+    @T.macro
+    def store_into_pool(slot, head, lane, v_start, seed, pool, state):
+        if rounds:
+            store_rounded(slot, head, lane, v_start, seed, pool, state)
+        else:
+            store_state(slot, slot_stride, load_width, state_dtype, head, lane, v_start, pool, state)
+
+    @T.macro
+    def multiply(
+        q_next, k_next, v_next, g_next, beta_next, minus_decay: T.Ref, bias: T.Ref, state, q_local, k_local, v_local, sums,
+        gate: T.Ref, alpha: T.Ref, beta_value: T.Ref,
+    ):  # fmt: skip
+        """The thread's parts of a token's dot products in sums; its decay and beta."""
+        for i in T.unroll(entries):
+            q_local[i] = T.cast(q_next[i], "float32")
+            k_local[i] = T.cast(k_next[i], "float32")
+        for r in T.unroll(rows):
+            v_local[r] = T.cast(v_next[r], "float32")
+        alpha = 1.0
+        if has_gate:
+            gate = T.cast(g_next[0], "float32")
+            if use_gate:
+                gate = gate + bias
+                gate = minus_decay * T.if_then_else(gate <= 20.0, T.log1p(T.exp(gate)), gate)
+            alpha = T.exp(gate)  # noqa: F841 - a reference
+        beta_value = 1.0
+        if has_beta:
+            beta_value = T.cast(beta_next[0], "float32")
+            if use_sigmoid:
+                beta_value = 1.0 / (1.0 + T.exp(-beta_value))
+
+        for i in T.unroll(num_sums):
+            sums[i] = 0.0
+        for i in T.unroll(entries):
+            sums[qk_sum] = sums[qk_sum] + q_local[i] * k_local[i]
+            if use_l2norm:
+                sums[kk_sum] = sums[kk_sum] + k_local[i] * k_local[i]
+                sums[qq_sum] = sums[qq_sum] + q_local[i] * q_local[i]
+            for r in T.unroll(rows):
+                sums[2 * r] = sums[2 * r] + state[at(r, i)] * k_local[i]
+                sums[2 * r + 1] = sums[2 * r + 1] + state[at(r, i)] * q_local[i]
+
+    @T.macro
+    def finish_token(
+        begin: T.Ref, t, is_wanted, head, lane, v_start, scale, alpha: T.Ref, beta_value: T.Ref, state, k_local, v_local,
+        sums, u, out, q_factor: T.Ref, k_factor: T.Ref, out_value: T.Ref,
+    ):  # fmt: skip
+        """The token's output, stored where it is wanted, and the state after it."""
+        for step in T.unroll(lanes.bit_length() - 1):
+            for i in T.unroll(num_sums):
+                sums[i] = sums[i] + T.shfl_xor(sums[i], lane_step << step)
+
+        q_factor = scale
+        k_factor = 1.0
+        if use_l2norm:
+            q_factor = scale * T.rsqrt(sums[qq_sum] + 1e-6)
+            k_factor = T.rsqrt(sums[kk_sum] + 1e-6)
+
+        out_value = 0.0
+        for r in T.unroll(rows):
+            u[r] = k_factor * (beta_value * (v_local[r] - alpha * (k_factor * sums[2 * r])))
+            if selects_values:
+                o_row = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
+                if lane == r:
+                    out_value = o_row
+            elif lane == r:
+                out_value = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
+        if lane < rows and v_exists(v_start) and is_wanted:
+            out[begin + t, head, v_start + lane] = T.cast(out_value, dtype)
+
+        for r in T.unroll(rows):
+            for i in T.unroll(entries):
+                state[at(r, i)] = alpha * state[at(r, i)] + u[r] * k_local[i]
+
     @T.prim_func
     def recurrent(
         q: T.StridedTensor((L, problem.num_q_heads, K), (q_token, q_head, 1), dtype),
@@ -387,6 +382,8 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
         final_state: state_type(has_new_final, finals, (final_stride, final_head), "float32"),
         final_state_indices: index_type(has_final_indices, (final_rows, final_columns), (final_row, final_column)),
         cu_seqlens: offsets_type(),
+        parent_token: parents_type(),
+        rounding_seed: seed_type(),
         out: T.StridedTensor((L, HS, V), (out_token, out_head, 1), dtype),
         scale: T.float32,
         null_slot: T.int64,
@@ -426,6 +423,11 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             count = T.alloc_var("int32")
             live_count = T.alloc_var("int32")
             written_tokens = T.alloc_var("int32")
+            if has_parent:
+                start = T.alloc_local((rows * entries,), "float32")
+                above = T.alloc_var("int32")
+                node = T.alloc_var("int32")
+            seed = T.alloc_var("uint32") if rounds else 0
 
             begin = T.cast(cu_seqlens[sequence], "int32")
             count = T.max(T.cast(cu_seqlens[sequence + 1], "int32") - begin, 0)
@@ -444,7 +446,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                 minus_decay = A_log[head]
                 bias = dt_bias[head]
 
-            if count > 0:
+            if count > 0 and not has_parent:
                 load_token(begin, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
 
             # The slot to read. A padding sequence has none: its rows become zero and nothing else happens.
@@ -467,6 +469,8 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                 if live_count > 0 or not pooled:
                     load_state(read_slot, head, lane, v_start, pool, state)
 
+            if rounds:
+                mix_seed(rounding_seed, seed)
             if use_gate:
                 minus_decay = -T.exp(minus_decay)
 
@@ -478,59 +482,38 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                 for t in T.serial(T.ceildiv(L - written_tokens - sequence, num_offsets - 1)):
                     out[written_tokens + sequence + t * (num_offsets - 1), head, v_start + lane] = T.cast(0.0, dtype)
 
+            if has_parent:
+                for i in T.unroll(rows * entries):
+                    start[i] = state[i]
             for t in T.serial(live_count):
-                for i in T.unroll(entries):
-                    q_local[i] = T.cast(q_next[i], "float32")
-                    k_local[i] = T.cast(k_next[i], "float32")
-                for r in T.unroll(rows):
-                    v_local[r] = T.cast(v_next[r], "float32")
-                alpha = 1.0
-                if has_gate:
-                    gate = T.cast(g_next[0], "float32")
-                    if use_gate:
-                        gate = gate + bias
-                        gate = minus_decay * T.if_then_else(gate <= 20.0, T.log1p(T.exp(gate)), gate)
-                    alpha = T.exp(gate)
-                beta_value = 1.0
-                if has_beta:
-                    beta_value = T.cast(beta_next[0], "float32")
-                    if use_sigmoid:
-                        beta_value = 1.0 / (1.0 + T.exp(-beta_value))
-
-                for i in T.unroll(num_sums):
-                    sums[i] = 0.0
-                for i in T.unroll(entries):
-                    sums[qk_sum] = sums[qk_sum] + q_local[i] * k_local[i]
-                    if use_l2norm:
-                        sums[kk_sum] = sums[kk_sum] + k_local[i] * k_local[i]
-                        sums[qq_sum] = sums[qq_sum] + q_local[i] * q_local[i]
-                    for r in T.unroll(rows):
-                        sums[2 * r] = sums[2 * r] + state[at(r, i)] * k_local[i]
-                        sums[2 * r + 1] = sums[2 * r + 1] + state[at(r, i)] * q_local[i]
-                if t + 1 < live_count:
-                    load_token(begin + t + 1, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
-
-                for step in T.unroll(lanes.bit_length() - 1):
-                    for i in T.unroll(num_sums):
-                        sums[i] = sums[i] + T.shfl_xor(sums[i], lane_step << step)
-
-                q_factor = scale
-                k_factor = 1.0
-                if use_l2norm:
-                    q_factor = scale * T.rsqrt(sums[qq_sum] + 1e-6)
-                    k_factor = T.rsqrt(sums[kk_sum] + 1e-6)
-
-                out_value = 0.0
-                for r in T.unroll(rows):
-                    u[r] = k_factor * (beta_value * (v_local[r] - alpha * (k_factor * sums[2 * r])))
-                    if lane == r:
-                        out_value = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
-                if lane < rows and v_exists(v_start):
-                    out[begin + t, head, v_start + lane] = T.cast(out_value, dtype)
-
-                for r in T.unroll(rows):
-                    for i in T.unroll(entries):
-                        state[at(r, i)] = alpha * state[at(r, i)] + u[r] * k_local[i]
+                if has_parent:
+                    start_path(t, begin, parent_token, start, state, above, node)
+                    for step in T.serial(above + 1):
+                        ancestor(t, above - step, begin, parent_token, node)
+                        load_token(
+                            begin + node, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next
+                        )
+                        multiply(
+                            q_next, k_next, v_next, g_next, beta_next, minus_decay, bias, state, q_local, k_local, v_local,
+                            sums, gate, alpha, beta_value,
+                        )  # fmt: skip
+                        finish_token(
+                            begin, node, step == above, head, lane, v_start, scale, alpha, beta_value, state, k_local,
+                            v_local, sums, u, out, q_factor, k_factor, out_value,
+                        )  # fmt: skip
+                else:
+                    multiply(
+                        q_next, k_next, v_next, g_next, beta_next, minus_decay, bias, state, q_local, k_local, v_local, sums,
+                        gate, alpha, beta_value,
+                    )  # fmt: skip
+                    if t + 1 < live_count:
+                        load_token(
+                            begin + t + 1, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next
+                        )
+                    finish_token(
+                        begin, t, True, head, lane, v_start, scale, alpha, beta_value, state, k_local, v_local, sums, u,
+                        out, q_factor, k_factor, out_value,
+                    )  # fmt: skip
 
                 if write_pool and every_token:
                     write_slot = null_slot
@@ -541,14 +524,14 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                         if t < index_columns:
                             write_slot = T.cast(state_indices[sequence, t], "int64")
                     if write_slot > null_slot:
-                        store_state(write_slot, slot_stride, load_width, state_dtype, head, lane, v_start, pool, state)
+                        store_into_pool(write_slot, head, lane, v_start, seed, pool, state)
 
             if write_pool and not every_token:
                 write_slot = read_slot
                 if has_final_indices:
                     write_slot = T.cast(final_state_indices[sequence], "int64")
                 if live_count > 0 and write_slot > null_slot:
-                    store_state(write_slot, slot_stride, load_width, state_dtype, head, lane, v_start, pool, state)
+                    store_into_pool(write_slot, head, lane, v_start, seed, pool, state)
             if has_new_final:
                 # Without a pool an empty sequence passes its state on.
                 new_row = T.cast(sequence, "int64")

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL_PACKAGES = ("kernels_tl", "kernels_cute")
 MODULES = sorted({module for op in registry.OPERATORS.values() for module in op.modules.values()})
 MOST_LINES = 800
+LEAVES = ("gdn.problems", "gdn.device", "gdn.recurrent_tiles")
 
 
 def _sources(*packages: str) -> list[Path]:
@@ -46,13 +47,19 @@ def test_kernels_import_the_leaves_of_gdn_alone(package: str) -> None:
     for path in _sources(package):
         for module in _imports(path):
             if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):
-                assert _within(module, ("gdn.problems", "gdn.device", package)), f"{path}: {module}"
+                assert _within(module, (*LEAVES, package)), f"{path}: {module}"
 
 
 @pytest.mark.parametrize("name", ["problems", "device"])
 def test_leaves_import_the_standard_library_alone(name: str) -> None:
     for module in _imports(ROOT / "gdn" / f"{name}.py"):
         assert module.split(".")[0] in sys.stdlib_module_names, module
+
+
+def test_the_tiles_know_the_other_leaves_alone() -> None:
+    for module in _imports(ROOT / "gdn" / "recurrent_tiles.py"):
+        is_leaf = _within(module, ("gdn.problems", "gdn.device"))
+        assert is_leaf or module.split(".")[0] in sys.stdlib_module_names, module
 
 
 @pytest.mark.parametrize("package", ["reference", "testing"])

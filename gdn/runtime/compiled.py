@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import filelock
 import platformdirs
 
-from gdn import problems
+from gdn import problems, recurrent_tiles
 from gdn.problems import Problem
 from gdn.runtime import env, log, toolchain
 
@@ -135,13 +135,14 @@ def _writable_dir() -> Path:
 
 @functools.cache
 def source_hash(file: str, also: tuple[str, ...] = ()) -> str:
-    """SHA-256 over a kernel module, the `_*.py` beside it, and the problems: all that decides what it compiles to.
+    """SHA-256 over a kernel module, the `_*.py` beside it, and the leaves: all that decides what it compiles to.
 
     also: other kernel modules beside it, whose kernels it runs."""
     path = Path(file)
     digest = hashlib.sha256()
     others = [path.with_name(name) for name in also]
-    for source in [path, *others, *sorted(path.parent.glob("_*.py")), Path(problems.__file__)]:
+    leaves = [Path(problems.__file__), Path(recurrent_tiles.__file__)]
+    for source in [path, *others, *sorted(path.parent.glob("_*.py")), *leaves]:
         text = source.read_bytes()
         digest.update(f"{source.name} {len(text)}\n".encode())
         digest.update(text)

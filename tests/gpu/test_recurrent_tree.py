@@ -10,10 +10,12 @@ from gdn.testing.compare import same_bits
 from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.compile.pairwise import pairwise
 from tests.gpu import cases
-from tests.gpu.delta_rule import copied, judge, run
+from tests.gpu.delta_rule import backends, copied, judge, run
 from tests.gpu.test_recurrent import FUNCTION
 
 pytestmark = pytest.mark.gpu
+
+BACKENDS = pytest.mark.parametrize("backend", backends("recurrent"))
 
 LENGTHS = [1, 0, 9, 3, 2, 6]
 TREE: dict[str, Any] = {"index_dtype": "int32", "write_every_token": True, "has_accepted": True, "has_parent": True}
@@ -54,23 +56,25 @@ def arguments_of(problem: Any, shape: str, device: torch.device, **changes: Any)
     return arguments
 
 
+@BACKENDS
 @pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(str(x) for x in row.values()))
-def test_variants(row: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants(row: dict[str, Any], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     same = ("state_dtype", "state_v_first", "use_qk_l2norm")
     fields = dict(zip(("num_q_heads", "num_k_heads", "num_v_heads"), row["heads"], strict=True))
     fields |= dict.fromkeys(("head_k_dim", "head_v_dim"), row["head_dim"])
     fields |= {**TREE, "index_dtype": row["index_dtype"], **row["final"], **row["gates"], **{name: row[name] for name in same}}
     arguments = arguments_of(recurrent_problem(dtype="bfloat16", **fields), row["shape"], device)
     before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, "cute"), before, monkeypatch)
+    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
-def test_a_node_is_its_path(device: torch.device) -> None:
+@BACKENDS
+def test_a_node_is_its_path(backend: str, device: torch.device) -> None:
     """Every node of a tree gives what its path gives as a line of tokens, but for the last bits of float32."""
     problem = recurrent_problem(**{**cases.MAIN, **TREE})
     tree = arguments_of(problem, "random", device, lengths=[9], null_sequences=[], num_columns=9, padded_tokens=0)
     above, start = tree["parent_token"].tolist(), copied(tree)["initial_state"]
-    gdn.fused_recurrent_gated_delta_rule(**tree, backend="cute")
+    gdn.fused_recurrent_gated_delta_rule(**tree, backend=backend)
     for node in range(9):
         path = [node]
         while above[path[0]] >= 0:
@@ -80,27 +84,29 @@ def test_a_node_is_its_path(device: torch.device) -> None:
         slot = tree["ssm_state_indices"][0, int(tree["num_accepted_tokens"][0]) - 1 :][:1]
         o, _ = gdn.fused_recurrent_gated_delta_rule(
             **{**tree, **line, "initial_state": pool, "ssm_state_indices": slot, "cu_seqlens": None, "parent_token": None,
-               "num_accepted_tokens": None, "out": None}, backend="cute",
+               "num_accepted_tokens": None, "out": None}, backend=backend,
         )  # fmt: skip
         torch.testing.assert_close(o[0, -1], tree["out"][0, node], rtol=2.0**-7, atol=1e-5)
         kept = tree["initial_state"][int(tree["ssm_state_indices"][0, node])]
         torch.testing.assert_close(pool[int(slot)], kept, rtol=1e-5, atol=1e-5)
 
 
-def test_repeats(device: torch.device) -> None:
+@BACKENDS
+def test_repeats(backend: str, device: torch.device) -> None:
     arguments = arguments_of(recurrent_problem(**{**cases.MAIN, **TREE}), "random", device)
     first: tuple[torch.Tensor, Any] | None = None
     for _ in range(20):
         call = copied(arguments)
         call["out"] = torch.full_like(arguments["out"], torch.nan)
-        found = run(FUNCTION, call, "cute")
+        found = run(FUNCTION, call, backend)
         first = first or found
         assert same_bits(found[0], first[0]) and same_bits(found[1], first[1])  # type: ignore[arg-type]
 
 
-def test_walks_end_whatever_the_tree_says(device: torch.device) -> None:
+@BACKENDS
+def test_walks_end_whatever_the_tree_says(backend: str, device: torch.device) -> None:
     """A parent that is no node before its child is the caller's error; it must not hang."""
     arguments = arguments_of(recurrent_problem(**{**cases.MAIN, **TREE}), "line", device)
     arguments["parent_token"].copy_(torch.tensor([5, -9, 7, 1] * 10)[: arguments["parent_token"].shape[0]])
-    run(FUNCTION, arguments, "cute")
+    run(FUNCTION, arguments, backend)
     torch.cuda.synchronize()

@@ -21,9 +21,11 @@ from gdn import reference, runtime
 from gdn.device import H100
 from gdn.ops._memo import Memo
 from gdn.reference.rounding import stochastic_bfloat16
+from gdn.runtime import registry
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.gpu import cases, test_gdn_decode
+from tests.gpu.delta_rule import backends
 from tests.gpu.test_gdn_decode import BF16, F32, NULL, Case, copy_of
 
 pytestmark = pytest.mark.gpu
@@ -39,9 +41,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 }
 
 
-def recurrent(device: torch.device, v_first: bool, every_token: bool, dim: int) -> Arguments:
+def recurrent(device: torch.device, v_first: bool, every_token: bool, dim: int, tree: bool = False) -> Arguments:
     row = cases.MAIN | {"state_v_first": v_first, "state_dtype": "bfloat16", "head_k_dim": dim, "head_v_dim": dim}
-    problem = recurrent_problem(**row, write_every_token=every_token, has_accepted=every_token)
+    problem = recurrent_problem(**row, write_every_token=every_token, has_accepted=every_token, has_parent=tree)
     options: Arguments = {"lengths": [1, 0, 4, 3, 2, 1], "slot_gap": 24, "null_sequences": [3], "null_slot": NULL}
     return recurrent_inputs(problem, device, **options)
 
@@ -55,6 +57,7 @@ MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
     "recurrent-K-first": ("recurrent", lambda device: recurrent(device, False, False, 128)),
     "recurrent-every": ("recurrent", lambda device: recurrent(device, True, True, 128)),
     "recurrent-every-64": ("recurrent", lambda device: recurrent(device, False, True, 64)),
+    "recurrent-tree": ("recurrent", lambda device: recurrent(device, True, True, 128, tree=True)),
     "decode-ragged": ("decode", lambda device: decode(device, Case(state_dtype=BF16))),
     "decode-drafts": ("decode", lambda device: decode(device, Case(state_dtype=BF16, spec=7, v_first=False))),
     "decode-single": (
@@ -64,7 +67,13 @@ MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
         ),
     ),
 }
-KINDS = pytest.mark.parametrize("kind", MAKERS)
+REGISTERED = {"recurrent": "recurrent", "decode": "gdn_decode"}
+
+
+def kinds(*names: str) -> Any:
+    """Runs a test with each backend of the kinds' operators."""
+    pairs = [(kind, backend) for kind in names or MAKERS for backend in backends(REGISTERED[MAKERS[kind][0]])]
+    return pytest.mark.parametrize(("kind", "backend"), pairs)
 
 
 def copies(arguments: Arguments, **changes: Any) -> Arguments:
@@ -88,9 +97,9 @@ def rounded(state: Tensor, seed: int, slot: int, v_first: bool) -> Tensor:
     return stochastic_bfloat16(state.mT, seed, slot).mT if v_first else stochastic_bfloat16(state, seed, slot)
 
 
-@KINDS
+@kinds()
 @pytest.mark.parametrize("seed", SEEDS)
-def test_general(kind: str, seed: int, device: torch.device) -> None:
+def test_general(kind: str, backend: str, seed: int, device: torch.device) -> None:
     op, make = MAKERS[kind]
     operator, exact_operator, name = OPERATORS[op]
     arguments = make(device)
@@ -99,7 +108,7 @@ def test_general(kind: str, seed: int, device: torch.device) -> None:
     exact = wide_copies(arguments)
     exact["rounding_seed"] = None
     exact_operator(**exact)
-    operator(**arguments, backend="cute")
+    operator(**arguments, backend=backend)
     found, wanted = arguments[name].cpu(), exact[name]
     slots = written(wanted, before)
     fixed, moved = [], []
@@ -125,7 +134,7 @@ def decay_only(op: str, arguments: Arguments) -> None:
     arguments["conv_state"].nan_to_num_(0.0).mul_(0.0)
 
 
-def stored_and_exact(kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor, list[int], bool]:
+def stored_and_exact(kind: str, backend: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor, list[int], bool]:
     """The bfloat16 pool after a decay, the float32 one after the same, the slots that were written, and the layout."""
     op, make = MAKERS[kind]
     operator, _, name = OPERATORS[op]
@@ -135,31 +144,31 @@ def stored_and_exact(kind: str, seed: int, device: torch.device) -> tuple[Tensor
     narrow = copies(arguments, rounding_seed=torch.tensor([seed], device=device))
     wide = copies(arguments, rounding_seed=None)
     wide[name] = arguments[name].float()
-    operator(**narrow, backend="cute")
-    operator(**wide, backend="cute")
+    operator(**narrow, backend=backend)
+    operator(**wide, backend=backend)
     return narrow[name].cpu(), wide[name].cpu(), written(wide[name], before.float()), bool(arguments["state_v_first"])
 
 
-def check_decay(kind: str, seed: int, device: torch.device) -> None:
-    found, exact, slots, v_first = stored_and_exact(kind, seed, device)
+def check_decay(kind: str, backend: str, seed: int, device: torch.device) -> None:
+    found, exact, slots, v_first = stored_and_exact(kind, backend, seed, device)
     for slot in slots:
         assert bool(exact[slot].isfinite().all())
         assert same_bits(found[slot].contiguous(), rounded(exact[slot], seed, slot, v_first).contiguous())
     assert float((found[slots].float() != exact[slots].to(BF16).float()).float().mean()) > 0.2, "the noise does nothing"
 
 
-@KINDS
+@kinds()
 @pytest.mark.parametrize("seed", SEEDS)
-def test_decay(kind: str, seed: int, device: torch.device) -> None:
-    check_decay(kind, seed, device)
+def test_decay(kind: str, backend: str, seed: int, device: torch.device) -> None:
+    check_decay(kind, backend, seed, device)
 
 
 @pytest.mark.parametrize("number", [0, 5, 9])
-@pytest.mark.parametrize("kind", ["recurrent", "recurrent-K-first", "decode-ragged", "decode-single"])
-def test_any_tiles(kind: str, number: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@kinds("recurrent", "recurrent-K-first", "decode-ragged", "decode-single")
+def test_any_tiles(kind: str, backend: str, number: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise belongs to the element, not to the thread that rounds it."""
     op = MAKERS[kind][0]
-    module = importlib.import_module({"recurrent": "kernels_cute.recurrent", "decode": "kernels_cute.gdn_decode"}[op])
+    module = importlib.import_module(registry.operator(REGISTERED[op]).modules[backend])
     host = importlib.import_module(f"gdn.ops.{op}")
 
     def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
@@ -168,7 +177,7 @@ def test_any_tiles(kind: str, number: int, device: torch.device, monkeypatch: py
 
     monkeypatch.setattr(host, "prepare", prepare)
     monkeypatch.setattr(host, "_memo", Memo())
-    check_decay(kind, SEEDS[-1], device)
+    check_decay(kind, backend, SEEDS[-1], device)
 
 
 def test_right_on_average_over_seeds(device: torch.device) -> None:
