@@ -30,6 +30,10 @@ from kernels_cute import _convolution
 from kernels_cute._convolution import CHANNELS, Convolution
 from kernels_cute._memory import fake
 
+# How near a tuned entry must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the rows of a
+# long prompt a short one would be few threads with many trips to memory each.
+TUNED_WITHIN = 0.5
+
 
 @dataclass(frozen=True)
 class Config:

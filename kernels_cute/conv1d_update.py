@@ -27,6 +27,10 @@ from kernels_cute import _convolution
 from kernels_cute._convolution import CHANNELS, Convolution
 from kernels_cute._memory import fake
 
+# How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. Wide blocks of a
+# large batch would leave most SMs of a small one idle.
+TUNED_WITHIN = 1.5
+
 
 @dataclass(frozen=True)
 class Config:

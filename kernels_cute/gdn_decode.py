@@ -39,6 +39,10 @@ _RESIDENT = (768, 512, 384, 256)
 _MANY_WAVES = 16  # heads an SM
 _STATE_BYTES = 128  # of the state, a thread, where there are many heads
 
+# How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
+# head in few blocks, a small one in all that fit: entries of large batches would leave half of the SMs idle.
+TUNED_WITHIN = 1.5
+
 
 @dataclass(frozen=True)
 class Config:

@@ -6,6 +6,7 @@ import torch
 
 from gdn.ops import _delta_rule, _library, _rows
 from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._logits_checks import check_scale as check_number
 from gdn.ops._memo import Made, Memo, make
 from gdn.ops.norm import check_gate_activation
 from gdn.problems import GdnDecodeProblem
@@ -89,7 +90,7 @@ def fused_gdn_decode(
     )  # fmt: skip
     flags = (
         num_k_heads, type(num_k_heads), head_k_dim, type(head_k_dim), head_v_dim, type(head_v_dim), scale, type(scale), eps,
-        activation, gate_activation, projection_layout, state_v_first, null_slot, type(null_slot), backend,
+        type(eps), activation, gate_activation, projection_layout, state_v_first, null_slot, type(null_slot), backend,
     )  # fmt: skip
     repeated: Tensor | None = _memo.run(tensors, flags)
     if repeated is not None:
@@ -111,6 +112,7 @@ def fused_gdn_decode(
         bad_value("activation", "'silu', 'swish' or None", repr(activation))
     check_gate_activation("gate_activation", gate_activation)
     _delta_rule.check_scale(scale)
+    check_number("eps", eps)
     _delta_rule.check_null_slot(null_slot)
 
     count = length

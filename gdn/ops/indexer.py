@@ -172,6 +172,8 @@ def _check_rope(
     if rotary_dim % 2 or rotary_dim > head_dim:
         bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
     check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=DTYPES, device=device)
+    if tokens and cos_sin.shape[0] == 0:  # positions are clamped to its rows
+        bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
     if tokens and env.current().validate and reading_allowed(device):
         last = int(positions.max())
         if last >= cos_sin.shape[0]:
@@ -272,8 +274,7 @@ def prepare_indexer(
         num_tokens=tokens,
     )
     prepared = runtime.prepare(problem, device, backend)
-    nothing_there = cos_sin.shape[0] == 0 or (cache is not None and cache.shape[0] == 0)
-    if prepared.launch is None or (tokens and nothing_there):
+    if prepared.launch is None or (tokens and cache is not None and cache.shape[0] == 0):
         return reference.prepare_indexer(
             q,
             k,
@@ -383,6 +384,8 @@ def compress_indexer_keys(
         bad_value("ring", f"shape [sequences, size, {kv_heads}, {dim}]", f"shape {list(ring.shape)}")
     if ring.shape[1] < ratio or ring.shape[1] % ratio:
         bad_value("ring", f"a size that is a positive multiple of ratio {ratio}", ring.shape[1])
+    if tokens and ring.shape[0] == 0:
+        bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
     page_size, cache_heads = check_cache(cache, dim, device, None)
     _same_kv_heads("raw_k", kv_heads, cache_heads)
     _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
@@ -415,8 +418,7 @@ def compress_indexer_keys(
         num_tokens=tokens,
     )
     prepared = runtime.prepare(problem, device, backend)
-    nothing_there = 0 in (cos_sin.shape[0], ring.shape[0], cache.shape[0])
-    if prepared.launch is None or nothing_there:
+    if prepared.launch is None or cache.shape[0] == 0:
         reference.compress_indexer_keys(
             raw_k,
             ring,
@@ -497,6 +499,8 @@ def gather_indexer_cache(
             row, column = wrong.nonzero()[0].tolist()
             bad_value(f"block_tables[{row}, {column}]", f"a page in [0, {cache.shape[0]})", int(block_tables[row, column]))
     rows = int(cu_seqlens[-1]) if num_rows is None else num_rows
+    if rows < 0:
+        bad_value("cu_seqlens", "a last offset >= 0", rows)
     scaled = cache.dtype == torch.uint8
     problem = GatherIndexerCacheProblem(
         num_kv_heads=kv_heads,

@@ -136,7 +136,7 @@ class Switches:
     )
     tuned: str = _switch(
         "GDN_TUNED", "choice", "auto",
-        "tuned tables: auto uses an entry where there is one, strict raises where there is none, off ignores them",
+        "tuned tables: auto uses an entry where there is one, strict raises where there is none near enough, off ignores them",
         _words("auto", "strict", "off"),
     )  # fmt: skip
     batch_invariant: bool = _switch(

@@ -265,7 +265,8 @@ def _configure(
         return entries[0].config, "table", f"tiles tuned at {sizes} ({entries[0].time_us:g} us), from {entries[0].source}"
     if switches.tuned == "strict":
         raise MissingTunedEntry(
-            f"{problem.op}: GDN_TUNED=strict, and no tuned entry of {backend} on {spec.key} serves {problem.static_key()}"
+            f"{problem.op}: GDN_TUNED=strict, and no tuned entry of {backend} on {spec.key} serves {problem.static_key()} "
+            f"at {', '.join(f'{name}={value}' for name, value in problem.sizes().items())}"
         )
     return candidate.default_config(problem, spec), "default", None
 

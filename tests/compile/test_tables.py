@@ -78,6 +78,48 @@ def test_a_chunk_entry_serves_sizes_near_its_own(path: Path) -> None:
         assert not candidate.tuned(_problem(16, 32, tokens, sequences), H100)
 
 
+# op, sizes with an entry near enough, sizes without one: of the groups that hold an entry of the first.
+REACH: list[tuple[str, dict[str, int], list[dict[str, int]], list[dict[str, int]]]] = [
+    (
+        "gdn_decode",  # drafts: large batches alone are tuned
+        {"num_tokens": 128, "num_sequences": 32},
+        [{"num_tokens": 96, "num_sequences": 24}, {"num_tokens": 640, "num_sequences": 160}],
+        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 32, "num_sequences": 8}],
+    ),
+    (
+        "conv1d",
+        {"num_tokens": 8192, "num_sequences": 128},
+        [{"num_tokens": 8000, "num_sequences": 1}, {"num_tokens": 9000, "num_sequences": 8}],
+        [{"num_tokens": 4096, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 1}],
+    ),
+    (
+        "conv1d_update",
+        {"num_tokens": 512, "num_sequences": 128},
+        [{"num_tokens": 600, "num_sequences": 150}],
+        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 16}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "tuned_at", "near", "far"), REACH, ids=[row[0] for row in REACH])
+def test_an_entry_serves_sizes_near_its_own(
+    op: str, tuned_at: dict[str, int], near: list[dict[str, int]], far: list[dict[str, int]]
+) -> None:
+    candidate = runtime.candidates(op)["cute"]
+    table = tuned.read(tuned.table_path(tuned.SHIPPED, "h100", op, "cute"))
+    group = next(group for group in table.groups if any(entry.sizes == tuned_at for entry in group.entries))
+
+    def problem(sizes: dict[str, int]) -> Problem:
+        made: Problem = PROBLEMS[op](**group.static, **sizes)
+        return made
+
+    if candidate.refusal(problem(tuned_at)) is not None:
+        pytest.skip("needs the DSL")
+    assert candidate.tuned(problem(tuned_at), H100)[0].sizes == tuple(sorted(tuned_at.items()))
+    assert all(candidate.tuned(problem(sizes), H100) for sizes in near)
+    assert not any(candidate.tuned(problem(sizes), H100) for sizes in far)
+
+
 def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int) -> Problem:
     shape = next(one for one in shapes("chunk") if one.name == f"{num_k_heads}/{num_v_heads} 8192")
     return replace(shape.problem, num_tokens=num_tokens, num_sequences=num_sequences)  # type: ignore[call-arg]

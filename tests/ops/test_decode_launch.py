@@ -146,6 +146,15 @@ def test_rows_are_copied_where_they_are_not_aligned(kernel: Kernel) -> None:
     assert kernel.prepared == kernel.launches == 2
 
 
+@pytest.mark.parametrize("eps", ["1e-6", None, True, float("nan")])
+def test_a_wrong_eps_leaves_both_pools(eps: Any) -> None:
+    given = arguments_of(4)
+    before = copied(given)
+    with pytest.raises((TypeError, ValueError), match="^eps: expected"):
+        gdn.fused_gdn_decode(**given, eps=eps)
+    assert all(same_bits(given[pool], before[pool]) for pool in ("conv_state", "ssm_state"))
+
+
 def test_nothing_to_do(kernel: Kernel) -> None:
     given = arguments_of(0, query_start_loc=torch.tensor([0, 0]), state_indices=torch.tensor([1]))
     assert gdn.fused_gdn_decode(**given).shape == (0, HV * V)

@@ -150,6 +150,18 @@ def test_no_rows_launch_nothing(stand_in: StandIn) -> None:
     assert stand_in.launches == 0
 
 
+def test_what_must_have_a_row_says_so() -> None:
+    for function, arguments in ((gdn.prepare_indexer, prepare(torch.uint8)), (gdn.compress_indexer_keys, compress(FP8))):
+        before = arguments["cache"].clone()
+        with pytest.raises(ValueError, match=r"cos_sin: expected shape \[max_positions >= 1, 32\]"):
+            function(**arguments | {"cos_sin": torch.zeros(0, 32)})
+        assert same_bits(arguments["cache"], before)
+    with pytest.raises(ValueError, match="ring: expected at least one sequence"):
+        gdn.compress_indexer_keys(**compress(FP8) | {"ring": torch.zeros(0, 8, D).bfloat16()})
+    with pytest.raises(ValueError, match="cu_seqlens: expected a last offset >= 0, got -3"):
+        gdn.gather_indexer_cache(**gather(FP8, None) | {"cu_seqlens": torch.tensor([0, 0, -3])})
+
+
 def test_rows_off_their_alignment_are_copied(stand_in: StandIn) -> None:
     arguments = prepare(torch.uint8)
     want = gdn.prepare_indexer(**arguments)

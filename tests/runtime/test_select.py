@@ -260,7 +260,7 @@ def test_tuned_off_ignores_tables():
 
 
 def test_tuned_strict_raises_where_there_is_no_entry():
-    with pytest.raises(MissingTunedEntry, match="GDN_TUNED=strict.*tilelang on h100.*head_dim=128"):
+    with pytest.raises(MissingTunedEntry, match="GDN_TUNED=strict.*tilelang on h100.*head_dim=128.* at num_"):
         pick({"GDN_TUNED": "strict"})
     available = both(cute={"entries": [entry("tuned", 1.0)]})
     assert pick({"GDN_TUNED": "strict"}, available=available).config == "tuned"
