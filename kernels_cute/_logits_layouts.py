@@ -145,6 +145,12 @@ def query_layout(
     return cute.make_composed_layout(swizzle_atom(dtype, head_dim).inner, 0, layout)
 
 
+def leading(layout: cute.ComposedLayout, modes: int) -> cute.ComposedLayout:
+    """Its first modes, at the start of the others. (The DSL's own slice of a swizzled layout aborts for some strides.)"""
+    outer = cute.make_layout(layout.outer.shape[:modes], stride=layout.outer.stride[:modes])
+    return cute.make_composed_layout(layout.inner, 0, outer)
+
+
 def piece_layout(dtype: Any, rows: int, piece: int, head_dim: int, outer: int) -> cute.ComposedLayout:
     """(row in piece, head_dim, 1, pieces, outer): the bytes of operand_layout(rows) by runs of `piece` rows."""
     width = row_elements(dtype, head_dim)

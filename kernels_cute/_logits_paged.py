@@ -144,7 +144,7 @@ class PagedLogits:
         )
         copy = cpasync.CopyBulkTensorTileG2SOp()
         query_atom, query_tensor = cpasync.make_tiled_tma_atom(
-            copy, q_view, cute.slice_(self.query_smem(), (None, None, None, None, None, 0, 0)), self.query_box()
+            copy, q_view, layouts.leading(self.query_smem(), 5), self.query_box()
         )
         key_atom, key_tensor = cpasync.make_tiled_tma_atom(
             copy, k_view, cute.slice_(self.key_smem(), (None, None, None, 0, 0)), (self.piece, dim, 1)
@@ -301,7 +301,7 @@ class PagedLogits:
                 cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
-                for kv_head in cutlass.range_constexpr(self.num_kv_heads):
+                for kv_head in cutlass.range(self.num_kv_heads, unroll=1):
                     to_queries, from_queries = self.query_partition(query_atom, query_tensor, s_queries, kv_head)
                     for group in cutlass.range_constexpr(self.groups):
                         cute.copy(
@@ -321,18 +321,18 @@ class PagedLogits:
                         ahead = self.page_numbers(line, key + self.tiles_per_load * self.tile, length, lane)
                     # Pieces beyond the last key are left out: no table entry stands for them, and no score is stored.
                     pieces = cutlass.min((length - key + (self.piece - 1)) >> self.piece_bits, self.pieces)
-                    for turn in cutlass.range_constexpr(self.kv_turns):
+                    for turn in cutlass.range(self.kv_turns, unroll=1):
                         cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, pieces * self.piece_bytes)
                         for piece in cutlass.range(pieces, unroll=1):
                             piece_page = cute.arch.shuffle_sync(page, slot * self.pieces + piece)
                             row = (key + piece * self.piece) % self.page_size
-                            for part in cutlass.range_constexpr(self.kv_turn):
+                            for nth in cutlass.range_constexpr(self.kv_turn):
                                 cute.copy(
                                     key_atom,
-                                    from_keys[None, row >> self.piece_bits, turn * self.kv_turn + part, piece_page],
-                                    to_keys[None, piece, key_stage * self.kv_turn + part],
+                                    from_keys[None, row >> self.piece_bits, turn * self.kv_turn + nth, piece_page],
+                                    to_keys[None, piece, key_stage * self.kv_turn + nth],
                                     tma_bar_ptr=keys_full + key_stage,
                                 )
                             if cutlass.const_expr(self.has_k_scale):
@@ -356,9 +356,9 @@ class PagedLogits:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(queries_full + stage)
 
-    def query_partition(self, query_atom, query_tensor, s_queries, kv_head: int):
+    def query_partition(self, query_atom, query_tensor, s_queries, kv_head):
         """Where the boxes of a key head's queries go and come from."""
-        if kv_head > 0:
+        if self.num_kv_heads > 1:
             query_tensor = cute.domain_offset((0, 0, self.order.position(kv_head), 0, 0), query_tensor)
         g_queries = cute.local_tile(query_tensor, self.query_box(), (0, None, 0, 0, None))
         return cpasync.tma_partition(
@@ -489,10 +489,8 @@ class PagedLogits:
                         ends[group] = Int32(0)
                 if cutlass.const_expr(self.has_weights):
                     for head in cutlass.range_constexpr(self.lane_heads):
-                        at = head
-                        if cutlass.const_expr(lanes > 1):
-                            at = 2 * part + head // 2 * (2 * lanes) + head % 2
-                        held[group * self.lane_heads + head] = s_weights[local * self.num_heads + at]
+                        at = head // 2 * (2 * lanes) + head % 2
+                        held[group * self.lane_heads + head] = s_weights[local * self.num_heads + 2 * part + at]
             for step in cutlass.range(tiles, unroll=1):
                 key = first + step * self.tile + store_lane
                 if cutlass.const_expr(self.num_kv_heads > 1):
@@ -503,20 +501,20 @@ class PagedLogits:
                     if cutlass.const_expr(self.turns):
                         cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
                     warpgroup.fence()
-                    for part in cutlass.range_constexpr(self.kv_turn):
+                    for nth in cutlass.range_constexpr(self.kv_turn):
                         product = products
                         if cutlass.const_expr(self.kv_turn > 1):
-                            product = products[None, None, None, part]
+                            product = products[None, None, None, nth]
                         for k_step in cutlass.range_constexpr(self.k_steps):
                             mma.set(warpgroup.Field.ACCUMULATE, k_step != 0)
                             cute.gemm(
                                 mma,
                                 product,
-                                keys_operand[None, None, k_step, half, key_stage * self.kv_turn + part],
-                                queries_operand[None, None, k_step, stage * self.num_kv_heads + first_kv + part],
+                                keys_operand[None, None, k_step, half, key_stage * self.kv_turn + nth],
+                                queries_operand[None, None, k_step, stage * self.num_kv_heads + first_kv + nth],
                                 product,
                             )
-                            last = part == self.kv_turn - 1 and k_step == self.k_steps - 1
+                            last = nth == self.kv_turn - 1 and k_step == self.k_steps - 1
                             if cutlass.const_expr(self.turns or last):
                                 warpgroup.commit_group()
                     # Scales of the keys whose sums this lane ends with; with several key heads each sum is scaled before
@@ -524,12 +522,12 @@ class PagedLogits:
                     sides = cutlass.const_expr(1 if lanes > 1 and self.num_kv_heads == 1 else 2)
                     scale_lane = key_lane if self.num_kv_heads > 1 else store_lane
                     factor = cute.make_rmem_tensor(cute.make_layout(sides * self.kv_turn), Float32)
-                    for part in cutlass.range_constexpr(self.kv_turn):
+                    for nth in cutlass.range_constexpr(self.kv_turn):
                         for side in cutlass.range_constexpr(sides):
-                            factor[part * sides + side] = scale
+                            factor[nth * sides + side] = scale
                             if cutlass.const_expr(self.has_k_scale):
-                                at = (key_stage * self.tile + scale_lane + 8 * side) * self.num_kv_heads + first_kv + part
-                                factor[part * sides + side] = scale * s_scales[at]
+                                at = (key_stage * self.tile + scale_lane + 8 * side) * self.num_kv_heads + first_kv + nth
+                                factor[nth * sides + side] = scale * s_scales[at]
                     if cutlass.const_expr(self.turns):
                         warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
                         self.pass_turn(1 - half)
@@ -539,17 +537,17 @@ class PagedLogits:
                         cute.arch.mbarrier_arrive(keys_free + key_stage)
                     key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
                     for group in cutlass.range_constexpr(self.groups):
+                        place = line + self.group_drafts * group * out.stride[0] + key
                         low, high = Float32(0.0), Float32(0.0)
                         if cutlass.const_expr(self.num_kv_heads == 1):
                             low, high = self.head_sums(products, held, group, 0, 0)
                         else:
-                            for part in cutlass.range_constexpr(self.kv_turn):
-                                sums = self.head_sums(products, held, group, first_kv, part)
-                                totals[2 * group] = totals[2 * group] + sums[0] * factor[2 * part]
-                                totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * part + 1]
+                            for nth in cutlass.range_constexpr(self.kv_turn):
+                                sums = self.head_sums(products, held, group, first_kv, nth)
+                                totals[2 * group] = totals[2 * group] + sums[0] * factor[2 * nth]
+                                totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * nth + 1]
                             low, high = totals[2 * group], totals[2 * group + 1]
                         if cutlass.const_expr(turn == self.kv_turns - 1):
-                            place = line + self.group_drafts * group * out.stride[0] + key
                             if cutlass.const_expr(self.num_kv_heads == 1 and lanes == 1):
                                 low, high = low * factor[0], high * factor[1]
                             if cutlass.const_expr(lanes == 1):
@@ -581,8 +579,8 @@ class PagedLogits:
         return 2 * (kv_head * self.order.pairs + pair) + odd
 
     @cute.jit
-    def head_sums(self, products, held, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, part: cutlass.Constexpr):
-        """The two keys' sums over this lane's heads of one draft and one key head (the `part`-th of a turn). Even and odd
+    def head_sums(self, products, held, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, nth: cutlass.Constexpr):
+        """The two keys' sums over this lane's heads of one draft and one key head (the `nth`-th of a turn). Even and odd
         heads run as chains of their own."""
         parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
         parts.fill(0.0)
@@ -590,9 +588,9 @@ class PagedLogits:
         for pair in cutlass.range_constexpr(pairs):
             for side in cutlass.range_constexpr(2):
                 for odd in cutlass.range_constexpr(2):
-                    head = self.held_head(first_kv + part, odd, pair)
+                    head = self.held_head(first_kv + nth, odd, pair)
                     if cutlass.const_expr(head is not None):
-                        value = products[odd + 2 * side + 4 * (group * pairs + pair) + part * (self.product_columns // 2)]
+                        value = products[odd + 2 * side + 4 * (group * pairs + pair) + nth * (self.product_columns // 2)]
                         if cutlass.const_expr(self.relu):
                             value = cute.arch.fmax(value, Float32(0.0))
                         if cutlass.const_expr(self.has_weights):

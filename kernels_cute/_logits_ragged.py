@@ -107,7 +107,7 @@ class RaggedLogits:
         copy = cpasync.CopyBulkTensorTileG2SOp()
         query_box = self.query_box()
         query_atom, query_tensor = cpasync.make_tiled_tma_atom(
-            copy, q_view, cute.slice_(query_smem, (None, None, None, None, 0, 0)), query_box
+            copy, q_view, layouts.leading(query_smem, 4), query_box
         )
         key_atom, key_tensor = cpasync.make_tiled_tma_atom(copy, k_view, cute.slice_(key_smem, (None, None, 0)), (KEY_ROWS, dim))
         columns = cute.size(out, mode=[1])
@@ -292,7 +292,7 @@ class RaggedLogits:
                     cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
-                    for kv_head in cutlass.range_constexpr(self.num_kv_heads):
+                    for kv_head in cutlass.range(self.num_kv_heads, unroll=1):
                         to_queries, from_queries = self.query_partition(query_atom, query_tensor, s_queries, kv_head)
                         for half in cutlass.range_constexpr(2):
                             for group in cutlass.range(self.groups, unroll=1):
@@ -305,15 +305,15 @@ class RaggedLogits:
                                 )
                     stage, parity = self.advance(stage, parity, self.query_stages)
                     for tile in cutlass.range(tile_first, tile_end, unroll=1):
-                        for turn in cutlass.range_constexpr(self.turns):
+                        for turn in cutlass.range(self.turns, unroll=1):
                             cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
                             with cute.arch.elect_one():
                                 cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
-                            for part in cutlass.range_constexpr(self.kv_turn):
+                            for nth in cutlass.range_constexpr(self.kv_turn):
                                 cute.copy(
                                     key_atom,
-                                    from_keys[None, tile, turn * self.kv_turn + part],
-                                    to_keys[None, key_stage * self.kv_turn + part],
+                                    from_keys[None, tile, turn * self.kv_turn + nth],
+                                    to_keys[None, key_stage * self.kv_turn + nth],
                                     tma_bar_ptr=keys_full + key_stage,
                                 )
                             key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
@@ -322,9 +322,9 @@ class RaggedLogits:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(queries_full + stage)
 
-    def query_partition(self, query_atom, query_tensor, s_queries, kv_head: int):
+    def query_partition(self, query_atom, query_tensor, s_queries, kv_head):
         """Where the boxes of a key head's queries go and come from."""
-        if kv_head > 0:
+        if self.num_kv_heads > 1:
             query_tensor = cute.domain_offset((0, 0, self.order.position(kv_head), 0), query_tensor)
         g_queries = cute.local_tile(query_tensor, self.query_box(), (0, None, 0, 0))
         return cpasync.tma_partition(
@@ -473,23 +473,23 @@ class RaggedLogits:
                     if cutlass.const_expr(self.has_k_scale):
                         for side in cutlass.range_constexpr(2):
                             if key + 8 * side < num_keys:
-                                for part in cutlass.range_constexpr(self.kv_turn):
-                                    at = (key + 8 * side) * self.num_kv_heads + first_kv + part
-                                    factor[2 * part + side] = key_scales[at]
+                                for nth in cutlass.range_constexpr(self.kv_turn):
+                                    at = (key + 8 * side) * self.num_kv_heads + first_kv + nth
+                                    factor[2 * nth + side] = key_scales[at]
                     cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
                     cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
                     warpgroup.fence()
-                    for part in cutlass.range_constexpr(self.kv_turn):
+                    for nth in cutlass.range_constexpr(self.kv_turn):
                         product = products
                         if cutlass.const_expr(self.kv_turn > 1):
-                            product = products[None, None, None, part]
+                            product = products[None, None, None, nth]
                         for step in cutlass.range_constexpr(self.k_steps):
                             mma.set(warpgroup.Field.ACCUMULATE, step != 0)
                             cute.gemm(
                                 mma,
                                 product,
-                                keys_operand[None, None, step, key_stage * self.kv_turn + part],
-                                queries_operand[None, None, step, (stage * 2 + half) * self.num_kv_heads + first_kv + part],
+                                keys_operand[None, None, step, key_stage * self.kv_turn + nth],
+                                queries_operand[None, None, step, (stage * 2 + half) * self.num_kv_heads + first_kv + nth],
                                 product,
                             )
                             warpgroup.commit_group()
@@ -508,10 +508,10 @@ class RaggedLogits:
                             sums = self.head_sums(products, held, group, 0, 0)
                             low, high = sums[0] * factor[0], sums[1] * factor[1]
                         else:
-                            for part in cutlass.range_constexpr(self.kv_turn):
-                                sums = self.head_sums(products, held, group, first_kv, part)
-                                totals[2 * group] = totals[2 * group] + sums[0] * factor[2 * part]
-                                totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * part + 1]
+                            for nth in cutlass.range_constexpr(self.kv_turn):
+                                sums = self.head_sums(products, held, group, first_kv, nth)
+                                totals[2 * group] = totals[2 * group] + sums[0] * factor[2 * nth]
+                                totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * nth + 1]
                             low, high = totals[2 * group], totals[2 * group + 1]
                         if cutlass.const_expr(turn == self.turns - 1):
                             self.store(
@@ -528,17 +528,17 @@ class RaggedLogits:
             cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def head_sums(self, products, held, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, part: cutlass.Constexpr):
-        """The two keys' sums over the heads of one query and one key head (the `part`-th of a turn). Even and odd heads run
+    def head_sums(self, products, held, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, nth: cutlass.Constexpr):
+        """The two keys' sums over the heads of one query and one key head (the `nth`-th of a turn). Even and odd heads run
         as chains of their own."""
         parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
         parts.fill(0.0)
         for pair in cutlass.range_constexpr(self.order.pairs):
             for side in cutlass.range_constexpr(2):
                 for odd in cutlass.range_constexpr(2):
-                    head = self.order.head(first_kv + part, odd, pair)
+                    head = self.order.head(first_kv + nth, odd, pair)
                     if cutlass.const_expr(head is not None):
-                        at = odd + 2 * side + 4 * (group * self.order.pairs + pair) + part * (self.product_columns // 2)
+                        at = odd + 2 * side + 4 * (group * self.order.pairs + pair) + nth * (self.product_columns // 2)
                         value = products[at]
                         if cutlass.const_expr(self.relu):
                             value = cute.arch.fmax(value, Float32(0.0))
