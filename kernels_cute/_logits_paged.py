@@ -1,6 +1,6 @@
 """The paged logits kernel: keys are the M operand (64 rows a math warpgroup), drafts x heads of one sequence the N operand.
 
-With several key heads a tile is taken in turns of `heads_at_once` key heads: so many products, one a key head, each of the
+With several key heads a tile is taken in turns of `kv_heads_at_once` key heads: so many products, one a key head, each of the
 query heads that belong to it. The scores of a tile add up in registers over its turns.
 
 A block streams the key tiles of its run (_logits_deal.py) through a ring; a tile is gathered from pages in pieces of
@@ -70,6 +70,7 @@ class PagedLogits:
         self,
         num_heads: int,
         num_kv_heads: int,
+        kv_heads_at_once: int,
         head_dim: int,
         fp8: bool,
         has_k_scale: bool,
@@ -111,7 +112,7 @@ class PagedLogits:
         self.pieces = self.tile // self.piece
         self.tiles_per_load = 32 // self.pieces  # tiles whose pages one warp-wide load of the block table covers
         row_bytes = head_dim * self.dtype.width // 8
-        self.kv_turn = layouts.heads_at_once(num_kv_heads, row_bytes, self.tile)  # key heads of a turn and of a stage of keys
+        self.kv_turn = kv_heads_at_once  # key heads of a turn and of a stage of keys
         self.kv_turns = num_kv_heads // self.kv_turn  # of a tile
         self.query_bytes = self.columns * row_bytes
         # The scales of all key heads lie together: every turn brings them.

@@ -75,6 +75,8 @@ class RaggedLogits:
         self.queries_per_warpgroup = self.product_columns // self.order.slots
         self.groups = self.queries_per_warpgroup // layouts.QUERIES_PER_GROUP
         self.queries = 2 * self.queries_per_warpgroup
+        # Fewer at once where a division by the number of heads takes registers of its own.
+        self.weight_loads = 4 if num_heads & (num_heads - 1) else 8
         self.item_lanes = 1 << (self.queries // ROWS_PER_LANE - 1).bit_length()
         self.batch = 32 // self.item_lanes  # items whose ranges a warp reads at once
         self.query_bytes = 2 * columns * head_dim * self.dtype.width // 8
@@ -366,7 +368,7 @@ class RaggedLogits:
                             s_starts[slot + local] = first
                             s_ends[slot + local] = end
                     if cutlass.const_expr(self.has_weights):
-                        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=8):
+                        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
                             row = row0 + local // self.num_heads
                             weight = Float32(0.0)
                             if row < num_queries:

@@ -104,23 +104,34 @@ def _shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
     drafts = shape.groups * QUERIES_PER_GROUP // shape.lanes_per_query
     tables = QUERY_STAGES * (16 + 16 + drafts * 4 + drafts * problem.num_heads * 4) + 16 * config.key_stages
     scales = 4 * tile * problem.num_kv_heads * config.key_stages if problem.has_k_scale else 16
-    key_rows = tile * heads_at_once(problem.num_kv_heads, row_bytes, tile)
+    key_rows = tile * _heads_at_once(problem, config)
     # Each table may be padded to 128 bytes, and the tiles start at a multiple of 1024.
     return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + key_rows * config.key_stages) * row_bytes
+
+
+def _registers(problem: PagedMqaLogitsProblem, at_once: int) -> tuple[int, int]:
+    """Of a math thread whose turns take so many key heads: (sums of the products, everything)."""
+    shape, kv_heads = shape_of(problem), problem.num_kv_heads
+    sums = shape.columns * at_once // kv_heads // 2
+    totals = 2 * shape.groups if at_once < kv_heads else 0  # live from turn to turn
+    weights = shape.groups * problem.num_heads // shape.lanes_per_query if problem.weights_dtype else 0
+    scales = 2 * at_once if kv_heads > 1 and problem.has_k_scale else 0
+    return sums, sums + totals + weights + scales + SPARE_REGISTERS
+
+
+def _heads_at_once(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    """Key heads of a turn: as many as the registers of a math thread hold, one at least."""
+    most = heads_at_once(problem.num_kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
+    room = REGISTERS[config.math_warpgroups, config.blocks_per_sm].math
+    counts = [count for count in range(most, 1, -1) if problem.num_kv_heads % count == 0]
+    return next((count for count in counts if _registers(problem, count)[1] <= room), 1)
 
 
 def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     registers = REGISTERS.get((config.math_warpgroups, config.blocks_per_sm))
     if registers is None or config.key_stages < 2 or not 1 <= config.waves <= 8 or config.num_sms < 1:
         return False
-    shape, kv_heads = shape_of(problem), problem.num_kv_heads
-    columns = shape.columns
-    at_once = heads_at_once(kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
-    sums = columns * at_once // kv_heads // 2  # of the products of one turn
-    totals = 2 * shape.groups if at_once < kv_heads else 0  # live from turn to turn
-    weights = shape.groups * problem.num_heads // shape.lanes_per_query if problem.weights_dtype else 0
-    scales = 2 * at_once if kv_heads > 1 and problem.has_k_scale else 0
-    held = sums + totals + weights + scales + SPARE_REGISTERS
+    sums, held = _registers(problem, _heads_at_once(problem, config))
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
     room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
     # The assembler measures a wgmma's accumulators against the registers at launch, all else against those of math threads.
@@ -156,6 +167,7 @@ def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
     kernel = PagedLogits(
         num_heads=problem.num_heads,
         num_kv_heads=problem.num_kv_heads,
+        kv_heads_at_once=_heads_at_once(problem, config),
         head_dim=problem.head_dim,
         fp8=problem.dtype == "float8_e4m3fn",
         has_k_scale=problem.has_k_scale,
