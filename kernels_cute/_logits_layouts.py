@@ -27,7 +27,6 @@ QUERIES_PER_GROUP = 4  # lanes of a quad: one query each
 BOX_BYTES = 128  # widest row of a swizzled tile
 TURN_BYTES = 32768  # most bytes of 64 keys that one turn at the tensor cores takes
 TURN_HEADS = 3  # most key heads of a turn: their scales wait in registers
-QUERY_BYTES = 160 * 1024  # most bytes of eight queries, the fewest that a block holds
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,6 @@ class HeadOrder:
         if odd and pair == 0:
             return None
         return first + odd * (self.group - self.pairs) + pair
-
-
-def columns_refusal(order: HeadOrder, row_bytes: int) -> str | None:
-    """Eight queries and two stages of keys must fit a block. Only odd numbers of heads for many key heads do not."""
-    most = QUERY_BYTES // (8 * row_bytes)
-    if order.columns <= most:
-        return None
-    return (
-        f"requires at most {most} columns a query (heads of a key head, rounded up to an even number, times key heads) in rows "
-        f"of {row_bytes} bytes, got {order.columns}"
-    )
 
 
 def heads_at_once(kv_heads: int, row_bytes: int, rows: int) -> int:

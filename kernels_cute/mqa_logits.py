@@ -17,10 +17,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, MqaLogitsProblem
 from kernels_cute._build import library
-from kernels_cute._logits_layouts import HeadOrder, columns_refusal, heads_at_once
+from kernels_cute._logits_layouts import HeadOrder, heads_at_once
 from kernels_cute._logits_ragged import KEY_ROWS, RaggedLogits
 
 ENTRY = "gdn_cute_mqa_logits"
@@ -58,7 +58,12 @@ def refusal(problem: MqaLogitsProblem) -> str | None:
         return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
     if problem.out_dtype not in ("float32", "bfloat16"):
         return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
-    return columns_refusal(_order(problem), _row_bytes(problem))
+    if _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
+        )
+    return None
 
 
 def _order(problem: MqaLogitsProblem) -> HeadOrder:
@@ -107,6 +112,13 @@ def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
+    return config
+
+
+def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     # The widest tile reads each key least often; a narrower one serves when it already holds every query.
     widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
     columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
@@ -116,7 +128,7 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
         config = Config(columns, query_stages, key_stages, max(1, _steps(problem) // 4), tiles, device.num_sms)
         if fits(problem, config, device):
             return config
-    raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
+    return None
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:

@@ -20,10 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, PagedMqaLogitsProblem
 from kernels_cute._build import library
-from kernels_cute._logits_layouts import QUERIES_PER_GROUP, HeadOrder, columns_refusal, heads_at_once
+from kernels_cute._logits_layouts import QUERIES_PER_GROUP, HeadOrder, heads_at_once
 from kernels_cute._logits_paged import KEY_ROWS, QUERY_STAGES, REGISTERS, PagedLogits
 
 ENTRY = "gdn_cute_paged_mqa_logits"
@@ -65,7 +65,12 @@ def refusal(problem: PagedMqaLogitsProblem) -> str | None:
         return f"requires a page_size that is a multiple of 4, got {problem.page_size}"
     if problem.next_n < 1:
         return f"requires next_n of at least 1, got {problem.next_n}"
-    return columns_refusal(HeadOrder(problem.num_heads, problem.num_kv_heads), _row_bytes(problem))
+    if _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
+        )
+    return None
 
 
 def _row_bytes(problem: PagedMqaLogitsProblem) -> int:
@@ -140,13 +145,20 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
 
 
 def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
+    return config
+
+
+def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Two small blocks a multiprocessor: while one starts or ends the other keeps memory busy."""
     for groups, blocks in ((1, 2), (2, 1)):
         for stages in (10, 8, 6, 5, 4, 3, 2):
             config = Config(groups, blocks, stages, 5, device.num_sms)
             if fits(problem, config, device):
                 return config
-    raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
+    return None
 
 
 def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
