@@ -108,9 +108,7 @@ class RaggedLogits:
         k_view = cute.make_tensor(k.iterator, cute.make_layout((cutlass.max(num_keys, 1), key_row), stride=(key_row, 1)))
         copy = cpasync.CopyBulkTensorTileG2SOp()
         query_box = self.query_box()
-        query_atom, query_tensor = cpasync.make_tiled_tma_atom(
-            copy, q_view, layouts.leading(query_smem, 4), query_box
-        )
+        query_atom, query_tensor = cpasync.make_tiled_tma_atom(copy, q_view, layouts.leading(query_smem, 4), query_box)
         key_atom, key_tensor = cpasync.make_tiled_tma_atom(copy, k_view, cute.slice_(key_smem, (None, None, 0)), (KEY_ROWS, dim))
         columns = cute.size(out, mode=[1])
         query_tiles = cute.ceil_div(num_queries, self.queries)

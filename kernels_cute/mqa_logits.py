@@ -139,7 +139,8 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     steps = _steps(problem)
     handoffs = sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})
     widths = _columns(problem)[-2:]
-    for columns, query_stages, key_stages, handoff, tiles in product(widths, (2, 1), (8, 5, 4), handoffs, (16, 32, 64)):
+    depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
+    for columns, query_stages, key_stages, handoff, tiles in product(widths, (2, 1), depths, handoffs, (16, 32, 64)):
         yield Config(columns, query_stages, key_stages, handoff, tiles, device.num_sms)
 
 
