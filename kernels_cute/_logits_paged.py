@@ -527,8 +527,8 @@ class PagedLogits:
                         for side in cutlass.range_constexpr(sides):
                             factor[nth * sides + side] = scale
                             if cutlass.const_expr(self.has_k_scale):
-                                at = (key_stage * self.tile + scale_lane + 8 * side) * self.num_kv_heads + first_kv + nth
-                                factor[nth * sides + side] = scale * s_scales[at]
+                                row = (key_stage * self.tile + scale_lane + 8 * side) * self.num_kv_heads
+                                factor[nth * sides + side] = scale * s_scales[row + first_kv + nth]
                     if cutlass.const_expr(self.turns):
                         warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
                         self.pass_turn(1 - half)

@@ -474,8 +474,8 @@ class RaggedLogits:
                         for side in cutlass.range_constexpr(2):
                             if key + 8 * side < num_keys:
                                 for nth in cutlass.range_constexpr(self.kv_turn):
-                                    at = (key + 8 * side) * self.num_kv_heads + first_kv + nth
-                                    factor[2 * nth + side] = key_scales[at]
+                                    row = (key + 8 * side) * self.num_kv_heads
+                                    factor[2 * nth + side] = key_scales[row + first_kv + nth]
                     cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
                     cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
                     warpgroup.fence()
@@ -500,8 +500,8 @@ class RaggedLogits:
                     if lane == 0:
                         cute.arch.mbarrier_arrive(keys_free + key_stage)
                     key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
-                    for at in cutlass.range_constexpr(2 * self.kv_turn):
-                        factor[at] = factor[at] * scale
+                    for one in cutlass.range_constexpr(2 * self.kv_turn):
+                        factor[one] = factor[one] * scale
                     for group in cutlass.range_constexpr(self.groups):
                         low, high = Float32(0.0), Float32(0.0)
                         if cutlass.const_expr(self.num_kv_heads == 1):
