@@ -76,7 +76,10 @@ class HeadOrder:
         if not self.shared:
             return (self.run, self.heads // self.run), (dim, self.run * dim)
         half = self.group - self.pairs
-        return (2 if half else 1, self.heads - half), (max(half, 1) * dim, dim)
+        if half == 0:
+            # Of an extent of one any stride will do. This one joins no other axis into one of the copy engine's.
+            return (1, self.heads), ((self.heads + 1) * dim, dim)
+        return (2, self.heads - half), (half * dim, dim)
 
     def position(self, kv_head: int) -> int:
         return kv_head * (self.group if self.shared else self.pairs)
