@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 QUERIES_PER_GROUP = 4  # lanes of a quad: one query each
 BOX_BYTES = 128  # widest row of a swizzled tile
-TURN_BYTES = 32768  # most bytes of 64 keys that one turn at the tensor cores takes
+TURN_BYTES = 24576  # most bytes of 64 keys that one turn at the tensor cores takes: larger stages leave too few
 TURN_HEADS = 3  # most key heads of a turn: their scales wait in registers
 
 
