@@ -12,8 +12,12 @@ Where queries are few (decode), four of them a group would be padding. A query m
 with the heads of its own residue, and the sum ends in one or two shuffles:
 
     n = 8 * (head // (2 * lanes)) + 2 * (lanes * query + head % (2 * lanes) // 2) + head % 2        query in 0..4 / lanes - 1
+
+With several key heads every one has a product of its own with the query heads that belong to it; `head` then counts those.
+`HeadOrder` says which query head stands at which column, an odd number of them included.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
@@ -21,6 +25,79 @@ from cutlass.cute.nvgpu import warpgroup
 
 QUERIES_PER_GROUP = 4  # lanes of a quad: one query each
 BOX_BYTES = 128  # widest row of a swizzled tile
+TURN_BYTES = 24576  # most bytes of 64 keys that one turn at the tensor cores takes: larger stages leave too few
+TURN_HEADS = 3  # most key heads of a turn: their scales wait in registers
+
+
+@dataclass(frozen=True)
+class HeadOrder:
+    """Query heads as columns of the products, one product a key head. Slots of a product are (head in run, pair); the copy
+    engine sees a row of queries as (head in run, position) and takes `pairs` positions from `position(kv_head)` on.
+
+    An even number of heads lies in runs, one after the other. An odd number is cut into two halves that share the head in
+    the middle: the box stays within the row, and the sum leaves out the second copy. A single head has no second half: the
+    box reaches beyond an extent of one, where the copy engine writes zeros.
+    """
+
+    heads: int
+    kv_heads: int
+    lanes: int = 1  # of a quad, for one query
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def run(self) -> int:
+        return 2 * self.lanes
+
+    @property
+    def slots(self) -> int:
+        """Columns of one query in one product."""
+        return -(-self.group // self.run) * self.run
+
+    @property
+    def pairs(self) -> int:
+        return self.slots // self.run
+
+    @property
+    def columns(self) -> int:
+        """Of one query in all products."""
+        return self.slots * self.kv_heads
+
+    @property
+    def shared(self) -> bool:
+        """Odd: the two halves share a head."""
+        return self.group % 2 == 1
+
+    def view(self, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """((heads in run, positions), their strides in elements)."""
+        if not self.shared:
+            return (self.run, self.heads // self.run), (dim, self.run * dim)
+        half = self.group - self.pairs
+        if half == 0:
+            # Of an extent of one any stride will do. This one joins no other axis into one of the copy engine's.
+            return (1, self.heads), ((self.heads + 1) * dim, dim)
+        return (2, self.heads - half), (half * dim, dim)
+
+    def position(self, kv_head: int) -> int:
+        return kv_head * (self.group if self.shared else self.pairs)
+
+    def head(self, kv_head: int, odd: int, pair: int) -> int | None:
+        """The query head of a slot where a query has one lane; None where the slot repeats a head or holds zeros."""
+        first = kv_head * self.group
+        if not self.shared:
+            return first + 2 * pair + odd
+        if odd and pair == 0:
+            return None
+        return first + odd * (self.group - self.pairs) + pair
+
+
+def heads_at_once(kv_heads: int, row_bytes: int, rows: int) -> int:
+    """Key heads that one turn at the tensor cores takes: they share a stage of keys and the wait for the products."""
+    most = max(1, min(TURN_HEADS, TURN_BYTES // (rows * row_bytes)))
+    return max(count for count in range(1, most + 1) if kv_heads % count == 0)
 
 
 def row_elements(dtype: Any, head_dim: int) -> int:
@@ -57,6 +134,12 @@ def query_layout(
         stride=(width, run * width, 8 * width, (1, rows * width), group_rows * width, rows * head_dim),
     )
     return cute.make_composed_layout(swizzle_atom(dtype, head_dim).inner, 0, layout)
+
+
+def leading(layout: cute.ComposedLayout, modes: int) -> cute.ComposedLayout:
+    """Its first modes, at the start of the others. (The DSL's own slice of a swizzled layout aborts for some strides.)"""
+    outer = cute.make_layout(layout.outer.shape[:modes], stride=layout.outer.stride[:modes])
+    return cute.make_composed_layout(layout.inner, 0, outer)
 
 
 def piece_layout(dtype: Any, rows: int, piece: int, head_dim: int, outer: int) -> cute.ComposedLayout:

@@ -1,5 +1,8 @@
 """The paged logits kernel: keys are the M operand (64 rows a math warpgroup), drafts x heads of one sequence the N operand.
 
+With several key heads a tile is taken in turns of `kv_heads_at_once` key heads: so many products, one a key head, each of the
+query heads that belong to it. The scores of a tile add up in registers over its turns.
+
 A block streams the key tiles of its run (_logits_deal.py) through a ring; a tile is gathered from pages in pieces of
 gcd(page_size, tile) keys, each a box of the copy engine, its scales a plain bulk copy (whose place needs 16 bytes only).
 
@@ -66,6 +69,8 @@ class PagedLogits:
     def __init__(
         self,
         num_heads: int,
+        num_kv_heads: int,
+        kv_heads_at_once: int,
         head_dim: int,
         fp8: bool,
         has_k_scale: bool,
@@ -83,7 +88,8 @@ class PagedLogits:
         key_stages: int,
         num_sms: int,
     ):
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.order = layouts.HeadOrder(num_heads, num_kv_heads, lanes_per_query)
         self.dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
         self.has_k_scale, self.has_weights = has_k_scale, has_weights
         self.relu, self.clean = relu, clean
@@ -91,9 +97,10 @@ class PagedLogits:
         self.lanes_per_query, self.groups, self.passes = lanes_per_query, groups, passes
         self.group_drafts = layouts.QUERIES_PER_GROUP // lanes_per_query
         self.drafts = groups * self.group_drafts  # of one pass
-        self.columns = self.drafts * num_heads
-        self.group_columns = self.columns // groups
-        self.lane_heads = num_heads // lanes_per_query  # of a group, in one lane
+        self.columns = self.drafts * self.order.columns
+        self.product_columns = self.columns // num_kv_heads
+        self.weight_slots = self.drafts * num_heads
+        self.lane_heads = num_heads // lanes_per_query  # of a draft, in one lane
         self.math_warpgroups, self.blocks_per_sm, self.key_stages = math_warpgroups, blocks_per_sm, key_stages
         self.math_warps = 4 * math_warpgroups
         self.num_threads = WARPGROUP * (1 + math_warpgroups)
@@ -104,8 +111,12 @@ class PagedLogits:
         self.piece_bits = self.piece.bit_length() - 1  # a power of two, as the tile is
         self.pieces = self.tile // self.piece
         self.tiles_per_load = 32 // self.pieces  # tiles whose pages one warp-wide load of the block table covers
-        self.query_bytes = self.columns * head_dim * self.dtype.width // 8
-        self.piece_bytes = self.piece * (head_dim * self.dtype.width // 8 + 4 * has_k_scale)
+        row_bytes = head_dim * self.dtype.width // 8
+        self.kv_turn = kv_heads_at_once  # key heads of a turn and of a stage of keys
+        self.kv_turns = num_kv_heads // self.kv_turn  # of a tile
+        self.query_bytes = self.columns * row_bytes
+        # The scales of all key heads lie together: every turn brings them.
+        self.piece_bytes = self.piece * (row_bytes * self.kv_turn + 4 * has_k_scale * num_kv_heads)
         self.k_steps = head_dim * self.dtype.width // 256
         self.turns = math_warpgroups == 2 and self.columns >= TURN_COLUMNS
         self.deal = Deal(self.tile, self.drafts, passes, next_n, per_draft_lengths, self.blocks)
@@ -115,24 +126,26 @@ class PagedLogits:
     @cute.jit
     def launch(self, q, cache, weights, lengths, tables, out, limit: Int32, waves: Int32, scale: Float32, stream):
         mma = cute.make_tiled_mma(self._mma_op())
-        heads, dim, run = self.num_heads, self.head_dim, 2 * self.lanes_per_query
+        heads, dim = self.num_heads, self.head_dim
+        (in_run, positions), (run_stride, position_stride) = self.order.view(dim)
         q_view = cute.make_tensor(
             q.iterator,
             cute.make_layout(
-                (run, self.next_n, heads // run, dim, cute.size(q, mode=[0])),
-                stride=(dim, heads * dim, run * dim, 1, self.next_n * heads * dim),
+                (in_run, self.next_n, positions, dim, cute.size(q, mode=[0])),
+                stride=(run_stride, heads * dim, position_stride, 1, self.next_n * heads * dim),
             ),
         )
         values = cache.iterator
         if cutlass.const_expr(self.has_k_scale):
             values = cute.recast_ptr(values, dtype=self.dtype)
         page_stride = cute.assume(cache.stride[0], divby=128 // self.dtype.width)
+        key_row = self.num_kv_heads * dim
         k_view = cute.make_tensor(
-            values, cute.make_layout((self.page_size, dim, cute.size(cache, mode=[0])), stride=(dim, 1, page_stride))
+            values, cute.make_layout((self.page_size, key_row, cute.size(cache, mode=[0])), stride=(key_row, 1, page_stride))
         )
         copy = cpasync.CopyBulkTensorTileG2SOp()
         query_atom, query_tensor = cpasync.make_tiled_tma_atom(
-            copy, q_view, cute.slice_(self.query_smem(), (None, None, None, None, None, 0, 0)), self.query_box()
+            copy, q_view, layouts.leading(self.query_smem(), 5), self.query_box()
         )
         key_atom, key_tensor = cpasync.make_tiled_tma_atom(
             copy, k_view, cute.slice_(self.key_smem(), (None, None, None, 0, 0)), (self.piece, dim, 1)
@@ -152,28 +165,32 @@ class PagedLogits:
         k_major = OperandMajorMode.K
         source = warpgroup.OperandSource.SMEM
         if self.dtype is cutlass.BFloat16:
-            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, self.columns, 16), source, k_major, k_major)
-        return warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, (KEY_ROWS, self.columns, 32), source, k_major, k_major)
+            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, self.product_columns, 16), source, k_major, k_major)
+        shape = (KEY_ROWS, self.product_columns, 32)
+        return warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, source, k_major, k_major)
 
     def query_box(self):
-        run = 2 * self.lanes_per_query
-        return (run, self.group_drafts, self.num_heads // run, self.head_dim, 1)
+        return (self.order.run, self.group_drafts, self.order.pairs, self.head_dim, 1)
 
     def query_smem(self):
-        """(head in run, draft in group, run, head_dim, 1, groups, stages)"""
-        whole = layouts.query_layout(self.dtype, self.num_heads, self.head_dim, self.groups, QUERY_STAGES, self.lanes_per_query)
+        """(head in run, draft in group, pair, head_dim, 1, groups, key head of stage)"""
+        outer = QUERY_STAGES * self.num_kv_heads
+        whole = layouts.query_layout(self.dtype, self.order.slots, self.head_dim, self.groups, outer, self.lanes_per_query)
         shape, stride = whole.outer.shape, whole.outer.stride
         outer = cute.make_layout((*shape[:4], 1, *shape[4:]), stride=(*stride[:4], 0, *stride[4:]))
         return cute.make_composed_layout(whole.inner, 0, outer)
 
     def key_smem(self):
-        """(key in piece, head_dim, 1, pieces, stages)"""
-        return layouts.piece_layout(self.dtype, self.tile, self.piece, self.head_dim, self.key_stages)
+        """(key in piece, head_dim, 1, pieces, key head of stage)"""
+        return layouts.piece_layout(self.dtype, self.tile, self.piece, self.head_dim, self.key_stages * self.kv_turn)
+
+    def scale_slots(self):
+        return self.tile * self.num_kv_heads * self.key_stages if self.has_k_scale else 4
 
     def storage_type(self):
         query_elements = self.columns * self.head_dim * QUERY_STAGES
-        key_elements = self.tile * self.head_dim * self.key_stages
-        scale_slots = self.tile * self.key_stages if self.has_k_scale else 4
+        key_elements = self.tile * self.head_dim * self.key_stages * self.kv_turn
+        scale_slots = self.scale_slots()
 
         @cute.struct
         class Storage:
@@ -183,7 +200,7 @@ class PagedLogits:
             keys_free: cute.struct.MemRange[Int64, self.key_stages]
             items: cute.struct.MemRange[Int32, 4 * QUERY_STAGES]
             lengths: cute.struct.MemRange[Int32, self.drafts * QUERY_STAGES]
-            weights: cute.struct.Align[cute.struct.MemRange[Float32, self.columns * QUERY_STAGES], 16]
+            weights: cute.struct.Align[cute.struct.MemRange[Float32, self.weight_slots * QUERY_STAGES], 16]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_slots], 128]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, query_elements], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, key_elements], 1024]
@@ -256,12 +273,8 @@ class PagedLogits:
         query_layout, key_layout = self.query_smem(), self.key_smem()
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
         s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
-        g_queries = cute.local_tile(query_tensor, self.query_box(), (0, None, 0, 0, None))
-        g_keys = cute.local_tile(key_tensor, (self.piece, self.head_dim, 1), (None, 0, None))
+        g_keys = cute.local_tile(key_tensor, (self.piece, self.head_dim, 1), (None, None, None))
         single = cute.make_layout(1)
-        to_queries, from_queries = cpasync.tma_partition(
-            query_atom, 0, single, cute.group_modes(s_queries, 0, 5), cute.group_modes(g_queries, 0, 5)
-        )
         to_keys, from_keys = cpasync.tma_partition(
             key_atom, 0, single, cute.group_modes(s_keys, 0, 3), cute.group_modes(g_keys, 0, 3)
         )
@@ -289,13 +302,15 @@ class PagedLogits:
                 cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
-                for group in cutlass.range_constexpr(self.groups):
-                    cute.copy(
-                        query_atom,
-                        from_queries[None, job % self.passes * self.groups + group, sequence],
-                        to_queries[None, group, stage],
-                        tma_bar_ptr=queries_full + stage,
-                    )
+                for kv_head in cutlass.range(self.num_kv_heads, unroll=1):
+                    to_queries, from_queries = self.query_partition(query_atom, query_tensor, s_queries, kv_head)
+                    for group in cutlass.range_constexpr(self.groups):
+                        cute.copy(
+                            query_atom,
+                            from_queries[None, job % self.passes * self.groups + group, sequence],
+                            to_queries[None, group, stage * self.num_kv_heads + kv_head],
+                            tma_bar_ptr=queries_full + stage,
+                        )
                 stage, parity = self.advance(stage, parity, QUERY_STAGES)
                 page = ahead
                 for step in cutlass.range(tiles, unroll=1):
@@ -307,29 +322,33 @@ class PagedLogits:
                         ahead = self.page_numbers(line, key + self.tiles_per_load * self.tile, length, lane)
                     # Pieces beyond the last key are left out: no table entry stands for them, and no score is stored.
                     pieces = cutlass.min((length - key + (self.piece - 1)) >> self.piece_bits, self.pieces)
-                    cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, pieces * self.piece_bytes)
-                    for piece in cutlass.range(pieces, unroll=1):
-                        piece_page = cute.arch.shuffle_sync(page, slot * self.pieces + piece)
-                        row = (key + piece * self.piece) % self.page_size
-                        cute.copy(
-                            key_atom,
-                            from_keys[None, row >> self.piece_bits, piece_page],
-                            to_keys[None, piece, key_stage],
-                            tma_bar_ptr=keys_full + key_stage,
-                        )
-                        if cutlass.const_expr(self.has_k_scale):
-                            in_page = self.page_size * self.head_dim + row * 4
-                            source = cache.iterator + (Int64(piece_page) * cache.stride[0] + in_page)
-                            with cute.arch.elect_one():
-                                copy_bulk(
-                                    (scales_at + (key_stage * self.tile + piece * self.piece)).toint(),
-                                    source.toint(),
-                                    Int32(self.piece * 4),
-                                    (keys_full + key_stage).toint(),
+                    for turn in cutlass.range(self.kv_turns, unroll=1):
+                        cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, pieces * self.piece_bytes)
+                        for piece in cutlass.range(pieces, unroll=1):
+                            piece_page = cute.arch.shuffle_sync(page, slot * self.pieces + piece)
+                            row = (key + piece * self.piece) % self.page_size
+                            for nth in cutlass.range_constexpr(self.kv_turn):
+                                cute.copy(
+                                    key_atom,
+                                    from_keys[None, row >> self.piece_bits, turn * self.kv_turn + nth, piece_page],
+                                    to_keys[None, piece, key_stage * self.kv_turn + nth],
+                                    tma_bar_ptr=keys_full + key_stage,
                                 )
-                    key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                            if cutlass.const_expr(self.has_k_scale):
+                                scale_bytes = 4 * self.num_kv_heads  # of a key
+                                in_page = self.page_size * self.num_kv_heads * self.head_dim + row * scale_bytes
+                                source = cache.iterator + (Int64(piece_page) * cache.stride[0] + in_page)
+                                place = (key_stage * self.tile + piece * self.piece) * self.num_kv_heads
+                                with cute.arch.elect_one():
+                                    copy_bulk(
+                                        (scales_at + place).toint(),
+                                        source.toint(),
+                                        Int32(self.piece * scale_bytes),
+                                        (keys_full + key_stage).toint(),
+                                    )
+                        key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
                 left = left - tiles
             job = job + 1
             tile = Int32(0)
@@ -337,6 +356,15 @@ class PagedLogits:
         cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(queries_full + stage)
+
+    def query_partition(self, query_atom, query_tensor, s_queries, kv_head):
+        """Where the boxes of a key head's queries go and come from."""
+        if self.num_kv_heads > 1:
+            query_tensor = cute.domain_offset((0, 0, self.order.position(kv_head), 0, 0), query_tensor)
+        g_queries = cute.local_tile(query_tensor, self.query_box(), (0, None, 0, 0, None))
+        return cpasync.tma_partition(
+            query_atom, 0, cute.make_layout(1), cute.group_modes(s_queries, 0, 5), cute.group_modes(g_queries, 0, 5)
+        )
 
     @cute.jit
     def page_numbers(self, line, key, length, lane):
@@ -349,7 +377,7 @@ class PagedLogits:
         lane = cute.arch.lane_idx()
         s_items = storage.items.get_tensor(cute.make_layout(4 * QUERY_STAGES))
         s_lengths = storage.lengths.get_tensor(cute.make_layout(self.drafts * QUERY_STAGES))
-        s_weights = storage.weights.get_tensor(cute.make_layout(self.columns * QUERY_STAGES))
+        s_weights = storage.weights.get_tensor(cute.make_layout(self.weight_slots * QUERY_STAGES))
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
         jobs = batch * self.passes
 
@@ -377,13 +405,13 @@ class PagedLogits:
                         own = self.deal.row_length(lengths, limit, sequence, draft0 + local)
                     s_lengths[stage * self.drafts + local] = own
                 if cutlass.const_expr(self.has_weights):
-                    for column in cutlass.range(lane, self.columns, 32, unroll=4):
+                    for column in cutlass.range(lane, self.weight_slots, 32, unroll=4):
                         draft = draft0 + column // self.num_heads
                         weight = Float32(0.0)
                         if draft < self.next_n:
                             offset = (Int64(sequence) * self.next_n + draft) * weights.stride[0] + column % self.num_heads
                             weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
-                        s_weights[stage * self.columns + column] = weight
+                        s_weights[stage * self.weight_slots + column] = weight
                 cute.arch.mbarrier_arrive(queries_full + stage)
                 stage, parity = self.advance(stage, parity, QUERY_STAGES)
                 left = left - tiles
@@ -414,14 +442,14 @@ class PagedLogits:
     @cute.jit
     def math_warpgroup(self, storage, out, scale, mma, half, warp):
         lane = cute.arch.lane_idx()
-        query_layout = layouts.operand_layout(self.dtype, self.columns, self.head_dim, QUERY_STAGES)
-        key_layout = layouts.operand_layout(self.dtype, self.tile, self.head_dim, self.key_stages)
+        query_layout = layouts.operand_layout(self.dtype, self.product_columns, self.head_dim, QUERY_STAGES * self.num_kv_heads)
+        key_layout = layouts.operand_layout(self.dtype, self.tile, self.head_dim, self.key_stages * self.kv_turn)
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
         s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
         s_items = storage.items.get_tensor(cute.make_layout(4 * QUERY_STAGES))
         s_lengths = storage.lengths.get_tensor(cute.make_layout(self.drafts * QUERY_STAGES))
-        s_weights = storage.weights.get_tensor(cute.make_layout(self.columns * QUERY_STAGES))
-        s_scales = storage.scales.get_tensor(cute.make_layout(self.tile * self.key_stages if self.has_k_scale else 4))
+        s_weights = storage.weights.get_tensor(cute.make_layout(self.weight_slots * QUERY_STAGES))
+        s_scales = storage.scales.get_tensor(cute.make_layout(self.scale_slots()))
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
         keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
 
@@ -429,9 +457,13 @@ class PagedLogits:
         halves = cute.local_tile(s_keys, (KEY_ROWS, self.head_dim), (None, 0, None))
         keys_operand = mma.make_fragment_A(thread_mma.partition_A(halves))
         queries_operand = mma.make_fragment_B(thread_mma.partition_B(s_queries))
-        products = cute.make_rmem_tensor(thread_mma.partition_shape_C((KEY_ROWS, self.columns)), Float32)
+        product_shape = thread_mma.partition_shape_C((KEY_ROWS, self.product_columns))
+        if cutlass.const_expr(self.kv_turn > 1):
+            product_shape = (*product_shape, self.kv_turn)
+        products = cute.make_rmem_tensor(product_shape, Float32)
         held = cute.make_rmem_tensor(cute.make_layout(self.groups * self.lane_heads), Float32)  # weights of this lane
         ends = cute.make_rmem_tensor(cute.make_layout(self.groups), Int32)  # lengths of this lane's drafts
+        totals = cute.make_rmem_tensor(cute.make_layout(2 * self.groups), Float32)  # over the key heads of a tile
 
         lanes = self.lanes_per_query
         part, draft = lane % lanes, lane % 4 // lanes  # of the quad: which heads of which draft
@@ -462,43 +494,71 @@ class PagedLogits:
                         held[group * self.lane_heads + head] = s_weights[local * self.num_heads + 2 * part + at]
             for step in cutlass.range(tiles, unroll=1):
                 key = first + step * self.tile + store_lane
-                cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
-                if cutlass.const_expr(self.turns):
-                    cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
-                warpgroup.fence()
-                for k_step in cutlass.range_constexpr(self.k_steps):
-                    mma.set(warpgroup.Field.ACCUMULATE, k_step != 0)
-                    cute.gemm(
-                        mma,
-                        products,
-                        keys_operand[None, None, k_step, half, key_stage],
-                        queries_operand[None, None, k_step, stage],
-                        products,
-                    )
-                    if cutlass.const_expr(self.turns or k_step == self.k_steps - 1):
-                        warpgroup.commit_group()
-                factor = cute.make_rmem_tensor(cute.make_layout(2 if lanes == 1 else 1), Float32)
-                for side in cutlass.range_constexpr(cute.size(factor)):
-                    factor[side] = scale
-                    if cutlass.const_expr(self.has_k_scale):
-                        factor[side] = scale * s_scales[key_stage * self.tile + store_lane + 8 * side]
-                if cutlass.const_expr(self.turns):
-                    warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
-                    self.pass_turn(1 - half)
-                warpgroup.wait_group(0)
-                cute.arch.sync_warp()  # every lane's scales are read
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(keys_free + key_stage)
-                key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
-                for group in cutlass.range_constexpr(self.groups):
-                    place = line + self.group_drafts * group * out.stride[0] + key
-                    low, high = self.head_sums(products, held, group)
-                    if cutlass.const_expr(lanes == 1):
-                        store_between(out.element_type, place, low * factor[0], key, 0, ends[group])
-                        store_between(out.element_type, place + 8, high * factor[1], key + 8, 0, ends[group])
-                    else:
-                        total = self.lane_sums(low, high, lane)
-                        store_between(out.element_type, place, total * factor[0], key, 0, ends[group])
+                if cutlass.const_expr(self.num_kv_heads > 1):
+                    totals.fill(0.0)
+                for turn in cutlass.range_constexpr(self.kv_turns):
+                    first_kv = turn * self.kv_turn
+                    cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
+                    if cutlass.const_expr(self.turns):
+                        cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
+                    warpgroup.fence()
+                    for nth in cutlass.range_constexpr(self.kv_turn):
+                        product = products
+                        if cutlass.const_expr(self.kv_turn > 1):
+                            product = products[None, None, None, nth]
+                        for k_step in cutlass.range_constexpr(self.k_steps):
+                            mma.set(warpgroup.Field.ACCUMULATE, k_step != 0)
+                            cute.gemm(
+                                mma,
+                                product,
+                                keys_operand[None, None, k_step, half, key_stage * self.kv_turn + nth],
+                                queries_operand[None, None, k_step, stage * self.num_kv_heads + first_kv + nth],
+                                product,
+                            )
+                            last = nth == self.kv_turn - 1 and k_step == self.k_steps - 1
+                            if cutlass.const_expr(self.turns or last):
+                                warpgroup.commit_group()
+                    # Scales of the keys whose sums this lane ends with; with several key heads each sum is scaled before
+                    # lanes exchange, so both keys'.
+                    sides = cutlass.const_expr(1 if lanes > 1 and self.num_kv_heads == 1 else 2)
+                    scale_lane = key_lane if self.num_kv_heads > 1 else store_lane
+                    factor = cute.make_rmem_tensor(cute.make_layout(sides * self.kv_turn), Float32)
+                    for nth in cutlass.range_constexpr(self.kv_turn):
+                        for side in cutlass.range_constexpr(sides):
+                            factor[nth * sides + side] = scale
+                            if cutlass.const_expr(self.has_k_scale):
+                                row = (key_stage * self.tile + scale_lane + 8 * side) * self.num_kv_heads
+                                factor[nth * sides + side] = scale * s_scales[row + first_kv + nth]
+                    if cutlass.const_expr(self.turns):
+                        warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
+                        self.pass_turn(1 - half)
+                    warpgroup.wait_group(0)
+                    cute.arch.sync_warp()  # every lane's scales are read
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(keys_free + key_stage)
+                    key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                    for group in cutlass.range_constexpr(self.groups):
+                        place = line + self.group_drafts * group * out.stride[0] + key
+                        low, high = Float32(0.0), Float32(0.0)
+                        if cutlass.const_expr(self.num_kv_heads == 1):
+                            low, high = self.head_sums(products, held, group, 0, 0)
+                        else:
+                            for nth in cutlass.range_constexpr(self.kv_turn):
+                                sums = self.head_sums(products, held, group, first_kv, nth)
+                                totals[2 * group] = totals[2 * group] + sums[0] * factor[2 * nth]
+                                totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * nth + 1]
+                            low, high = totals[2 * group], totals[2 * group + 1]
+                        if cutlass.const_expr(turn == self.kv_turns - 1):
+                            if cutlass.const_expr(self.num_kv_heads == 1 and lanes == 1):
+                                low, high = low * factor[0], high * factor[1]
+                            if cutlass.const_expr(lanes == 1):
+                                store_between(out.element_type, place, low, key, 0, ends[group])
+                                store_between(out.element_type, place + 8, high, key + 8, 0, ends[group])
+                            else:
+                                total = self.lane_sums(low, high, lane)
+                                if cutlass.const_expr(self.num_kv_heads == 1):
+                                    total = total * factor[0]
+                                store_between(out.element_type, place, total, key, 0, ends[group])
             cute.arch.sync_warp()  # the other lanes' reads of lengths and weights come before the release
             if lane == 0:
                 cute.arch.mbarrier_arrive(queries_free + stage)
@@ -513,23 +573,32 @@ class PagedLogits:
     def pass_turn(self, half):
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
 
+    def held_head(self, kv_head: int, odd: int, pair: int):
+        """Which of a lane's heads stands at a slot; None for one that is to be left out."""
+        if self.lanes_per_query == 1:
+            return self.order.head(kv_head, odd, pair)
+        return 2 * (kv_head * self.order.pairs + pair) + odd
+
     @cute.jit
-    def head_sums(self, products, held, group: cutlass.Constexpr):
-        """The two keys' sums over this lane's heads of one draft. Even and odd heads run as chains of their own."""
+    def head_sums(self, products, held, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, nth: cutlass.Constexpr):
+        """The two keys' sums over this lane's heads of one draft and one key head (the `nth`-th of a turn). Even and odd
+        heads run as chains of their own."""
         parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
         parts.fill(0.0)
-        pairs = self.lane_heads // 2
+        pairs = self.order.pairs
         for pair in cutlass.range_constexpr(pairs):
             for side in cutlass.range_constexpr(2):
                 for odd in cutlass.range_constexpr(2):
-                    value = products[odd + 2 * side + 4 * (group * pairs + pair)]
-                    if cutlass.const_expr(self.relu):
-                        value = cute.arch.fmax(value, Float32(0.0))
-                    if cutlass.const_expr(self.has_weights):
-                        weight = held[group * self.lane_heads + 2 * pair + odd]
-                        parts[side, odd] = parts[side, odd] + value * weight
-                    else:
-                        parts[side, odd] = parts[side, odd] + value
+                    head = self.held_head(first_kv + nth, odd, pair)
+                    if cutlass.const_expr(head is not None):
+                        value = products[odd + 2 * side + 4 * (group * pairs + pair) + nth * (self.product_columns // 2)]
+                        if cutlass.const_expr(self.relu):
+                            value = cute.arch.fmax(value, Float32(0.0))
+                        if cutlass.const_expr(self.has_weights):
+                            weight = held[group * self.lane_heads + head]
+                            parts[side, odd] = parts[side, odd] + value * weight
+                        else:
+                            parts[side, odd] = parts[side, odd] + value
         return parts[0, 0] + parts[0, 1], parts[1, 0] + parts[1, 1]
 
     @cute.jit

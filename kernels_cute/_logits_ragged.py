@@ -1,5 +1,8 @@
 """The ragged logits kernel: keys are the M operand (64 rows a tile), queries x heads the N operand.
 
+With several key heads a tile is taken in turns of `heads_at_once` key heads: so many products, one a key head, each of the
+query heads that belong to it. The scores of a tile add up in registers over its turns.
+
 A block keeps a tile of queries in shared memory (half of them for each math warpgroup) and streams key tiles past it; both
 warpgroups read the same key tile, in turns, so that one sums over heads while the tensor cores work for the other.
 
@@ -9,7 +12,7 @@ in float32), 2 and 3 write -inf wherever no key of the range stands. Warpgroups 
 An item is (query tile, span of key tiles). Items are dealt round robin; warps 0 and 1 derive the same list from the same
 ranges and pass over items that no range touches, the others only see what is published; query row -1 ends the list.
 
-    barrier        arrivals                                            waits
+    barrier        arrivals                                            waits       (of key tiles: of a turn's key heads)
     queries_full   33: warp 0 once, with the bytes; warp 1, 32 lanes   math warps
     queries_free    8: one lane of each math warp, item done           warps 0 and 1
     keys_full       1: warp 0, with the bytes                          math warps
@@ -44,6 +47,7 @@ class RaggedLogits:
     def __init__(
         self,
         num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
         fp8: bool,
         has_k_scale: bool,
@@ -58,7 +62,8 @@ class RaggedLogits:
         tiles_per_item: int,
         num_blocks: int,
     ):
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.order = layouts.HeadOrder(num_heads, num_kv_heads)
         self.dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
         self.has_k_scale, self.has_weights = has_k_scale, has_weights
         self.relu, self.clean, self.packed = relu, clean, packed
@@ -66,13 +71,19 @@ class RaggedLogits:
         self.query_stages, self.key_stages = query_stages, key_stages
         self.handoff = handoff
         self.tiles_per_item, self.num_blocks = tiles_per_item, num_blocks
-        self.queries_per_warpgroup = columns // num_heads
+        self.product_columns = columns // num_kv_heads
+        self.queries_per_warpgroup = self.product_columns // self.order.slots
         self.groups = self.queries_per_warpgroup // layouts.QUERIES_PER_GROUP
         self.queries = 2 * self.queries_per_warpgroup
+        # Fewer at once where a division by the number of heads takes registers of its own.
+        self.weight_loads = 4 if num_heads & (num_heads - 1) else 8
         self.item_lanes = 1 << (self.queries // ROWS_PER_LANE - 1).bit_length()
         self.batch = 32 // self.item_lanes  # items whose ranges a warp reads at once
         self.query_bytes = 2 * columns * head_dim * self.dtype.width // 8
-        self.key_bytes = KEY_ROWS * head_dim * self.dtype.width // 8
+        row_bytes = head_dim * self.dtype.width // 8
+        self.kv_turn = layouts.heads_at_once(num_kv_heads, row_bytes, KEY_ROWS)  # key heads of a turn and of a stage of keys
+        self.turns = num_kv_heads // self.kv_turn  # of a tile
+        self.key_bytes = KEY_ROWS * row_bytes * self.kv_turn
         self.k_steps = head_dim * self.dtype.width // 256
         self.math_registers, self.copy_registers = 224, 56  # with 128, 128 and 128 threads: the 168 a thread at launch
 
@@ -82,21 +93,22 @@ class RaggedLogits:
     def launch(self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, scale: Float32, stream):
         # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
         mma = cute.make_tiled_mma(self._mma_op())
-        query_smem = layouts.query_layout(self.dtype, self.num_heads, self.head_dim, self.groups, 2 * self.query_stages)
-        key_smem = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
+        query_smem, key_smem = self.query_smem(), self.key_smem()
         num_queries = cute.size(q, mode=[0])
         # A descriptor needs an extent of at least one; nothing is loaded where there are no keys.
         heads, dim = self.num_heads, self.head_dim
+        (in_run, positions), (run_stride, position_stride) = self.order.view(dim)
         q_view = cute.make_tensor(
             q.iterator,
-            cute.make_layout((2, cutlass.max(num_queries, 1), heads // 2, dim), stride=(dim, heads * dim, 2 * dim, 1)),
+            cute.make_layout(
+                (in_run, cutlass.max(num_queries, 1), positions, dim), stride=(run_stride, heads * dim, position_stride, 1)
+            ),
         )
-        k_view = cute.make_tensor(k.iterator, cute.make_layout((cutlass.max(num_keys, 1), dim), stride=(dim, 1)))
+        key_row = self.num_kv_heads * dim
+        k_view = cute.make_tensor(k.iterator, cute.make_layout((cutlass.max(num_keys, 1), key_row), stride=(key_row, 1)))
         copy = cpasync.CopyBulkTensorTileG2SOp()
-        query_box = (2, layouts.QUERIES_PER_GROUP, heads // 2, dim)
-        query_atom, query_tensor = cpasync.make_tiled_tma_atom(
-            copy, q_view, cute.slice_(query_smem, (None, None, None, None, 0, 0)), query_box
-        )
+        query_box = self.query_box()
+        query_atom, query_tensor = cpasync.make_tiled_tma_atom(copy, q_view, layouts.leading(query_smem, 4), query_box)
         key_atom, key_tensor = cpasync.make_tiled_tma_atom(copy, k_view, cute.slice_(key_smem, (None, None, 0)), (KEY_ROWS, dim))
         columns = cute.size(out, mode=[1])
         query_tiles = cute.ceil_div(num_queries, self.queries)
@@ -116,16 +128,29 @@ class RaggedLogits:
             stream=stream,
         )  # fmt: skip
 
+    def query_box(self):
+        return (2, layouts.QUERIES_PER_GROUP, self.order.pairs, self.head_dim)
+
+    def query_smem(self):
+        """(head in run, query, pair, head_dim, groups, key head of (stage, warpgroup))"""
+        outer = 2 * self.query_stages * self.num_kv_heads
+        return layouts.query_layout(self.dtype, self.order.slots, self.head_dim, self.groups, outer)
+
+    def key_smem(self):
+        """(key, head_dim, key head of stage)"""
+        return layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages * self.kv_turn)
+
     def _mma_op(self):
         k_major = OperandMajorMode.K
         source = warpgroup.OperandSource.SMEM
         if self.dtype is cutlass.BFloat16:
-            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, self.columns, 16), source, k_major, k_major)
-        return warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, (KEY_ROWS, self.columns, 32), source, k_major, k_major)
+            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, self.product_columns, 16), source, k_major, k_major)
+        shape = (KEY_ROWS, self.product_columns, 32)
+        return warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, source, k_major, k_major)
 
     def storage_type(self):
         query_elements = 2 * self.columns * self.head_dim * self.query_stages
-        key_elements = KEY_ROWS * self.head_dim * self.key_stages
+        key_elements = KEY_ROWS * self.head_dim * self.key_stages * self.kv_turn
         slots = self.queries * self.query_stages
 
         @cute.struct
@@ -241,17 +266,11 @@ class RaggedLogits:
         item_tiles, num_items,
     ):  # fmt: skip
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
-        query_layout = layouts.query_layout(self.dtype, self.num_heads, self.head_dim, self.groups, 2 * self.query_stages)
-        key_layout = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
+        query_layout, key_layout = self.query_smem(), self.key_smem()
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
         s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
-        query_box = (2, layouts.QUERIES_PER_GROUP, self.num_heads // 2, self.head_dim)
-        g_queries = cute.local_tile(query_tensor, query_box, (0, None, 0, 0))
-        g_keys = cute.local_tile(key_tensor, (KEY_ROWS, self.head_dim), (None, 0))
+        g_keys = cute.local_tile(key_tensor, (KEY_ROWS, self.head_dim), (None, None))
         single = cute.make_layout(1)
-        to_queries, from_queries = cpasync.tma_partition(
-            query_atom, 0, single, cute.group_modes(s_queries, 0, 4), cute.group_modes(g_queries, 0, 4)
-        )
         to_keys, from_keys = cpasync.tma_partition(
             key_atom, 0, single, cute.group_modes(s_keys, 0, 2), cute.group_modes(g_keys, 0, 2)
         )
@@ -273,26 +292,44 @@ class RaggedLogits:
                     cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
-                    for half in cutlass.range_constexpr(2):
-                        for group in cutlass.range(self.groups, unroll=1):
-                            box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
-                            cute.copy(
-                                query_atom,
-                                from_queries[None, box],
-                                to_queries[None, group, stage * 2 + half],
-                                tma_bar_ptr=queries_full + stage,
-                            )
+                    for kv_head in cutlass.range(self.num_kv_heads, unroll=1):
+                        to_queries, from_queries = self.query_partition(query_atom, query_tensor, s_queries, kv_head)
+                        for half in cutlass.range_constexpr(2):
+                            for group in cutlass.range(self.groups, unroll=1):
+                                box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
+                                cute.copy(
+                                    query_atom,
+                                    from_queries[None, box],
+                                    to_queries[None, group, (stage * 2 + half) * self.num_kv_heads + kv_head],
+                                    tma_bar_ptr=queries_full + stage,
+                                )
                     stage, parity = self.advance(stage, parity, self.query_stages)
                     for tile in cutlass.range(tile_first, tile_end, unroll=1):
-                        cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
-                        cute.copy(key_atom, from_keys[None, tile], to_keys[None, key_stage], tma_bar_ptr=keys_full + key_stage)
-                        key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                        for turn in cutlass.range(self.turns, unroll=1):
+                            cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
+                            for nth in cutlass.range_constexpr(self.kv_turn):
+                                cute.copy(
+                                    key_atom,
+                                    from_keys[None, tile, turn * self.kv_turn + nth],
+                                    to_keys[None, key_stage * self.kv_turn + nth],
+                                    tma_bar_ptr=keys_full + key_stage,
+                                )
+                            key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
         # The end mark carries no bytes: only the arrival that queries_full counts.
         cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(queries_full + stage)
+
+    def query_partition(self, query_atom, query_tensor, s_queries, kv_head):
+        """Where the boxes of a key head's queries go and come from."""
+        if self.num_kv_heads > 1:
+            query_tensor = cute.domain_offset((0, 0, self.order.position(kv_head), 0), query_tensor)
+        g_queries = cute.local_tile(query_tensor, self.query_box(), (0, None, 0, 0))
+        return cpasync.tma_partition(
+            query_atom, 0, cute.make_layout(1), cute.group_modes(s_queries, 0, 4), cute.group_modes(g_queries, 0, 4)
+        )
 
     @cute.jit
     def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items):
@@ -329,7 +366,7 @@ class RaggedLogits:
                             s_starts[slot + local] = first
                             s_ends[slot + local] = end
                     if cutlass.const_expr(self.has_weights):
-                        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=8):
+                        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
                             row = row0 + local // self.num_heads
                             weight = Float32(0.0)
                             if row < num_queries:
@@ -383,8 +420,9 @@ class RaggedLogits:
     def math_warpgroup(self, storage, k_scale, out, scale, mma, half, warp):
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
-        query_layout = layouts.operand_layout(self.dtype, self.columns, self.head_dim, 2 * self.query_stages)
-        key_layout = layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages)
+        outer = 2 * self.query_stages * self.num_kv_heads
+        query_layout = layouts.operand_layout(self.dtype, self.product_columns, self.head_dim, outer)
+        key_layout = self.key_smem()
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
         s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
@@ -396,12 +434,17 @@ class RaggedLogits:
         thread_mma = mma.get_slice(0)
         keys_operand = mma.make_fragment_A(thread_mma.partition_A(s_keys))
         queries_operand = mma.make_fragment_B(thread_mma.partition_B(s_queries))
-        products = cute.make_rmem_tensor(thread_mma.partition_shape_C((KEY_ROWS, self.columns)), Float32)
-        held = cute.make_rmem_tensor(cute.make_layout(self.columns // 4), Float32)  # weights of this lane's queries
+        product_shape = thread_mma.partition_shape_C((KEY_ROWS, self.product_columns))
+        if cutlass.const_expr(self.kv_turn > 1):
+            product_shape = (*product_shape, self.kv_turn)
+        products = cute.make_rmem_tensor(product_shape, Float32)
+        # Weights of this lane's queries.
+        held = cute.make_rmem_tensor(cute.make_layout(self.groups * self.num_heads), Float32)
+        totals = cute.make_rmem_tensor(cute.make_layout(2 * self.groups), Float32)  # over the key heads of a tile
 
         num_keys = cute.size(k_scale, mode=[0])
         if cutlass.const_expr(self.has_k_scale):
-            key_scales = cute.make_tensor(k_scale.iterator, cute.make_layout(num_keys))
+            key_scales = cute.make_tensor(k_scale.iterator, cute.make_layout(num_keys * self.num_kv_heads))
         key_lane = 16 * warp + lane // 4  # this lane's first key row in a tile; its second is 8 further
         query_lane = half * self.queries_per_warpgroup + lane % 4
         if half == 1:
@@ -420,41 +463,61 @@ class RaggedLogits:
                         held[group * self.num_heads + head] = s_weights[(slot + 4 * group) * self.num_heads + head]
             for tile in cutlass.range(tile_first, tile_end, unroll=1):
                 key = tile * KEY_ROWS + key_lane
-                # Asked for here and used after the products, the scales cost no wait.
-                factor = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                factor.fill(1.0)
-                if cutlass.const_expr(self.has_k_scale):
-                    for side in cutlass.range_constexpr(2):
-                        if key + 8 * side < num_keys:
-                            factor[side] = key_scales[key + 8 * side]
-                cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
-                cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
-                warpgroup.fence()
-                for step in cutlass.range_constexpr(self.k_steps):
-                    mma.set(warpgroup.Field.ACCUMULATE, step != 0)
-                    cute.gemm(
-                        mma,
-                        products,
-                        keys_operand[None, None, step, key_stage],
-                        queries_operand[None, None, step, stage * 2 + half],
-                        products,
-                    )
-                    warpgroup.commit_group()
-                # While the last products are still on their way the other warpgroup may queue its own behind them.
-                warpgroup.wait_group(self.handoff)
-                self.pass_turn(1 - half)
-                warpgroup.wait_group(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(keys_free + key_stage)
-                key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
-                for side in cutlass.range_constexpr(2):
-                    factor[side] = factor[side] * scale
-                for group in cutlass.range_constexpr(self.groups):
-                    sums = self.head_sums(products, held, group)
-                    self.store(
-                        line + 4 * group * out.stride[0], out.element_type, key, s_starts[slot + 4 * group],
-                        s_ends[slot + 4 * group], sums[0] * factor[0], sums[1] * factor[1],
-                    )  # fmt: skip
+                if cutlass.const_expr(self.num_kv_heads > 1):
+                    totals.fill(0.0)
+                for turn in cutlass.range_constexpr(self.turns):
+                    first_kv = turn * self.kv_turn
+                    # Asked for here and used after the products, the scales cost no wait.
+                    factor = cute.make_rmem_tensor(cute.make_layout(2 * self.kv_turn), Float32)
+                    factor.fill(1.0)
+                    if cutlass.const_expr(self.has_k_scale):
+                        for side in cutlass.range_constexpr(2):
+                            if key + 8 * side < num_keys:
+                                for nth in cutlass.range_constexpr(self.kv_turn):
+                                    row = (key + 8 * side) * self.num_kv_heads
+                                    factor[2 * nth + side] = key_scales[row + first_kv + nth]
+                    cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
+                    cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
+                    warpgroup.fence()
+                    for nth in cutlass.range_constexpr(self.kv_turn):
+                        product = products
+                        if cutlass.const_expr(self.kv_turn > 1):
+                            product = products[None, None, None, nth]
+                        for step in cutlass.range_constexpr(self.k_steps):
+                            mma.set(warpgroup.Field.ACCUMULATE, step != 0)
+                            cute.gemm(
+                                mma,
+                                product,
+                                keys_operand[None, None, step, key_stage * self.kv_turn + nth],
+                                queries_operand[None, None, step, (stage * 2 + half) * self.num_kv_heads + first_kv + nth],
+                                product,
+                            )
+                            warpgroup.commit_group()
+                    # While the last products are still on their way the other warpgroup may queue its own behind them.
+                    warpgroup.wait_group(self.handoff)
+                    self.pass_turn(1 - half)
+                    warpgroup.wait_group(0)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(keys_free + key_stage)
+                    key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+                    for one in cutlass.range_constexpr(2 * self.kv_turn):
+                        factor[one] = factor[one] * scale
+                    for group in cutlass.range_constexpr(self.groups):
+                        low, high = Float32(0.0), Float32(0.0)
+                        if cutlass.const_expr(self.num_kv_heads == 1):
+                            sums = self.head_sums(products, held, group, 0, 0)
+                            low, high = sums[0] * factor[0], sums[1] * factor[1]
+                        else:
+                            for nth in cutlass.range_constexpr(self.kv_turn):
+                                sums = self.head_sums(products, held, group, first_kv, nth)
+                                totals[2 * group] = totals[2 * group] + sums[0] * factor[2 * nth]
+                                totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * nth + 1]
+                            low, high = totals[2 * group], totals[2 * group + 1]
+                        if cutlass.const_expr(turn == self.turns - 1):
+                            self.store(
+                                line + 4 * group * out.stride[0], out.element_type, key, s_starts[slot + 4 * group],
+                                s_ends[slot + 4 * group], low, high,
+                            )  # fmt: skip
             cute.arch.sync_warp()  # the other lanes' reads of ranges and weights come before the release
             if lane == 0:
                 cute.arch.mbarrier_arrive(queries_free + stage)
@@ -465,21 +528,25 @@ class RaggedLogits:
             cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def head_sums(self, products, held, group: cutlass.Constexpr):
-        """The two keys' sums over heads of one query. Even and odd heads run as chains of their own."""
+    def head_sums(self, products, held, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, nth: cutlass.Constexpr):
+        """The two keys' sums over the heads of one query and one key head (the `nth`-th of a turn). Even and odd heads run
+        as chains of their own."""
         parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
         parts.fill(0.0)
-        for pair in cutlass.range_constexpr(self.num_heads // 2):
+        for pair in cutlass.range_constexpr(self.order.pairs):
             for side in cutlass.range_constexpr(2):
                 for odd in cutlass.range_constexpr(2):
-                    value = products[odd + 2 * side + 4 * (group * (self.num_heads // 2) + pair)]
-                    if cutlass.const_expr(self.relu):
-                        value = cute.arch.fmax(value, Float32(0.0))
-                    if cutlass.const_expr(self.has_weights):
-                        weight = held[group * self.num_heads + 2 * pair + odd]
-                        parts[side, odd] = parts[side, odd] + value * weight
-                    else:
-                        parts[side, odd] = parts[side, odd] + value
+                    head = self.order.head(first_kv + nth, odd, pair)
+                    if cutlass.const_expr(head is not None):
+                        at = odd + 2 * side + 4 * (group * self.order.pairs + pair) + nth * (self.product_columns // 2)
+                        value = products[at]
+                        if cutlass.const_expr(self.relu):
+                            value = cute.arch.fmax(value, Float32(0.0))
+                        if cutlass.const_expr(self.has_weights):
+                            weight = held[group * self.num_heads + head]
+                            parts[side, odd] = parts[side, odd] + value * weight
+                        else:
+                            parts[side, odd] = parts[side, odd] + value
         return parts[0, 0] + parts[0, 1], parts[1, 0] + parts[1, 1]
 
     @cute.jit

@@ -1,9 +1,9 @@
 """Ragged indexer logits on the tensor cores, FP8 or bf16.
 
-    score(i, j) = scale * k_scale[j] * sum_h w[i, h] * relu(q[i, h] . k[j])     for ks[i] <= j < ke[i], else -inf
+    score(i, j) = scale * sum_g k_scale[j, g] * sum_{h of g} w[i, h] * relu(q[i, h] . k[j, g])  for ks[i] <= j < ke[i], else -inf
 
-    q [M, H, D] e4m3 or bf16    k [Nk, 1, D] as q    k_scale [Nk, 1] float32    weights [M, H] float32 or bf16
-    cu_seqlen_ks, cu_seqlen_ke [M] int32             out [M, W] float32 or bf16
+    q [M, H, D] e4m3 or bf16    k [Nk, kv_heads, D] as q    k_scale [Nk, kv_heads] float32    weights [M, H] float32 or bf16
+    cu_seqlen_ks, cu_seqlen_ke [M] int32                    out [M, W] float32 or bf16        h of g: H / kv_heads heads each
 
 The kernel, its warp roles and its barriers: _logits_ragged.py; the order of heads and queries: _logits_layouts.py.
 """
@@ -17,13 +17,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, MqaLogitsProblem
 from kernels_cute._build import library
+from kernels_cute._logits_layouts import HeadOrder, heads_at_once
 from kernels_cute._logits_ragged import KEY_ROWS, RaggedLogits
 
 ENTRY = "gdn_cute_mqa_logits"
-MAX_HEADS = 64  # four queries of them are one instruction's 256 columns
+MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
 HEAD_DIMS = (64, 128)
 MAX_COLUMNS = 256
 MAX_PENDING = 7  # wgmma groups that a wait may leave in flight
@@ -36,7 +37,7 @@ DTYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Config:
-    columns: int  # queries x heads of one math warpgroup: N of wgmma; a block holds 2 * columns // num_heads queries
+    columns: int  # queries x heads (odd numbers of a key head's rounded up) of one math warpgroup; a block holds two such
     query_stages: int  # query tiles in shared memory; 2 load the next item's queries during this one
     key_stages: int  # key tiles of 64 rows in flight
     handoff: int  # tensor steps still running when a warpgroup lets the other one issue
@@ -45,10 +46,10 @@ class Config:
 
 
 def refusal(problem: MqaLogitsProblem) -> str | None:
-    if problem.num_heads % 2 or not 2 <= problem.num_heads <= MAX_HEADS:
-        return f"requires an even number of indexer heads from 2 to {MAX_HEADS}, got {problem.num_heads}"
-    if problem.num_kv_heads != 1:
-        return f"requires one key head, got {problem.num_kv_heads}"
+    if not 1 <= problem.num_heads <= MAX_HEADS:
+        return f"requires 1 to {MAX_HEADS} indexer heads, got {problem.num_heads}"
+    if problem.num_kv_heads < 1 or problem.num_heads % problem.num_kv_heads:
+        return f"requires a number of heads that key heads divide, got {problem.num_heads} and {problem.num_kv_heads}"
     if problem.head_dim not in HEAD_DIMS:
         return f"requires head_dim 64 or 128, got {problem.head_dim}"
     if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
@@ -57,26 +58,44 @@ def refusal(problem: MqaLogitsProblem) -> str | None:
         return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
     if problem.out_dtype not in ("float32", "bfloat16"):
         return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
+    if _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
+        )
     return None
+
+
+def _order(problem: MqaLogitsProblem) -> HeadOrder:
+    return HeadOrder(problem.num_heads, problem.num_kv_heads)
+
+
+def _row_bytes(problem: MqaLogitsProblem) -> int:
+    return problem.head_dim * DTYPE_BYTES[problem.dtype]
+
+
+def _queries(problem: MqaLogitsProblem, columns: int) -> int:
+    """Of a block: two warpgroups of so many columns."""
+    return 2 * columns // _order(problem).columns
 
 
 def _steps(problem: MqaLogitsProblem) -> int:
     """Tensor steps of a tile: 32 bytes of the contraction each."""
-    return problem.head_dim * DTYPE_BYTES[problem.dtype] // 32
+    return _row_bytes(problem) // 32
 
 
 def _columns(problem: MqaLogitsProblem) -> list[int]:
     """Widths that hold whole groups of four queries: one group, two, four, ... and as many as one instruction takes."""
-    group = 4 * problem.num_heads
-    most = MAX_COLUMNS // group
+    group = 4 * _order(problem).columns
+    most = max(1, MAX_COLUMNS // group)  # four queries of more columns than one instruction's take several turns
     return [group * 2**power for power in range(most.bit_length()) if 2**power < most] + [group * most]
 
 
 def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
-    row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
-    queries = 2 * config.columns // problem.num_heads
+    row_bytes, queries = _row_bytes(problem), _queries(problem, config.columns)
+    key_rows = KEY_ROWS * heads_at_once(problem.num_kv_heads, row_bytes, KEY_ROWS)
     tables = config.query_stages * (16 + 16 + queries * (8 + 4 * problem.num_heads)) + 16 * config.key_stages
-    tiles = (2 * config.columns * config.query_stages + KEY_ROWS * config.key_stages) * row_bytes
+    tiles = (2 * config.columns * config.query_stages + key_rows * config.key_stages) * row_bytes
     return -(-tables // 1024) * 1024 + 1024 + tiles
 
 
@@ -93,16 +112,23 @@ def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
+    return config
+
+
+def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     # The widest tile reads each key least often; a narrower one serves when it already holds every query.
     widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
-    columns = next((width for width in widths if 2 * width // problem.num_heads >= problem.num_queries), widths[-1])
-    for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4)):
+    columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
+    for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
         # Without a second stage every item waits for its queries once, so items are longer.
         tiles = 32 if query_stages == 2 else 64
         config = Config(columns, query_stages, key_stages, max(1, _steps(problem) // 4), tiles, device.num_sms)
         if fits(problem, config, device):
             return config
-    raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
+    return None
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
@@ -113,7 +139,8 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     steps = _steps(problem)
     handoffs = sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})
     widths = _columns(problem)[-2:]
-    for columns, query_stages, key_stages, handoff, tiles in product(widths, (2, 1), (8, 5, 4), handoffs, (16, 32, 64)):
+    depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
+    for columns, query_stages, key_stages, handoff, tiles in product(widths, (2, 1), depths, handoffs, (16, 32, 64)):
         yield Config(columns, query_stages, key_stages, handoff, tiles, device.num_sms)
 
 
@@ -124,6 +151,7 @@ def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
     kernel = RaggedLogits(
         num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
         head_dim=problem.head_dim,
         fp8=problem.dtype == "float8_e4m3fn",
         has_k_scale=problem.has_k_scale,
@@ -144,13 +172,14 @@ def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
 def _arguments(problem: MqaLogitsProblem) -> list[Any]:
     """The fake tensors of a launch. An absent tensor is stood in for by cu_seqlen_ks, which the kernel then never reads."""
     dtype = DTYPES[problem.dtype]
+    kv_heads = problem.num_kv_heads
     starts = _vector()
     k_scale = _vector()
     if problem.has_k_scale:
-        k_scale = make_fake_tensor(cutlass.Float32, (cute.sym_int(), 1), stride=(cute.sym_int64(), cute.sym_int64()))
+        k_scale = make_fake_tensor(cutlass.Float32, (cute.sym_int(), kv_heads), stride=(cute.sym_int64(), cute.sym_int64()))
     weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, 1, problem.head_dim)
+    q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, kv_heads, problem.head_dim)
     return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Float32(1.0)]
 
 
@@ -174,7 +203,7 @@ def launch(
         return
     num_keys = k.shape[0]
     if num_keys == 0:
-        k = q[:1, :1]  # the copy engine's descriptor needs an address; nothing is read through it
+        k = q[:1, : k.shape[1]]  # the copy engine's descriptor needs an address; nothing is read through it
     k_scale = cu_seqlen_ks if k_scale is None else k_scale
     weights = cu_seqlen_ks if weights is None else weights
     compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, scale)

@@ -1,9 +1,11 @@
 """Paged indexer logits (decode) on the tensor cores, FP8 or bf16; for draft d of sequence b and key t:
 
-    out[b * next_n + d, t] = scale * k_scale[t] * sum_h w[b * next_n + d, h] * relu(q[b, d, h] . k[t])    else -inf
+    out[b * next_n + d, t] = scale * sum_g k_scale[t, g] * sum_{h of g} w[b * next_n + d, h] * relu(q[b, d, h] . k[t, g])
 
-    q [B, next_n, H, D] e4m3 or bf16          cache [pages, page_size * (D + 4)] uint8 (a page's values, then its float32
-    weights [B * next_n, H] float32 or bf16   scales) or [pages, page_size * D] as q, any page stride of 16 bytes
+and -inf from the draft's length on; the heads of key head g are H / kv_heads neighbours.
+
+    q [B, next_n, H, D] e4m3 or bf16          cache [pages, page_size * kv_heads * (D + 4)] uint8 (a page's values, then its
+    weights [B * next_n, H] float32 or bf16   float32 scales) or [pages, page_size * kv_heads * D] as q, any page stride of 16
     context_lens [B] or [B, next_n] int32     block_tables [B, max_pages] int32     out [B * next_n, W] float32 or bf16
 
 The kernel, its warp roles and its barriers: _logits_paged.py; the deal of work over blocks: _logits_deal.py.
@@ -18,10 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, PagedMqaLogitsProblem
 from kernels_cute._build import library
-from kernels_cute._logits_layouts import QUERIES_PER_GROUP
+from kernels_cute._logits_layouts import QUERIES_PER_GROUP, HeadOrder, heads_at_once
 from kernels_cute._logits_paged import KEY_ROWS, QUERY_STAGES, REGISTERS, PagedLogits
 
 ENTRY = "gdn_cute_paged_mqa_logits"
@@ -47,10 +49,10 @@ class Config:
 
 
 def refusal(problem: PagedMqaLogitsProblem) -> str | None:
-    if problem.num_heads % 2 or not 2 <= problem.num_heads <= MAX_HEADS:
-        return f"requires an even number of indexer heads from 2 to {MAX_HEADS}, got {problem.num_heads}"
-    if problem.num_kv_heads != 1:
-        return f"requires one key head, got {problem.num_kv_heads}"
+    if not 1 <= problem.num_heads <= MAX_HEADS:
+        return f"requires 1 to {MAX_HEADS} indexer heads, got {problem.num_heads}"
+    if problem.num_kv_heads < 1 or problem.num_heads % problem.num_kv_heads:
+        return f"requires a number of heads that key heads divide, got {problem.num_heads} and {problem.num_kv_heads}"
     if problem.head_dim not in HEAD_DIMS:
         return f"requires head_dim 64 or 128, got {problem.head_dim}"
     if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
@@ -63,7 +65,16 @@ def refusal(problem: PagedMqaLogitsProblem) -> str | None:
         return f"requires a page_size that is a multiple of 4, got {problem.page_size}"
     if problem.next_n < 1:
         return f"requires next_n of at least 1, got {problem.next_n}"
+    if _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
+        )
     return None
+
+
+def _row_bytes(problem: PagedMqaLogitsProblem) -> int:
+    return problem.head_dim * DTYPE_BYTES[problem.dtype]
 
 
 @dataclass(frozen=True)
@@ -73,55 +84,81 @@ class Shape:
     lanes_per_query: int  # of a quad
     groups: int  # of 4 / lanes_per_query drafts, in one pass
     passes: int  # over a sequence's keys
-    columns: int  # queries x heads of one pass
+    columns: int  # queries x heads (odd numbers of a key head's rounded up) of one pass
 
 
 def shape_of(problem: PagedMqaLogitsProblem) -> Shape:
     """The fewest columns in all, then the fewest shuffles."""
-    heads, shapes = problem.num_heads, []
+    shapes = []
     for lanes in (1, 2, 4):
-        if heads % (2 * lanes):
+        order = HeadOrder(problem.num_heads, problem.num_kv_heads, lanes)
+        if lanes > 1 and order.slots > order.group:
             continue
         group_drafts = QUERIES_PER_GROUP // lanes
         groups = -(-problem.next_n // group_drafts)
-        passes = -(-groups // (MAX_COLUMNS // (group_drafts * heads)))
+        passes = -(-groups // max(1, MAX_COLUMNS // (group_drafts * order.columns)))
         groups = -(-groups // passes)
-        shapes.append(Shape(lanes, groups, passes, groups * group_drafts * heads))
+        shapes.append(Shape(lanes, groups, passes, groups * group_drafts * order.columns))
     return min(shapes, key=lambda shape: (shape.passes * shape.columns, shape.lanes_per_query))
 
 
 def _shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
-    columns = shape_of(problem).columns
-    row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
+    shape, row_bytes = shape_of(problem), _row_bytes(problem)
+    columns = shape.columns
     tile = KEY_ROWS * config.math_warpgroups
-    drafts = columns // problem.num_heads
-    tables = QUERY_STAGES * (16 + 16 + drafts * 4 + columns * 4) + 16 * config.key_stages
-    scales = 4 * tile * config.key_stages if problem.has_k_scale else 16
+    drafts = shape.groups * QUERIES_PER_GROUP // shape.lanes_per_query
+    tables = QUERY_STAGES * (16 + 16 + drafts * 4 + drafts * problem.num_heads * 4) + 16 * config.key_stages
+    scales = 4 * tile * problem.num_kv_heads * config.key_stages if problem.has_k_scale else 16
+    key_rows = tile * _heads_at_once(problem, config)
     # Each table may be padded to 128 bytes, and the tiles start at a multiple of 1024.
-    return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + tile * config.key_stages) * row_bytes
+    return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + key_rows * config.key_stages) * row_bytes
+
+
+def _registers(problem: PagedMqaLogitsProblem, at_once: int) -> tuple[int, int]:
+    """Of a math thread whose turns take so many key heads: (sums of the products, everything)."""
+    shape, kv_heads = shape_of(problem), problem.num_kv_heads
+    sums = shape.columns * at_once // kv_heads // 2
+    totals = 2 * shape.groups if at_once < kv_heads else 0  # live from turn to turn
+    weights = shape.groups * problem.num_heads // shape.lanes_per_query if problem.weights_dtype else 0
+    scales = 2 * at_once if kv_heads > 1 and problem.has_k_scale else 0
+    return sums, sums + totals + weights + scales + SPARE_REGISTERS
+
+
+def _heads_at_once(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    """Key heads of a turn: as many as the registers of a math thread hold, one at least."""
+    most = heads_at_once(problem.num_kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
+    room = REGISTERS[config.math_warpgroups, config.blocks_per_sm].math
+    counts = [count for count in range(most, 1, -1) if problem.num_kv_heads % count == 0]
+    return next((count for count in counts if _registers(problem, count)[1] <= room), 1)
 
 
 def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     registers = REGISTERS.get((config.math_warpgroups, config.blocks_per_sm))
     if registers is None or config.key_stages < 2 or not 1 <= config.waves <= 8 or config.num_sms < 1:
         return False
-    columns = shape_of(problem).columns
-    held = columns // 2 + (columns // 4 if problem.weights_dtype else 0) + SPARE_REGISTERS
+    sums, held = _registers(problem, _heads_at_once(problem, config))
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
     room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
     # The assembler measures a wgmma's accumulators against the registers at launch, all else against those of math threads.
-    accumulates = columns // 2 + SPARE_REGISTERS <= registers.launch
+    accumulates = sums + SPARE_REGISTERS <= registers.launch
     return accumulates and held <= registers.math and _shared_bytes(problem, config) <= room
 
 
 def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
+    return config
+
+
+def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Two small blocks a multiprocessor: while one starts or ends the other keeps memory busy."""
     for groups, blocks in ((1, 2), (2, 1)):
         for stages in (10, 8, 6, 5, 4, 3, 2):
             config = Config(groups, blocks, stages, 5, device.num_sms)
             if fits(problem, config, device):
                 return config
-    raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
+    return None
 
 
 def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
@@ -141,6 +178,8 @@ def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
     shape = shape_of(problem)
     kernel = PagedLogits(
         num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        kv_heads_at_once=_heads_at_once(problem, config),
         head_dim=problem.head_dim,
         fp8=problem.dtype == "float8_e4m3fn",
         has_k_scale=problem.has_k_scale,
@@ -172,7 +211,7 @@ def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
         stride=(cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1),
         assumed_align=16,
     )
-    page_bytes = problem.page_size * (problem.head_dim + 4 * problem.has_k_scale)
+    page_bytes = problem.page_size * problem.num_kv_heads * (problem.head_dim + 4 * problem.has_k_scale)
     cache = _matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16)
     weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _table()
     lengths = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))

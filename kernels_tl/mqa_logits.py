@@ -22,7 +22,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import MqaLogitsProblem
 from kernels_tl import _build, _logits
 
@@ -40,7 +40,13 @@ class Config:
 
 
 def refusal(problem: MqaLogitsProblem) -> str | None:
-    return _logits.refusal_common(problem)
+    why = _logits.refusal_common(problem)
+    if why is None and _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of head_dim {problem.head_dim} in {problem.dtype}"
+        )
+    return why
 
 
 def shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
@@ -78,6 +84,13 @@ def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration fits {problem}")
+    return config
+
+
+def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Widest columns first (fewest shared-memory bytes a product), two math warpgroups, as many stages as fit."""
     s = _logits.shape_of(problem)
     widths = [width for width in _logits.WIDTHS if width % s.columns == 0]
@@ -88,7 +101,7 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
             config = Config(width // s.columns, 2, stages, 32, device.num_sms, True)
             if fits(problem, config, device):
                 return config
-    raise ValueError(f"no configuration fits {problem}")
+    return None
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import PagedMqaLogitsProblem
 from kernels_tl import _build, _logits
 
@@ -46,7 +46,13 @@ def refusal(problem: PagedMqaLogitsProblem) -> str | None:
         return f"requires a page_size that is a multiple of 4, got {problem.page_size}"
     if problem.next_n < 1:
         return f"requires next_n of at least 1, got {problem.next_n}"
-    return _logits.refusal_common(problem)
+    why = _logits.refusal_common(problem)
+    if why is None and _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of head_dim {problem.head_dim} in {problem.dtype}"
+        )
+    return why
 
 
 def shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
@@ -73,31 +79,46 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
     return _logits.accumulator_registers(config.drafts, s) + 32 <= _logits.math_registers(config.math_warpgroups, s)
 
 
-def _drafts(problem: PagedMqaLogitsProblem) -> int:
-    """Drafts of one pass: all where they fit, else the fewest equal passes; columns are a multiple of 8."""
+def _drafts(problem: PagedMqaLogitsProblem) -> list[int]:
+    """Drafts of one pass, the fewest passes first. Columns are a multiple of 8. One key head takes the first; the queries of
+    several lie in shared memory at once, and may leave room for fewer drafts only."""
     columns = _logits.shape_of(problem).columns
     most = _logits.MAX_COLUMNS // columns
-    passes = -(-problem.next_n // most)
-    drafts = -(-problem.next_n // passes)
-    return drafts if drafts * columns % 8 == 0 else drafts + 1
+    found: list[int] = []
+    for passes in range(-(-problem.next_n // most), problem.next_n + 1):
+        drafts = -(-problem.next_n // passes)
+        drafts += drafts * columns % 8 != 0
+        if drafts not in found:
+            found.append(drafts)
+    return found
 
 
 def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
-    drafts = _drafts(problem)
-    found = [Config(drafts, groups, stages, device.num_sms) for groups in (1, 2, 3) for stages in (12, 8, 6, 4, 3, 2)]
-    return [config for config in found if fits(problem, config, device)]
+    for drafts in _drafts(problem):
+        found = [Config(drafts, groups, stages, device.num_sms) for groups in (1, 2, 3) for stages in (12, 8, 6, 4, 3, 2)]
+        fitting = [config for config in found if fits(problem, config, device)]
+        if fitting:
+            return fitting
+    return []
 
 
 def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration fits {problem}")
+    return config
+
+
+def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Tiles of 128 tokens, of 64 where there are few, and as many in flight as fit: a decode waits for memory."""
-    drafts = _drafts(problem)
     few = problem.batch * -(-problem.max_context_len // 128) < 4 * device.num_sms
-    for groups in (1, 2) if few else (2, 1):
-        for stages in (8, 6, 4, 3, 2):
-            config = Config(drafts, groups, stages, device.num_sms)
-            if fits(problem, config, device):
-                return config
-    raise ValueError(f"no configuration fits {problem}")
+    for drafts in _drafts(problem):
+        for groups in (1, 2) if few else (2, 1):
+            for stages in (8, 6, 4, 3, 2):
+                config = Config(drafts, groups, stages, device.num_sms)
+                if fits(problem, config, device):
+                    return config
+    return None
 
 
 def _scale_words(piece: int, kv_heads: int) -> int:

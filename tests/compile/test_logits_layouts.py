@@ -55,6 +55,42 @@ def test_queries(heads: int, dim: int, fp8: bool, lanes: int, groups: int) -> No
     _traced(check)
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_every_head_has_one_slot(lanes: int) -> None:
+    """Of all head counts: boxes stay within a row (a single head's reaches beyond an extent instead), slots hold what the sum
+    takes them for."""
+    importlib.import_module("kernels_cute._build")
+    layouts = importlib.import_module("kernels_cute._logits_layouts")
+    for heads in range(1, 65):
+        for kv_heads in (count for count in range(1, heads + 1) if heads % count == 0):
+            order = layouts.HeadOrder(heads, kv_heads, lanes)
+            if lanes > 1 and order.slots > order.group:
+                continue  # an odd count, or one that lanes do not divide, keeps to one lane
+            (in_run, positions), (run_stride, position_stride) = order.view(1)
+            assert (in_run - 1) * run_stride + (positions - 1) * position_stride == heads - 1
+            assert order.slots == order.run * order.pairs and order.slots - order.group in (0, 1)
+            for kv_head in range(kv_heads):
+                seen = []
+                for place in range(order.run):
+                    for pair in range(order.pairs):
+                        position = order.position(kv_head) + pair
+                        head = order.head(kv_head, place, pair) if lanes == 1 else None
+                        if place >= in_run:
+                            assert heads == kv_heads and head is None  # zeros
+                            continue
+                        assert position < positions
+                        read = place * run_stride + position * position_stride
+                        if lanes > 1:
+                            assert read == kv_head * order.group + pair * order.run + place
+                        elif head is not None:
+                            assert read == head
+                        else:
+                            assert order.shared
+                            continue
+                        seen.append(read)
+                assert sorted(seen) == list(range(kv_head * order.group, (kv_head + 1) * order.group))
+
+
 @pytest.mark.parametrize(("rows", "piece", "dim", "fp8"), KEYS)
 def test_keys(rows: int, piece: int, dim: int, fp8: bool) -> None:
     def check(layouts: Any, cute: Any, cutlass: Any) -> None:

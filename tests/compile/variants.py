@@ -82,7 +82,7 @@ _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "has_rounding": [False, True],
 }
 _LOGITS_AXES: dict[str, Sequence[Any]] = {
-    "heads": [(64, 1), (16, 1), (4, 1), (32, 2)],  # query heads, key heads
+    "heads": [(64, 1), (16, 1), (4, 1), (32, 2), (15, 3)],  # query heads, key heads
     "head_dim": [128, 64],
     "kind": [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)],  # dtype, with key scales
     "weights_dtype": ["float32", "bfloat16", None],

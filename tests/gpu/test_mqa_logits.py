@@ -37,9 +37,15 @@ VARIANTS = {
     "h1-fp8": (1, 1, 128, FP8, True, "float32", True, True, "float32", False),
     "h16-kv2-fp8-packed": (16, 2, 128, FP8, True, "float32", True, True, "float32", True),
     "h32-kv2-bf16-linear-unclean-d64": (32, 2, 64, BF16, False, BF16, False, False, BF16, False),
+    "h63-fp8-bf16-weights": (63, 1, 128, FP8, True, BF16, True, True, "float32", False),
+    "h5-bf16-linear-packed-d64": (5, 1, 64, BF16, False, "float32", False, True, "float32", True),
+    "h64-kv4-fp8": (64, 4, 128, FP8, True, "float32", True, True, "float32", False),
+    "h15-kv5-bf16-bf16-out": (15, 5, 128, BF16, False, None, True, True, BF16, False),
+    "h6-kv6-fp8-packed-unclean": (6, 6, 128, FP8, True, "float32", True, False, "float32", True),
+    "h64-kv64-bf16": (64, 64, 128, BF16, False, "float32", True, True, "float32", False),
 }
 # What a backend refuses, and a word of its refusal. A kernel that learns to serve one of these fails here: move it up.
-REFUSED = {"cute": {"h1-fp8": "even number", "h16-kv2-fp8-packed": "key head", "h32-kv2-bf16-linear-unclean-d64": "key head"}}
+REFUSED = {backend: {"h64-kv64-bf16": "shared memory"} for backend in BACKENDS}
 SERVED = [(b, v) for b in BACKENDS for v in VARIANTS if v not in REFUSED.get(b, {})]
 
 
@@ -102,9 +108,10 @@ def test_refusals_are_told(backend, variant):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", ["h64-fp8", "h64-kv4-fp8", "h1-fp8"])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 515), (3, 64), (5, 0), (0, 5), (9, 63), (8, 127)])
-def test_few_rows_and_keys(backend, num_queries, num_keys):
-    problem = problem_of("h64-fp8", num_queries, num_keys)
+def test_few_rows_and_keys(backend, num_queries, num_keys, variant):
+    problem = problem_of(variant, num_queries, num_keys)
     inputs = make_mqa_inputs(problem, "cuda", ranges="full")
     out, margin = poisoned(problem)
     run(problem, inputs, backend, out)
@@ -156,7 +163,7 @@ def test_more_than_2_31_scores(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["h64-fp8", "h4-cast-packed"])
+@pytest.mark.parametrize("variant", ["h64-fp8", "h4-cast-packed", "h64-kv4-fp8"])
 def test_the_same_bits_every_time(backend, variant):
     problem = problem_of(variant, 257, 2049)
     inputs = make_mqa_inputs(problem, "cuda", ranges="hard")

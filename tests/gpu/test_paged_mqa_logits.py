@@ -40,11 +40,17 @@ VARIANTS = {
     "h32-fp8-p64-n3": (32, 1, 128, FP8, True, "float32", True, True, "float32", 64, 3, False),
     "h64-fp8-p128-n8": (64, 1, 128, FP8, True, "float32", True, True, "float32", 128, 8, True),
     "h6-fp8-p272-n5": (6, 1, 128, FP8, True, "float32", True, True, "float32", 272, 5, False),
+    "h6-bf16-p272-n3": (6, 1, 128, BF16, False, BF16, True, True, BF16, 272, 3, True),
+    "h63-fp8-p64": (63, 1, 128, FP8, True, BF16, True, True, "float32", 64, 1, False),
+    "h5-bf16-linear-p16-n4-d64": (5, 1, 64, BF16, False, "float32", False, True, "float32", 16, 4, True),
+    "h64-kv4-fp8-p64": (64, 4, 128, FP8, True, "float32", True, True, "float32", 64, 1, False),
+    "h34-kv2-bf16-p64-n8": (34, 2, 128, BF16, False, "float32", True, True, "float32", 64, 8, False),
+    "h15-kv5-fp8-p544-n2": (15, 5, 128, FP8, True, None, True, True, BF16, 544, 2, True),
+    "h6-kv6-fp8-p4-n3-d64": (6, 6, 64, FP8, True, BF16, True, False, "float32", 4, 3, False),
+    "h64-kv64-bf16-p64": (64, 64, 128, BF16, False, "float32", True, True, "float32", 64, 1, False),
 }
 # What a backend refuses, and a word of its refusal. A kernel that learns to serve one of these fails here: move it up.
-REFUSED = {
-    "cute": {"h1-fp8-p16": "even number", "h16-kv2-fp8-p64-n2": "key head", "h32-kv2-bf16-p272-d64": "key head"},
-}
+REFUSED = {backend: {"h64-kv64-bf16-p64": "shared memory"} for backend in BACKENDS}
 SERVED = [(b, v) for b in BACKENDS for v in VARIANTS if v not in REFUSED.get(b, {})]
 
 
@@ -114,7 +120,7 @@ def test_one_sequence(backend, variant):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-fp8-p16-n4", "h4-cast-p272-n2"])
+@pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-fp8-p16-n4", "h4-cast-p272-n2", "h16-kv2-fp8-p64-n2"])
 def test_more_sequences_than_multiprocessors(backend, variant):
     lengths = [(37 * sequence) % 401 for sequence in range(300)]
     problem = problem_of(variant, 300, 401)
@@ -174,7 +180,7 @@ def test_lengths_are_clamped(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["h64-fp8-p64", "h4-cast-p272-n2"])
+@pytest.mark.parametrize("variant", ["h64-fp8-p64", "h4-cast-p272-n2", "h16-kv2-fp8-p64-n2"])
 def test_other_table_entries_are_not_followed(backend, variant):
     page = VARIANTS[variant][9]
     lengths = [page, 1, 0, 3 * page - 5]
@@ -221,7 +227,7 @@ def test_a_graph_follows_changed_lengths(backend, variant):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-bf16-p544", "h4-cast-p272-n2"])
+@pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-bf16-p544", "h4-cast-p272-n2", "h64-kv4-fp8-p64"])
 def test_the_same_bits_every_time(backend, variant):
     lengths = [900, 0, 17, 544, 545, 899, 1]
     problem = problem_of(variant, len(lengths), 900)
