@@ -93,8 +93,8 @@ def rounded_decode() -> None:
 
 
 def topk(columns: int, sorted_by: str, dtype: torch.dtype) -> None:
-    rows = test_topk.adversarial(columns, 512, dtype)
-    test_topk.check(test_topk.between_guards(rows), 512, sorted_by=sorted_by)
+    rows = test_topk.between_guards(test_topk.adversarial(columns, 512, dtype))
+    test_topk.check(rows, 512, sorted_by=sorted_by)
 
 
 def steps() -> None:
@@ -142,6 +142,7 @@ _TOPK: dict[str, Call] = {  # rows in the registers of a block, and in pieces
     "topk-by-score": partial(topk, 7001, "score", torch.bfloat16),
     "topk-any": partial(topk, 40001, "score", torch.float32),
 }
+_ONE_BLOCK = partial(decode, heads=(16, 32), lengths=(1,) * 8, offsets_dtype=None)  # a head in a block: no sum crosses blocks
 # What one process runs: starting it under the tool takes longer than most calls.
 GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
@@ -161,6 +162,7 @@ GROUPS: dict[str, dict[str, Call]] = {
         "recurrent-cute-rounded": partial(recurrent, "cute", rounded=True),
         "recurrent-tilelang": partial(recurrent, "tilelang"),
         "fused": decode,
+        "fused-one-block": _ONE_BLOCK,
         "fused-drafts": partial(decode, spec=3, dims=(64, 128)),
         "fused-wide": partial(decode, dims=(256, 256), layout="interleaved"),
         "fused-rounded": rounded_decode,
@@ -175,7 +177,9 @@ GROUPS: dict[str, dict[str, Call]] = {
         "expand": expand,
     },
     "steps": {"steps": steps},
-    "shared": {**_TOPK, "expand": expand, "recurrent-tilelang": partial(recurrent, "tilelang")},
+    "shared": {
+        **_TOPK, "expand": expand, "fused-one-block": _ONE_BLOCK, "recurrent-tilelang": partial(recurrent, "tilelang"),
+    },
 }
 
 
