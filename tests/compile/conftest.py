@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.compile import session
 from tests.compile.session import Task
@@ -35,6 +36,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def start(tasks: list[Task]) -> None:
     if tasks:
+        torch.set_num_threads(1)  # threads of one sum that wait for each other's turn on a busy core take many times as long
         session.CURRENT.start(tasks)
 
 
