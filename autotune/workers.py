@@ -7,6 +7,7 @@ each worker is one spawned process with a pipe and a deadline, killed with all i
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import deque
@@ -18,6 +19,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 START_S = 120.0  # a process may take so long to start and import, beside its first task's own time
+LOOK_S = 0.5  # how often a run looks whether it is to stop
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,17 @@ class _Worker:
 
 
 def run(
-    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, workers: int, timeout_s: float
+    function: Callable[..., Any],
+    tasks: Sequence[tuple[Any, ...]],
+    *,
+    workers: int,
+    timeout_s: float,
+    stopped: threading.Event | None = None,
 ) -> Iterator[Outcome]:
     """function(*task) for every task, in spawned processes; outcomes in the order in which they finish.
 
-    function is importable by name, tasks and values pickle. timeout_s bounds one task, not the start of its process.
+    function is importable by name, tasks and values pickle. timeout_s bounds one task, not the start of its process. stopped:
+    once set, by another thread, every process is ended and no more outcomes come.
     """
     waiting = deque(range(len(tasks)))
     pool: list[_Worker] = []
@@ -93,8 +101,12 @@ def run(
                     index = waiting.popleft()
                     worker.give(index, tasks[index])
             busy = [worker for worker in pool if worker.task is not None]
-            first_deadline = min(worker.deadline(timeout_s) for worker in busy)
-            wait([worker.connection for worker in busy], timeout=max(0.0, first_deadline - time.monotonic()))
+            rest_s = min(worker.deadline(timeout_s) for worker in busy) - time.monotonic()
+            if stopped is not None:
+                rest_s = min(rest_s, LOOK_S)
+            wait([worker.connection for worker in busy], timeout=max(0.0, rest_s))
+            if stopped is not None and stopped.is_set():
+                return
             for worker in busy:
                 outcome = _collect(worker, timeout_s)
                 if outcome is None:

@@ -1,5 +1,8 @@
 """One bad candidate loses only itself."""
 
+import threading
+import time
+
 from autotune import workers
 from tests.autotune import fakes
 
@@ -20,3 +23,13 @@ def test_bad_tasks_lose_only_themselves() -> None:
 
 def test_no_tasks() -> None:
     assert list(workers.run(fakes.task, [], workers=2, timeout_s=1)) == []
+
+
+def test_a_run_that_is_stopped_ends_what_hangs() -> None:
+    stopped = threading.Event()
+    begin = time.monotonic()
+    found = []
+    for outcome in workers.run(fakes.task, [("a",), ("hang",), ("b",)], workers=1, timeout_s=600, stopped=stopped):
+        found.append(outcome.index)
+        threading.Timer(0.2, stopped.set).start()
+    assert found == [0] and time.monotonic() - begin < 300

@@ -1,19 +1,27 @@
-"""Compiles variants in worker processes and says what is wrong with their machine code."""
+"""Says what is wrong with the machine code of variants, which the session's pool compiles."""
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from autotune import workers
+import pytest
+
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from tests.compile import inspection
+from tests.compile import session
 from tests.compile.expectations import expectation
 from tests.compile.inspection import Report
 
 TARGET = "sm_90a"
 MOST_REGISTERS = 255  # of a thread
-TIMEOUT_S = 300  # one variant
+
+
+def compiles(tasks: Callable[..., Sequence[session.Task]]) -> pytest.MarkDecorator:
+    """Marks a test: what it asks `failures` for, told ahead. tasks takes the arguments that the test is parametrized with."""
+    return pytest.mark.compiles.with_args(tasks)
+
+
+def tasks_of(module_name: str, variants: Sequence[tuple[Problem, Any]]) -> list[session.Task]:
+    return [(module_name, problem, config) for problem, config in variants]
 
 
 def violations(report: Report, problem: Problem, backend: str, device: DeviceSpec) -> Iterator[str]:
@@ -47,10 +55,9 @@ def violations(report: Report, problem: Problem, backend: str, device: DeviceSpe
 
 def failures(module_name: str, backend: str, variants: Sequence[tuple[Problem, Any]], device: DeviceSpec) -> list[str]:
     """One paragraph per (problem, config) that does not compile or whose machine code is not as it should be."""
-    tasks = [(module_name, problem, config) for problem, config in variants]
     found = []
-    for outcome in workers.run(inspection.inspect, tasks, workers=len(os.sched_getaffinity(0)), timeout_s=TIMEOUT_S):
-        problem, config = variants[outcome.index]
+    outcomes = session.CURRENT.outcomes(tasks_of(module_name, variants))
+    for (problem, config), outcome in zip(variants, outcomes, strict=True):
         wrong = [outcome.failure] if outcome.failure is not None else violations(outcome.value, problem, backend, device)
         found += [f"{problem.static_key()} {config or 'default config'}:\n    {what}" for what in wrong]
     return found

@@ -36,6 +36,8 @@ class Expectation:
 
 def expectation(problem: Problem, backend: str) -> Expectation:
     """TypeError for an operator without an expectation, so that none goes unchecked."""
+    tensor_cores = ("HGMMA", "QGMMA", "HMMA")
+    shared_memory = ("LDS", "STS", "ATOMS")
     if isinstance(problem, ChunkProblem):
         # The 16 x 16 blocks of the inverse are merged by mma.sync on purpose: they are below a warpgroup matmul's 64 rows. In
         # TileLang's one launch those are 20; a tile's product that fell back to mma.sync would be 32 at least.
@@ -45,7 +47,8 @@ def expectation(problem: Problem, backend: str) -> Expectation:
         # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
         width = "{0}.128" if problem.state_dtype == "float32" else "{0}.64|{0}.128"
         wide = {width.format("LDG"): problem.has_initial_state, width.format("STG"): problem.has_final_state}
-        return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=("HGMMA", "QGMMA", "HMMA"))
+        none_of = (*tensor_cores, *(shared_memory if backend == "cute" else ()))
+        return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=none_of)
     if isinstance(problem, LogitsProblem):
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
@@ -58,35 +61,35 @@ def expectation(problem: Problem, backend: str) -> Expectation:
         wide = "64|{0}.128" if problem.state_dtype == "bfloat16" or not problem.state_v_first else "128"
         patterns = {f"{name}.{wide.format(name)}": 1 for name in ("LDG", "STG")}
         return Expectation(patterns, none_of=("HGMMA", "QGMMA", "HMMA"))
-    # The steps only move memory: rows in 16-byte accesses, several at once.
-    tensor_cores = ("HGMMA", "QGMMA", "HMMA")
-    if isinstance(problem, ConvolutionProblem):
-        rows = 2 if isinstance(problem, Conv1dProblem) else 1
-        return Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=tensor_cores)
-    if isinstance(problem, SplitProblem):
-        wide = "128" if problem.head_k_dim % 8 == 0 and problem.head_v_dim % 8 == 0 else "64"
-        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
-    if isinstance(problem, RmsNormGatedProblem):
-        wide = "128" if problem.head_dim % 8 == 0 else "64"
-        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=tensor_cores)
-    if isinstance(problem, GatingProblem):
-        return Expectation({"LDG": 4, "STG": 2}, none_of=tensor_cores)
-    # Rows of the indexer: both chunks of a lane in 16-byte loads, 8 values of e4m3 in 8-byte stores.
-    codes = {"STG.64": 2, "F2FP.E4M3": 8}
-    if isinstance(problem, QuantizeFp8Problem):
-        return Expectation({"LDG.128": 2} | codes, none_of=tensor_cores)
-    if isinstance(problem, WriteIndexerCacheProblem):
-        is_fp8 = problem.cache_dtype != "bfloat16"
-        return Expectation({"LDG.128": 2} | (codes if is_fp8 else {"STG.128": 2}), none_of=tensor_cores)
-    if isinstance(problem, PrepareIndexerProblem):
-        stores = codes if problem.q_out_dtype == "float8_e4m3fn" else {"STG.128": 2}
-        return Expectation({"LDG.128": 4} | stores, none_of=tensor_cores)
-    if isinstance(problem, CompressIndexerKeysProblem):
-        keys = codes if problem.cache_dtype != "bfloat16" else {}
-        return Expectation({"LDG.128": 2 * problem.ratio + 2, "STG.128": 2} | keys, none_of=tensor_cores)
-    if isinstance(problem, GatherIndexerCacheProblem):
-        return Expectation({"LDG.128": 1, "STG.128": 1}, none_of=tensor_cores)
     if isinstance(problem, ExpandTopkGroupsProblem):
         # A row of out starts at any multiple of four bytes: neighbouring lanes write neighbouring words.
         return Expectation({"LDG": 2, "STG": 2, "LDS": 1, "STS": 1}, none_of=tensor_cores)
+    # The other steps only move memory: rows in 16-byte accesses, several at once.
+    none_of = (*tensor_cores, *shared_memory)
+    if isinstance(problem, ConvolutionProblem):
+        rows = 2 if isinstance(problem, Conv1dProblem) else 1
+        return Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=none_of)
+    if isinstance(problem, SplitProblem):
+        wide = "128" if problem.head_k_dim % 8 == 0 and problem.head_v_dim % 8 == 0 else "64"
+        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=none_of)
+    if isinstance(problem, RmsNormGatedProblem):
+        wide = "128" if problem.head_dim % 8 == 0 else "64"
+        return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=none_of)
+    if isinstance(problem, GatingProblem):
+        return Expectation({"LDG": 4, "STG": 2}, none_of=none_of)
+    # Rows of the indexer: both chunks of a lane in 16-byte loads, 8 values of e4m3 in 8-byte stores.
+    codes = {"STG.64": 2, "F2FP.E4M3": 8}
+    if isinstance(problem, QuantizeFp8Problem):
+        return Expectation({"LDG.128": 2} | codes, none_of=none_of)
+    if isinstance(problem, WriteIndexerCacheProblem):
+        is_fp8 = problem.cache_dtype != "bfloat16"
+        return Expectation({"LDG.128": 2} | (codes if is_fp8 else {"STG.128": 2}), none_of=none_of)
+    if isinstance(problem, PrepareIndexerProblem):
+        stores = codes if problem.q_out_dtype == "float8_e4m3fn" else {"STG.128": 2}
+        return Expectation({"LDG.128": 4} | stores, none_of=none_of)
+    if isinstance(problem, CompressIndexerKeysProblem):
+        keys = codes if problem.cache_dtype != "bfloat16" else {}
+        return Expectation({"LDG.128": 2 * problem.ratio + 2, "STG.128": 2} | keys, none_of=none_of)
+    if isinstance(problem, GatherIndexerCacheProblem):
+        return Expectation({"LDG.128": 1, "STG.128": 1}, none_of=none_of)
     raise TypeError(f"problem: expected one of an operator with an expectation, got {type(problem).__name__}")

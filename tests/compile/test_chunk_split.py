@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -123,14 +124,18 @@ def test_a_length_compiles_nothing_new() -> None:
     assert keys[8] == keys[16] != keys[0]
 
 
+def _other_stages_and_prefetch() -> list[tuple[ChunkProblem, Any]]:
+    cover: list[Any] = variants.cover("chunk", chunk)
+    both = [next(one for one in cover if bool(one[1].segment) == wanted) for wanted in (True, False)]
+    assert all(config.stages > 2 for _, config in both)
+    found = [(problem, replace(config, stages=2)) for problem, config in both]
+    return found + [(problem, replace(config, prefetch=2 - config.prefetch)) for problem, config in both]
+
+
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", _other_stages_and_prefetch()))
 def test_two_stages_and_the_other_prefetch() -> None:
     """The cover has the default's: as many stages as fit. Compositions go through the stages' buffers."""
-    cover = variants.cover("chunk", chunk)
-    split, whole = (next(one for one in cover if bool(one[1].segment) == wanted) for wanted in (True, False))
-    tasks = [(problem, replace(config, stages=2)) for problem, config in (split, whole)]
-    tasks += [(problem, replace(config, prefetch=2 - config.prefetch)) for problem, config in (split, whole)]
-    assert all(config.stages > 2 for _, config in (split, whole))
-    failed = checks.failures("kernels_cute.chunk", "cute", tasks, H100)
+    failed = checks.failures("kernels_cute.chunk", "cute", _other_stages_and_prefetch(), H100)
     assert not failed, "\n".join(failed)
 
 

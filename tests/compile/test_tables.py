@@ -11,7 +11,7 @@ from autotune.shapes import shapes
 from gdn import problems, runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import compiled, registry, tuned
+from gdn.runtime import registry, tuned
 from tests.compile import checks
 
 TABLES = sorted(tuned.SHIPPED.glob("**/*.json"))
@@ -44,25 +44,34 @@ def test_a_table_ships() -> None:
     assert TABLES
 
 
+def _entries(path: Path) -> list[tuple[Problem, Any]]:
+    """The problem and the configuration of every entry, None where that has other fields than the kernel's."""
+    table = tuned.read(path)
+    module = importlib.import_module(_module_name(path))
+    return [
+        (PROBLEMS[table.header.op](**group.static, **entry.sizes), tuned.build_config(module.Config, entry.config))
+        for group in table.groups
+        for entry in group.entries
+    ]
+
+
+def _module_name(path: Path) -> str:
+    header = tuned.read(path).header
+    return registry.operator(header.op).modules[header.backend]
+
+
+@checks.compiles(lambda path: checks.tasks_of(_module_name(path), _entries(path)))
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_entries_compile(path: Path) -> None:
-    table = tuned.read(path)
-    header = table.header
+    header = tuned.read(path).header
     assert path == tuned.table_path(tuned.SHIPPED, header.device, header.op, header.backend)
-    device = DEVICES[header.device]
-    module_name = registry.operator(header.op).modules[header.backend]
-    module = importlib.import_module(module_name)
-    variants: dict[tuple[Any, ...], tuple[Problem, Any]] = {}  # one per compiled kernel
-    for group in table.groups:
-        for entry in group.entries:
-            problem = PROBLEMS[header.op](**group.static, **entry.sizes)
-            config = tuned.build_config(module.Config, entry.config)
-            assert config is not None, f"{entry.config} has other fields than {module_name}.Config"
-            assert module.refusal(problem) is None
-            assert module.fits(problem, config, device), f"{config} does not fit {problem}"
-            code = (problem.static_key(), *compiled.compiled_fields(config).items())
-            variants[code] = (problem, config)
-    failed = checks.failures(module_name, header.backend, list(variants.values()), device)
+    device, module_name = DEVICES[header.device], _module_name(path)
+    module, entries = importlib.import_module(module_name), _entries(path)
+    for problem, config in entries:
+        assert config is not None, f"an entry for {problem} has other fields than {module_name}.Config"
+        assert module.refusal(problem) is None
+        assert module.fits(problem, config, device), f"{config} does not fit {problem}"
+    failed = checks.failures(module_name, header.backend, entries, device)
     assert not failed, "\n".join(failed)
 
 

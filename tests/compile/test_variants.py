@@ -6,7 +6,7 @@ import pytest
 
 from gdn.device import H100
 from gdn.runtime import registry
-from tests.compile import checks, variants
+from tests.compile import checks, session, variants
 
 KERNELS = [
     pytest.param(op.name, backend, module, id=f"{op.name}-{backend}")
@@ -15,6 +15,11 @@ KERNELS = [
 ]
 
 
+def _cover(op: str, backend: str, module_name: str) -> list[session.Task]:
+    return checks.tasks_of(module_name, variants.cover(op, importlib.import_module(module_name)))
+
+
+@checks.compiles(_cover)
 @pytest.mark.parametrize(("op", "backend", "module_name"), KERNELS)
 def test_pairwise_cover(op: str, backend: str, module_name: str) -> None:
     cover = variants.cover(op, importlib.import_module(module_name))

@@ -5,6 +5,7 @@ every row is a call that the public operators accept. Some axes change the confi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -437,6 +438,7 @@ def _variants(op: str, rows: Iterator[Row], module: Any) -> Iterator[Variant]:
         yield made, dataclasses.replace(default, **changes) if changes else None
 
 
+@functools.cache
 def cover(op: str, module: Any) -> list[Variant]:
     """Variants that a backend's module serves and that hold every pair of axis values it serves."""
     return list(_variants(op, iter(pairwise.pairwise(AXES[op], _allowed(op, module.refusal))), module))

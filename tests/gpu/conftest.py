@@ -1,5 +1,6 @@
 """GPU tests need a Hopper GPU; where there is none they are skipped with that reason, and nothing else skips them."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,23 +28,23 @@ def device() -> torch.device:
     return found
 
 
+def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    def prepare(problem: ChunkProblem, device: torch.device, backend: str) -> runtime.Prepared:
+        spec, _ = devices.describe(device)
+        assert spec is not None
+        module = runtime.candidates(problem.op)[backend].module
+        default = module.default_config(problem, spec)
+        narrow = {"makers": 0, "stages": 4, "places": 0, "ringed": 0} if getattr(default, "makers", 0) else {}
+        config = replace(default, **(narrow | fields))
+        assert module.fits(problem, config, spec)
+        return runtime.prepare(problem, device, backend, config=config)
+
+    operator = importlib.import_module("gdn.ops.chunk")
+    monkeypatch.setattr(operator, "prepare", prepare)
+    monkeypatch.setattr(operator, "_memo", Memo())
+
+
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
     """force(segment=2): the chunk operator runs with the default configuration less these fields, and remembers no call."""
-    operator = importlib.import_module("gdn.ops.chunk")
-
-    def set_fields(**fields: Any) -> None:
-        def prepare(problem: ChunkProblem, device: torch.device, backend: str) -> runtime.Prepared:
-            spec, _ = devices.describe(device)
-            assert spec is not None
-            module = runtime.candidates(problem.op)[backend].module
-            default = module.default_config(problem, spec)
-            narrow = {"makers": 0, "stages": 4, "places": 0, "ringed": 0} if getattr(default, "makers", 0) else {}
-            config = replace(default, **(narrow | fields))
-            assert module.fits(problem, config, spec)
-            return runtime.prepare(problem, device, backend, config=config)
-
-        monkeypatch.setattr(operator, "prepare", prepare)
-        monkeypatch.setattr(operator, "_memo", Memo())
-
-    return set_fields
+    return functools.partial(force_fields, monkeypatch)

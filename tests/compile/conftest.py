@@ -1,0 +1,44 @@
+"""Gathers what the session's tests compile and starts the pool; the tests that wait for it run last."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compile import session
+from tests.compile.session import Task
+
+MARK = "compiles"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker(MARK) is not None)  # stable
+
+
+def announced(items: list[pytest.Item]) -> list[Task]:
+    found: list[Task] = []
+    for item in items:
+        for mark in item.iter_markers(MARK):
+            arguments: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+            try:
+                found += mark.args[0](**arguments)
+            except Exception:
+                continue  # the test fails by it, or skips
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    in_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
+    if not session.config.option.collectonly and not in_worker:
+        start(announced(getattr(session, "items", [])))
+
+
+def start(tasks: list[Task]) -> None:
+    if tasks:
+        torch.set_num_threads(1)  # threads of one sum that wait for each other's turn on a busy core take many times as long
+        session.CURRENT.start(tasks)
+
+
+def pytest_sessionfinish() -> None:
+    session.CURRENT.stop()

@@ -1,0 +1,129 @@
+"""The session's pool: what is the same kernel, in which order it is compiled, who waits, and what becomes of failures."""
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.workers import Outcome
+from gdn.device import H100
+from gdn.problems import ExpandTopkGroupsProblem
+from tests.compile import checks, conftest, session
+from tests.compile.session import Session, Task, key_of
+
+PROBLEM = ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=64, k=512)
+EXPAND = "kernels_cute.expand_topk_groups"
+
+
+def task_of(ratio: int) -> Task:
+    return (EXPAND, replace(PROBLEM, ratio=ratio), None)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[Task]]:
+    """In the place of the pool: what it is given, one list per run. Ratio 13 does not compile."""
+    runs: list[list[Task]] = []
+
+    def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:
+        if tasks:
+            runs.append(list(tasks))
+        for index, task in enumerate(tasks):
+            problem: Any = task[1]
+            yield key_of(task), Outcome(index, problem.ratio, "does not compile" if problem.ratio == 13 else None, 0.1)
+
+    monkeypatch.setattr(session, "_run", run)
+    return runs
+
+
+def test_the_same_kernel_has_one_key() -> None:
+    pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+    module = importlib.import_module(EXPAND)
+    default = module.default_config(PROBLEM, H100)
+    assert key_of((EXPAND, PROBLEM, None)) == key_of((EXPAND, PROBLEM, default))
+    assert key_of((EXPAND, PROBLEM, default)) == key_of((EXPAND, replace(PROBLEM, num_tokens=65), default))
+    assert key_of(task_of(4)) != key_of(task_of(2))
+    from tests.compile.test_chunk_items import chunk, problem_of
+
+    problem = problem_of(8)
+    config = chunk.default_config(problem, H100)
+    keys = [key_of(("kernels_cute.chunk", problem, replace(config, places=places))) for places in (1, 66, 0)]
+    assert keys[0] == keys[1] != keys[2]  # only whether there are places is compiled
+
+
+def test_the_longest_go_first_and_a_pool_has_one_dsl() -> None:
+    names = ("kernels_cute.gating", "kernels_tl.recurrent", "kernels_cute.chunk", "kernels_tl.chunk", "kernels_cute.topk")
+    pools = session.in_order([(name, PROBLEM, None) for name in names])
+    assert [[task[0] for task in pool] for pool in pools] == [
+        ["kernels_tl.chunk", "kernels_tl.recurrent"],
+        ["kernels_cute.chunk", "kernels_cute.topk", "kernels_cute.gating"],
+    ]
+
+
+def test_what_two_tests_want_is_compiled_once(compiled: list[list[Task]]) -> None:
+    pool = Session()
+    pool.start([task_of(1), task_of(2), task_of(1)])
+    assert [outcome.value for outcome in pool.outcomes([task_of(2), task_of(1), task_of(2)])] == [2, 1, 2]
+    assert [outcome.value for outcome in pool.outcomes([task_of(3), task_of(1)])] == [3, 1]  # 3 was not announced
+    assert pool.outcomes([task_of(3)])[0].value == 3
+    pool.stop()
+    assert compiled == [[task_of(1), task_of(2)], [task_of(3)]]
+
+
+def test_a_test_waits_for_its_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:
+        for index, task in enumerate(tasks):
+            assert index == 0 or go_on.wait(60)
+            yield key_of(task), Outcome(index, index, None, 0.1)
+
+    monkeypatch.setattr(session, "_run", run)
+    pool = Session()
+    pool.start([task_of(1), task_of(2)])
+    assert pool.outcomes([task_of(1)])[0].value == 0
+    threading.Timer(0.1, go_on.set).start()
+    assert pool.outcomes([task_of(2)])[0].value == 1
+    pool.stop()
+
+
+def test_a_pool_that_fails_fails_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:
+        yield key_of(tasks[0]), Outcome(0, 0, None, 0.1)
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(session, "_run", run)
+    pool = Session()
+    pool.start([task_of(1), task_of(2)])
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        pool.outcomes([task_of(2)])
+    assert "no processes left" in f"{caught.value} {caught.value.__cause__}"
+    pool.stop()
+
+
+def test_a_variant_that_does_not_compile_is_a_finding(compiled: list[list[Task]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CURRENT", Session())
+    monkeypatch.setattr(checks, "violations", lambda *_: [])
+    (failed,) = checks.failures(EXPAND, "cute", [(task_of(ratio)[1], None) for ratio in (12, 13, 14)], H100)
+    assert "ratio=13" in failed and "does not compile" in failed
+
+
+def _item(tasks: Callable[..., list[Task]] | None, **params: Any) -> Any:
+    marks = [] if tasks is None else [checks.compiles(tasks).mark]
+    return SimpleNamespace(
+        callspec=SimpleNamespace(params=params), iter_markers=lambda name: marks, get_closest_marker=lambda name: marks or None
+    )
+
+
+def test_what_tests_announce_is_gathered_and_they_run_last() -> None:
+    def broken() -> list[Task]:
+        raise ValueError("a bad table")
+
+    items = [_item(lambda ratio: [task_of(ratio)], ratio=7), _item(None), _item(broken), _item(None)]
+    assert conftest.announced(items) == [task_of(7)]
+    waiting, quick, failing, other = items
+    conftest.pytest_collection_modifyitems(items)
+    assert [id(item) for item in items] == [id(item) for item in (quick, other, waiting, failing)]
