@@ -15,6 +15,9 @@ _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
 _RESIDENT = (512, 384, 256)
 _GATE_DTYPES = ("float32", "bfloat16", "float16")
+# How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
+# head in few blocks, a small one in all that fit. One bound for both kernels: of unequal ones the wider would win by its reach.
+TUNED_WITHIN = 1.5
 
 
 @dataclass(frozen=True)

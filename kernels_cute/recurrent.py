@@ -30,13 +30,13 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.problems import RecurrentProblem
-from gdn.recurrent_tiles import Config, configs, default_config, fits, refusal
+from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
 from kernels_cute._memory import CUTE_DTYPES, fake
 from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile
 
-__all__ = ["Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:

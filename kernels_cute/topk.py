@@ -96,6 +96,11 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
 
 
+def suits(problem: TopkProblem, config: Config) -> bool:
+    """Whether tiles tuned at other sizes are a choice here: rows beyond their bitmap are served by `ANY_SIZE`, which is slow."""
+    return problem.num_columns <= config.max_columns
+
+
 def workspace_bytes(problem: TopkProblem, config: Config) -> int:
     return 0
 

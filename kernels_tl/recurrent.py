@@ -23,12 +23,12 @@ from typing import Any
 import tilelang.language as T
 
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
-from gdn.recurrent_tiles import Config, configs, default_config, fits, k_per_thread, k_vector, refusal
+from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, k_per_thread, k_vector, refusal
 from kernels_tl import _build
 from kernels_tl._recurrent_tree import ancestor, start_path
 from kernels_tl._rounding import make_key, mix_seed, round_value
 
-__all__ = ["Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:

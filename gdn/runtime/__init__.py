@@ -84,6 +84,9 @@ class KernelCandidate:
         usable = self._usable.get(key)
         if usable is None:
             usable = self._usable[key] = self._read(problem, device)
+        suits = getattr(self.module, "suits", None)
+        if suits is not None:
+            usable = [found for found in usable if suits(problem, found.config)]
         return [
             select.Tuned(found.config, tuple(sorted(found.entry.sizes.items())), found.entry.time_us, str(found.path))
             for found in tuned.nearest_first(usable, problem.sizes(), getattr(self.module, "TUNED_WITHIN", math.inf))

@@ -107,6 +107,18 @@ REACH: list[tuple[str, dict[str, int], list[dict[str, int]], list[dict[str, int]
         [{"num_tokens": 600, "num_sequences": 150}],
         [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 16}],
     ),
+    (
+        "recurrent",
+        {"num_tokens": 512, "num_sequences": 128},
+        [{"num_tokens": 600, "num_sequences": 150}],
+        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 32, "num_sequences": 8}],
+    ),
+    (
+        "topk",  # as many columns as the entry's bitmap has; more would be selected without one
+        {"num_rows": 64, "num_columns": 131072, "k": 2048},
+        [{"num_rows": 64, "num_columns": 100000, "k": 2048}],
+        [{"num_rows": 64, "num_columns": 131073, "k": 2048}],
+    ),
 ]
 
 
