@@ -34,8 +34,12 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         assert spec is not None
         module = runtime.candidates(problem.op)[backend].module
         default = module.default_config(problem, spec)
-        narrow = {"makers": 0, "stages": 4, "places": 0, "ringed": 0} if getattr(default, "makers", 0) else {}
-        config = replace(default, **(narrow | fields))
+        plain: dict[str, Any] = {}  # the form without what only one of the designs has
+        if getattr(default, "makers", 0):
+            plain = {"makers": 0, "stages": 4, "places": 0, "ringed": 0}
+        if getattr(default, "fused", False):
+            plain = {"fused": False, "cluster": 2}
+        config = replace(default, **(plain | fields))
         assert module.fits(problem, config, spec)
         return runtime.prepare(problem, device, backend, config=config)
 
@@ -46,5 +50,5 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """force(segment=2): the chunk operator runs with the default configuration less these fields, and remembers no call."""
+    """force(segment=2): the chunk operator runs in its plain form with these fields, and remembers no call."""
     return functools.partial(force_fields, monkeypatch)

@@ -89,7 +89,7 @@ def decode(**changes: Any) -> None:
 
 
 def rounded_decode() -> None:
-    test_rounding.test_general("decode-drafts", 0, _cuda())
+    test_rounding.test_general("decode-drafts", "cute", 0, _cuda())
 
 
 def topk(columns: int, sorted_by: str, dtype: torch.dtype) -> None:
@@ -154,7 +154,8 @@ GROUPS: dict[str, dict[str, Call]] = {
         "checkpoints": partial(chunk, "tilelang", CHUNKS["checkpoints"], fused=False, segment=0),
     },
     "chunk-tilelang-one": {
-        name: partial(chunk, "tilelang", CHUNKS[name], fused=True, segment=0) for name in ("pool", "many", "checkpoints")
+        name: partial(chunk, "tilelang", CHUNKS[name], fused=True, segment=0, cluster=cluster)
+        for name, cluster in (("pool", 3), ("many", 4), ("checkpoints", 2))
     },
     "decode": {
         "recurrent-cute": partial(recurrent, "cute"),
