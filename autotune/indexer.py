@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-import gdn
-from autotune._case import Call, WrongResult, launch_of
+from autotune._case import SeededCase, WrongResult, launch_of
 from gdn import reference
 from gdn.problems import (
     CompressIndexerKeysProblem,
@@ -46,10 +45,7 @@ class Work:
     updated: tuple[str, ...] = ()  # names of the arguments that are updated in place
 
 
-class IndexerCase:
-    def __init__(self, problem: Any, lengths: Sequence[int], device: torch.device, copies: int) -> None:
-        self._problem, self._lengths, self._device, self._copies = problem, tuple(lengths), device, copies
-
+class IndexerCase(SeededCase[Work]):
     def _work(self, seed: int) -> Work:
         maker = _Maker(self._device, seed)
         problem = self._problem
@@ -73,10 +69,6 @@ class IndexerCase:
         expected = [made for made, output in zip(returned, work.outputs, strict=False) if output is not None]
         return expected + [work.arguments[name] for name in work.updated]
 
-    @cached_property
-    def _timed(self) -> list[Work]:
-        return [self._work(seed=1 + copy) for copy in range(self._copies)]
-
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
         work = self._work(seed=0)  # anew: a launch updates caches and rings
@@ -96,16 +88,6 @@ class IndexerCase:
                 raise WrongResult(f"{name}: {share:.1e} of it is not the reference's, allowed {_DIFFERING:.0e}")
             worst = max(worst, share)
         return worst
-
-    def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, work.tensors) for work in self._timed]
-
-    def public_calls(self, backend: str | None) -> list[Call]:
-        def call(work: Work) -> Call:
-            function = getattr(gdn, work.function)
-            return lambda: function(**work.arguments, backend=backend)
-
-        return [call(work) for work in self._timed]
 
 
 def _differing(output: Tensor, exact: Tensor) -> float:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-import gdn
-from autotune._case import Call, WrongResult, launch_of
+from autotune._case import SeededCase, WrongResult, launch_of
 from gdn import reference
 from gdn.problems import (
     Conv1dProblem,
@@ -50,10 +49,7 @@ class _Expected:
     state: Tensor | None
 
 
-class StepCase:
-    def __init__(self, problem: Any, lengths: Sequence[int], device: torch.device, copies: int) -> None:
-        self._problem, self._lengths, self._device, self._copies = problem, tuple(lengths), device, copies
-
+class StepCase(SeededCase[Work]):
     def _work(self, seed: int) -> Work:
         maker = _Maker(self._device, seed)
         problem = self._problem
@@ -83,10 +79,6 @@ class StepCase:
         }
         return wide | {"out": None} if "out" in wide else wide
 
-    @cached_property
-    def _timed(self) -> list[Work]:
-        return [self._work(seed=1 + copy) for copy in range(self._copies)]
-
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
         work = self._work(seed=0)  # anew: a launch updates the pool
@@ -107,16 +99,6 @@ class StepCase:
                 raise WrongResult(f"output {number}: error {found.l2:.1e} at {found.where}, allowed {limit:.0e}")
             worst = max(worst, found.l2)
         return worst
-
-    def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, work.tensors) for work in self._timed]
-
-    def public_calls(self, backend: str | None) -> list[Call]:
-        def call(work: Work) -> Call:
-            function = getattr(gdn, work.function)
-            return lambda: function(**work.arguments, backend=backend)
-
-        return [call(work) for work in self._timed]
 
 
 class _Maker:

@@ -94,6 +94,18 @@ class DeltaRuleProblem(Problem):
         return self.num_state_heads * self.head_k_dim * self.head_v_dim * DTYPE_BYTES[dtype]
 
 
+def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
+    """In a refusal's words, what kernels of 16-bit tokens cannot take; None: nothing."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
+    if problem.state_dtype not in ("float32", "bfloat16"):
+        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
+    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
+        if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    return None
+
+
 @dataclass(frozen=True)
 class ChunkProblem(DeltaRuleProblem):
     """`gdn.chunk_gated_delta_rule` on packed tokens.

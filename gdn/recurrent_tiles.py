@@ -9,12 +9,11 @@ Leaf module: imports the other leaves only.
 from dataclasses import dataclass, replace
 
 from gdn.device import DeviceSpec
-from gdn.problems import RecurrentProblem
+from gdn.problems import RecurrentProblem, unserved_dtypes
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
 _RESIDENT = (512, 384, 256)
-_GATE_DTYPES = ("float32", "bfloat16", "float16")
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit. One bound for both kernels: of unequal ones the wider would win by its reach.
 TUNED_WITHIN = 1.5
@@ -38,13 +37,8 @@ def refusal(problem: RecurrentProblem) -> str | None:
     k, v = problem.head_k_dim, problem.head_v_dim
     if k % 4 or v % 4 or not 4 <= k <= 256 or not 4 <= v <= 256:
         return f"requires head dims that are multiples of 4 up to 256, got K={k}, V={v}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
-    if problem.state_dtype not in ("float32", "bfloat16"):
-        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
-    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
-        if dtype is not None and dtype not in _GATE_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    if (reason := unserved_dtypes(problem)) is not None:
+        return reason
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"

@@ -34,7 +34,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem
+from gdn.problems import ChunkProblem, unserved_dtypes
 from kernels_cute import _chunk_stand_in, _chunk_summary
 from kernels_cute._chunk_compose import SplitChunk
 from kernels_cute._chunk_fused import FusedChunk
@@ -56,7 +56,6 @@ from kernels_cute._memory import CUTE_DTYPES, fake
 ENTRY = "gdn_cute_chunk"
 RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
-_GATE_DTYPES = ("float32", "bfloat16", "float16")
 _BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
@@ -95,13 +94,8 @@ def refusal(problem: ChunkProblem) -> str | None:
         return f"requires K = V, a multiple of 4 up to {_chunk_stand_in.LARGEST}, got K={k}, V={v}"
     if k > 128 and problem.has_checkpoints:
         return f"requires head dims up to 128 with checkpoints, got {k}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
-    if problem.state_dtype not in ("float32", "bfloat16"):
-        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
-    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
-        if dtype is not None and dtype not in _GATE_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    if (reason := unserved_dtypes(problem)) is not None:
+        return reason
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"

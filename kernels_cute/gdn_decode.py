@@ -16,7 +16,6 @@ columns of V. Every block of it computes q and k anew (4 KiB of its 32 KiB and m
 between blocks, and the window of q and k is written when all of them have read it. `_decode_step` is the kernel.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from kernels_cute import _build
@@ -28,7 +27,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
-from gdn.recurrent_tiles import k_vector
+from gdn.recurrent_tiles import Config, k_vector
 from kernels_cute._decode_step import CHANNELS, DecodeStep
 from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake
 
@@ -42,19 +41,6 @@ _STATE_BYTES = 128  # of the state, a thread, where there are many heads
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit: entries of large batches would leave half of the SMs idle.
 TUNED_WITHIN = 1.5
-
-
-@dataclass(frozen=True)
-class Config:
-    threads: int  # threads of a block
-    lanes: int  # threads that share one column of V: each holds K / lanes of its entries
-    rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
-    resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
-
-    @property
-    def block_v(self) -> int:
-        """Columns of V per block."""
-        return self.threads // self.lanes * self.rows
 
 
 def refusal(problem: GdnDecodeProblem) -> str | None:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, ChunkProblem
+from gdn.problems import DTYPE_BYTES, ChunkProblem, unserved_dtypes
 from kernels_tl import _build
 from kernels_tl._chunk_chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
 from kernels_tl._chunk_fused import FUSED_BYTES, FUSED_REGISTERS, fused
@@ -47,7 +47,6 @@ from kernels_tl._chunk_segments import starts, summaries
 from kernels_tl._chunk_types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
 
 _HEAD_DIMS = (64, 128)
-_GATE_DTYPES = ("float32", "bfloat16", "float16")
 _OTHER_BYTES = 2048  # static shared memory of the barriers and the block's sequence, each rounded up
 
 
@@ -73,13 +72,8 @@ def refusal(problem: ChunkProblem) -> str | None:
     k, v = problem.head_k_dim, problem.head_v_dim
     if k != v or k not in _HEAD_DIMS:
         return f"requires K = V of 64 or 128, got K={k}, V={v}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
-    if problem.state_dtype not in ("float32", "bfloat16"):
-        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
-    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
-        if dtype is not None and dtype not in _GATE_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    if (reason := unserved_dtypes(problem)) is not None:
+        return reason
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
