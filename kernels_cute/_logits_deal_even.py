@@ -5,6 +5,8 @@ time. Their loads then differ by an item or two. With `even` > 0 the last even /
 many of their key tiles, in one run, that all blocks end with the same cost. What an item costs counts its key tiles, and one
 more for its queries. Runs end anywhere inside of an item, so the loads are equal to the tile.
 
+Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
+
     loads[b]    cost of the items that block b takes round robin
     tails[p]    cost of the p-th part of the items held back
 """
@@ -20,6 +22,7 @@ THREADS = 384
 ROWS_PER_LANE = 8  # ranges one lane reads when a warp looks for work
 NO_KEY = 2**31 - 1
 ITEM_COST = 1  # of a query tile's loads and of the ends of an item, in key tiles
+COSTS_BARRIER = 6  # named: two warps have added up costs, the two that walk the list wait for it
 PARTS = 32  # of the items held back, one a lane
 DONE = 2  # value of `tail`: 0 = round robin, 1 = the run
 EVERYTHING = 2**30
@@ -96,19 +99,25 @@ class EvenDeal:
         return cutlass.max((batches + (PARTS - 1)) // PARTS, 1) * self.batch
 
     @cute.jit
-    def sum_costs(self, storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, warp):
-        """Fills loads and tails; all warps. The caller synchronises afterwards."""
+    def clear_costs(self, storage):
+        thread, _, _ = cute.arch.thread_idx()
+        s_loads = storage.loads.get_tensor(cute.make_layout(self.load_words))
+        for word in cutlass.range(thread, self.load_words, THREADS, unroll=1):
+            s_loads[word] = Int32(0)
+
+    @cute.jit
+    def sum_costs(
+        self, storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, worker,
+        workers: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Fills loads and tails, cleared before; so many warps take their share each. The caller synchronises afterwards."""
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles)
         lane = cute.arch.lane_idx()
         loads = storage.loads.data_ptr().toint()
-        s_loads = storage.loads.get_tensor(cute.make_layout(self.load_words))
-        for word in cutlass.range(32 * warp + lane, self.load_words, THREADS, unroll=1):
-            s_loads[word] = Int32(0)
-        cute.arch.sync_threads()
         blocks, _, _ = cute.arch.grid_dim()
         part_items = self.part_items(num_items, head_items)
-        for base in cutlass.range(warp * self.batch, query_tiles, THREADS // 32 * self.batch, unroll=1):
+        for base in cutlass.range(worker * self.batch, query_tiles, workers * self.batch, unroll=1):
             query_tile = base + lane // self.item_lanes
             low, high = self.seen(ranges, query_tile, query_tile < query_tiles)
             tile_end = (high + (KEY_ROWS - 1)) // KEY_ROWS
@@ -135,6 +144,8 @@ class EvenDeal:
     def tail_run(self, storage, num_items, head_items):
         """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost
         of the run)."""
+        if cutlass.const_expr(self.even < 8):
+            cute.arch.barrier(barrier_id=COSTS_BARRIER, number_of_threads=128)
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()

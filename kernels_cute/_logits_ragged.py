@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _logits_layouts as layouts
-from kernels_cute._logits_deal_even import DONE, PARTS, ROWS_PER_LANE, EvenDeal
+from kernels_cute._logits_deal_even import COSTS_BARRIER, DONE, PARTS, ROWS_PER_LANE, EvenDeal
 from kernels_cute._logits_overlap import OverlappedMath
 from kernels_cute._logits_scores import Scores, score_words
 
@@ -236,8 +236,12 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.keys_free.data_ptr() + stage, MATH_WARPS)
         cute.arch.mbarrier_init_fence()
+        work = (storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items)
         if cutlass.const_expr(self.even > 0):
-            self.sum_costs(storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, warp)
+            self.clear_costs(storage)
+        if cutlass.const_expr(self.even == 8):
+            cute.arch.sync_threads()
+            self.sum_costs(*work, warp, NUM_THREADS // 32)
         cute.arch.sync_threads()
 
         if warp < 4:
@@ -251,6 +255,10 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                 self.publish_warp(
                     storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items
                 )
+            if cutlass.const_expr(0 < self.even < 8):
+                if warp >= FILL_WARP:
+                    self.sum_costs(*work, warp - FILL_WARP, 2)
+                    cute.arch.barrier_arrive(barrier_id=COSTS_BARRIER, number_of_threads=WARPGROUP)
             if cutlass.const_expr(self.clean):
                 if warp >= FILL_WARP:
                     self.fill_warp(starts, ends, out, num_keys, query_tiles, fill_tiles, fill_items, warp - FILL_WARP)
