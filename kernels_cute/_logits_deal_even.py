@@ -2,8 +2,8 @@
 
 Items are (query tile, span of key tiles), query tiles first, so blocks that take them round robin read the same keys at the same
 time. Their loads then differ by an item or two. With `even` > 0 the last even / 8 of the rounds are held back: a block takes so
-many of their key tiles, in one run, that all blocks end with the same cost. What an item costs counts its key tiles, and one
-more for its queries. Runs end anywhere inside of an item, so the loads are equal to the tile.
+many of their key tiles, in one run, that all blocks end with the same cost. What an item costs counts its key tiles, and a
+few more for its queries. Runs end anywhere inside of an item, so the loads are equal to the tile.
 
 Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
 
@@ -21,7 +21,6 @@ KEY_ROWS = 64  # as in _logits_ragged
 THREADS = 384
 ROWS_PER_LANE = 8  # ranges one lane reads when a warp looks for work
 NO_KEY = 2**31 - 1
-ITEM_COST = 1  # of a query tile's loads and of the ends of an item, in key tiles
 COSTS_BARRIER = 6  # named: two warps have added up costs, the two that walk the list wait for it
 PARTS = 32  # of the items held back, one a lane
 DONE = 2  # value of `tail`: 0 = round robin, 1 = the run
@@ -88,7 +87,7 @@ class EvenDeal:
             rounds = num_items // blocks
             held = cutlass.min(cutlass.max(rounds * self.even // 8, 1), rounds)
             head = (rounds - held) * blocks
-            if all_tiles + Int64(num_items) * ITEM_COST >= 2**30:
+            if all_tiles + Int64(num_items) * self.item_cost >= 2**30:
                 head = num_items
         return head
 
@@ -125,7 +124,7 @@ class EvenDeal:
             # The lanes of a query tile share its spans.
             span = tile_first // item_tiles + lane % self.item_lanes
             while span * item_tiles < tile_end:
-                cost = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first) + ITEM_COST
+                cost = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first) + self.item_cost
                 item = span * query_tiles + query_tile
                 word = item % blocks
                 if item >= head_items:
@@ -180,7 +179,7 @@ class EvenDeal:
         if tail != 0:
             own = Int32(0)
             if cute.arch.lane_idx() % self.item_lanes == 0 and lane_first < lane_end:
-                own = lane_end - lane_first + ITEM_COST
+                own = lane_end - lane_first + self.item_cost
             own = cute.arch.warp_redux_sync(own, "add")
             if position + own <= 0:
                 steps, position = Int32(0), position + own
@@ -194,7 +193,7 @@ class EvenDeal:
         tile_first, tile_end = item_first, item_first + tiles
         if tail != 0:
             if tiles > 0:
-                tile_first = item_first + cutlass.min(cutlass.max(-position - ITEM_COST, 0), tiles)
-                tile_end = item_first + cutlass.min(cutlass.max(count - position - ITEM_COST, 0), tiles)
-                position = position + tiles + ITEM_COST
+                tile_first = item_first + cutlass.min(cutlass.max(-position - self.item_cost, 0), tiles)
+                tile_end = item_first + cutlass.min(cutlass.max(count - position - self.item_cost, 0), tiles)
+                position = position + tiles + self.item_cost
         return tile_first, tile_end, position

@@ -80,6 +80,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         # infinity would give NaN, but no product of FP8 values is one.
         self.doubled = relu_sum and relu and fp8
         self.even, self.segment = even, segment
+        # Of a query tile's loads and an item's ends, in key tiles: more where nothing loads the next queries in advance.
+        self.item_cost = 1 if query_stages == 2 else 3
         self.load_words = num_blocks + PARTS if even else 1
         self.tiles_per_item, self.num_blocks = tiles_per_item, num_blocks
         self.product_columns = columns // num_kv_heads

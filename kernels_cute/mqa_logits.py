@@ -137,12 +137,13 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     # The widest tile reads each key least often; a narrower one serves when it already holds every query.
     widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
     columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
-    two = columns >= 128 and problem.num_heads >= 8 and _two_sets(problem, columns)
-    relu_sum = problem.relu and problem.dtype == "float8_e4m3fn"
-    # Where only the write of the scores matters, whole lines of them do.
-    segment = 8
+    # Below 8 heads the write of the scores is the limit, with 64-byte rows the sums are: neither gains by overlapping them.
+    wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
+    two = wide and columns >= 128 and _two_sets(problem, columns)
+    relu_sum = wide and problem.relu and problem.dtype == "float8_e4m3fn"
     for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
-        # Without a second stage every item waits for its queries once, so items are longer.
+        # Without a second stage every item waits for its queries once, so items are as long as their keys stay in the L2 cache.
+        single = query_stages == 1
         config = Config(
             columns=columns,
             query_stages=query_stages,
@@ -150,14 +151,19 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
             handoff=1 if two else max(1, _steps(problem) // 4),
             halves=2 if two else 1,
             relu_sum=relu_sum,
-            even=1,
-            segment=segment,
-            tiles_per_item=32 if query_stages == 2 else 64,
+            even=8 if single else int(wide),
+            segment=8,
+            tiles_per_item=_cached_tiles(problem, device) if single else 32,
             num_blocks=device.num_sms,
         )
         if fits(problem, config, device):
             return config
     return None
+
+
+def _cached_tiles(problem: MqaLogitsProblem, device: DeviceSpec) -> int:
+    """Key tiles that stay in the L2 cache while blocks anywhere among them read them again and again: a third of it."""
+    return max(1, device.l2_bytes // 3 // (KEY_ROWS * _row_bytes(problem) * problem.num_kv_heads))
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
@@ -179,7 +185,7 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
         )
         yield shape
         if key_stages == default.key_stages and query_stages == default.query_stages:
-            for even, tiles in ((0, 32), (1, 64), (2, 64), (8, 128), (8, 1024)):
+            for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
                 yield replace(shape, even=even, tiles_per_item=tiles)
             for segment in segments[1:]:
                 yield replace(shape, segment=segment)
