@@ -124,12 +124,12 @@ class EvenDeal:
             # The lanes of a query tile share its spans.
             span = tile_first // item_tiles + lane % self.item_lanes
             while span * item_tiles < tile_end:
-                cost = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first) + self.item_cost
+                tiles = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first)
                 item = span * query_tiles + query_tile
                 word = item % blocks
                 if item >= head_items:
                     word = self.num_blocks + (item - head_items) // part_items
-                add_shared(loads + 4 * word, cost)
+                add_shared(loads + 4 * word, tiles + self.item_cost)
                 span = span + self.item_lanes
 
     @cute.jit

@@ -10,7 +10,7 @@ instruction writes `segment` neighbouring scores of a row:
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Int64
 
 from kernels_cute._logits_ptx import store_between
 
