@@ -65,6 +65,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         relu_sum: bool,
         even: int,
         segment: int,
+        rows_first: bool,
         tiles_per_item: int,
         num_blocks: int,
     ):
@@ -79,7 +80,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         # x + |x| is twice relu(x), exactly, and one FADD, which has twice the rate of FMNMX; the half goes into the scale. An
         # infinity would give NaN, but no product of FP8 values is one.
         self.doubled = relu_sum and relu and fp8
-        self.even, self.segment = even, segment
+        self.even, self.segment, self.rows_first = even, segment, rows_first
         # Of a query tile's loads and an item's ends, in key tiles: more where nothing loads the next queries in advance.
         self.item_cost = 1 if query_stages == 2 else 3
         self.load_words = num_blocks + PARTS if even else 1
@@ -291,7 +292,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         tensors = (query_atom, query_tensor, s_queries, key_atom, to_keys, from_keys)
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -304,7 +305,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     for step in cutlass.range(steps, unroll=1):
                         tile_first, tile_end, position = self.cut(lane_first, lane_end, step, position, count, tail)
                         stage, parity, key_stage, key_parity = self.copy_item(
-                            storage, tensors, (base + step * stride) % query_tiles * self.queries, tile_first, tile_end,
+                            storage, tensors, self.first_row(base + step * stride, ranges), tile_first, tile_end,
                             stage, parity, key_stage, key_parity,
                         )  # fmt: skip
                     base = base + self.batch * stride
@@ -319,7 +320,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
                     tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
                     stage, parity, key_stage, key_parity = self.copy_item(
-                        storage, tensors, (base + step * blocks) % query_tiles * self.queries, tile_first, tile_end,
+                        storage, tensors, self.first_row(base + step * blocks, ranges), tile_first, tile_end,
                         stage, parity, key_stage, key_parity,
                     )  # fmt: skip
         # The end mark carries no bytes: only the arrival that queries_full counts.
@@ -380,7 +381,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
 
         stage, parity = Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -392,7 +393,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     steps, position = self.skip(lane_first, lane_end, position, tail)
                     for step in cutlass.range(steps, unroll=1):
                         tile_first, tile_end, position = self.cut(lane_first, lane_end, step, position, count, tail)
-                        row0 = (base + step * stride) % query_tiles * self.queries
+                        row0 = self.first_row(base + step * stride, ranges)
                         stage, parity = self.publish_item(storage, weights, ranges, row0, tile_first, tile_end, stage, parity)
                     base = base + self.batch * stride
                 else:
@@ -405,7 +406,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                 for step in cutlass.range(self.batch, unroll=1):
                     tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
                     tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
-                    row0 = (base + step * blocks) % query_tiles * self.queries
+                    row0 = self.first_row(base + step * blocks, ranges)
                     stage, parity = self.publish_item(storage, weights, ranges, row0, tile_first, tile_end, stage, parity)
         cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
         if cute.arch.lane_idx() == 0:
@@ -415,7 +416,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     @cute.jit
     def publish_item(self, storage, weights, ranges, row0, tile_first, tile_end, stage, parity):
         """Tells the math warps of one item, where it holds anything: its place, ranges and weights."""
-        starts, ends, num_queries, num_keys, num_columns, _, _ = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _ = ranges
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))

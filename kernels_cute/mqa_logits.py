@@ -46,6 +46,7 @@ class Config:
     relu_sum: bool  # relu as x + |x| (FP8 only): an addition has twice the rate of a maximum
     even: int  # so many eighths of the work are dealt in runs that make all loads equal; 0 = round robin to the end
     segment: int  # neighbouring scores that one store instruction writes of a row: 8, 16 (exchanged) or 32 (shared memory)
+    rows_first: bool  # blocks at work together share rows of scores, not keys: better for device memory, if keys stay in L2
     tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
     num_blocks: int  # persistent blocks: the device's SMs
 
@@ -153,6 +154,7 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
             relu_sum=relu_sum,
             even=8 if single else int(wide),
             segment=8,
+            rows_first=False,
             tiles_per_item=_cached_tiles(problem, device) if single else 32,
             num_blocks=device.num_sms,
         )
@@ -187,6 +189,7 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
         if key_stages == default.key_stages and query_stages == default.query_stages:
             for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
                 yield replace(shape, even=even, tiles_per_item=tiles)
+            yield replace(shape, rows_first=True)
             for segment in segments[1:]:
                 yield replace(shape, segment=segment)
 
@@ -214,6 +217,7 @@ def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
         relu_sum=config.relu_sum,
         even=config.even,
         segment=config.segment,
+        rows_first=config.rows_first,
         tiles_per_item=config.tiles_per_item,
         num_blocks=config.num_blocks,
     )

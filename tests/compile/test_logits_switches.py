@@ -23,7 +23,7 @@ CHANGED = [
     (problem_of(64), {"halves": 1, "relu_sum": False, "even": 0, "tiles_per_item": 1}),
     (problem_of(64), {"even": 8, "tiles_per_item": 1, "segment": 16}),
     (problem_of(32, packed=True), {"halves": 2, "handoff": 0, "even": 2, "segment": 32, "key_stages": 6}),
-    (problem_of(4), {"even": 8, "segment": 32, "key_stages": 6, "relu_sum": True}),
+    (problem_of(4), {"even": 8, "segment": 32, "key_stages": 6, "relu_sum": True, "rows_first": True}),
     (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 2, "even": 3}),
     (problem_of(64, 4), {"even": 1, "segment": 16}),
 ]
