@@ -19,6 +19,8 @@ range touches, the others only see what is published; query row -1 ends the list
     keys_full       1: warp 0, with the bytes                          math warps
     keys_free       8: one lane of each math warp, products done       warp 0
     turn 0 / 1     named, 256 threads: the other warpgroup arrives, this one waits, before it issues a tile
+    scores 0 / 1   named, 128 threads of a math warpgroup, twice a tile (only with segment 32)
+    costs          named, 128 threads: warps 2, 3 arrive once, their sums done; warps 0, 1 wait once, where the runs begin
 Both warpgroups meet the same tiles, so the turns alternate strictly; warpgroup 1 hands out the first turn, and warpgroup 0
 takes the last one when the list has ended.
 """
@@ -37,7 +39,7 @@ KEY_ROWS = 64  # rows of a key tile: M of wgmma
 WARPGROUP = 128
 NUM_THREADS = 3 * WARPGROUP
 MATH_WARPS = 8
-TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free
+TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free, 4 to 6 are those of scores and costs
 FILL_WARP = 2  # first of the two warps that write -inf
 FILL_TILES = 32  # key tiles' worth of columns that a warp fills with -inf at a time, at most
 END_OF_LIST = -1
