@@ -40,6 +40,7 @@ VARIANTS = {
     "h1-fp8": (1, 1, 128, FP8, True, "float32", True, True, "float32", False),
     "h16-kv2-fp8-packed": (16, 2, 128, FP8, True, "float32", True, True, "float32", True),
     "h32-kv2-bf16-linear-unclean-d64": (32, 2, 64, BF16, False, BF16, False, False, BF16, False),
+    "h10-fp8": (10, 1, 128, FP8, True, "float32", True, True, "float32", False),  # groups of queries end inside of a half
     "h63-fp8-bf16-weights": (63, 1, 128, FP8, True, BF16, True, True, "float32", False),
     "h5-bf16-linear-packed-d64": (5, 1, 64, BF16, False, "float32", False, True, "float32", True),
     "h64-kv4-fp8": (64, 4, 128, FP8, True, "float32", True, True, "float32", False),
