@@ -33,3 +33,8 @@ def copy_bulk(place: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
 def prefetch(place: Any) -> None:
     """Asks for the line of a global address; nothing waits for it."""
     cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[place])
+
+
+def add_shared(place: Any, value: Any) -> None:
+    """place[0] += value, of 32-bit integers in shared memory, whoever else adds there."""
+    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[place, value])

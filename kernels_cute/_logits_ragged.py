@@ -9,8 +9,9 @@ warpgroups read the same key tile, in turns, so that one sums over heads while t
 Warps of the first warpgroup: 0 copies (queries once an item, keys through a ring), 1 publishes the item (ranges and weights
 in float32), 2 and 3 write -inf wherever no key of the range stands. Warpgroups 1 and 2 multiply and write the scores.
 
-An item is (query tile, span of key tiles). Items are dealt round robin; warps 0 and 1 derive the same list from the same
-ranges and pass over items that no range touches, the others only see what is published; query row -1 ends the list.
+An item is (query tile, span of key tiles). Items are dealt round robin, the last of them where wanted in runs that make all
+blocks' loads equal (_logits_deal_even); warps 0 and 1 derive the same list from the same ranges and pass over items that no
+range touches, the others only see what is published; query row -1 ends the list.
 
     barrier        arrivals                                            waits       (of key tiles: of a turn's key heads)
     queries_full   33: warp 0 once, with the bytes; warp 1, 32 lanes   math warps
@@ -18,6 +19,8 @@ ranges and pass over items that no range touches, the others only see what is pu
     keys_full       1: warp 0, with the bytes                          math warps
     keys_free       8: one lane of each math warp, products done       warp 0
     turn 0 / 1     named, 256 threads: the other warpgroup arrives, this one waits, before it issues a tile
+    scores 0 / 1   named, 128 threads of a math warpgroup, twice a tile (only with segment 32)
+    costs          named, 128 threads: warps 2, 3 arrive once, their sums done; warps 0, 1 wait once, where the runs begin
 Both warpgroups meet the same tiles, so the turns alternate strictly; warpgroup 1 hands out the first turn, and warpgroup 0
 takes the last one when the list has ended.
 """
@@ -28,20 +31,21 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _logits_layouts as layouts
-from kernels_cute._logits_ptx import store_between
+from kernels_cute._logits_deal_even import COSTS_BARRIER, DONE, PARTS, ROWS_PER_LANE, EvenDeal
+from kernels_cute._logits_overlap import OverlappedMath
+from kernels_cute._logits_scores import Scores, score_words
 
 KEY_ROWS = 64  # rows of a key tile: M of wgmma
 WARPGROUP = 128
 NUM_THREADS = 3 * WARPGROUP
 MATH_WARPS = 8
-TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free
+TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free, 4 to 6 are those of scores and costs
 FILL_WARP = 2  # first of the two warps that write -inf
-ROWS_PER_LANE = 8  # ranges one lane reads when a warp looks for work
-NO_KEY = 2**31 - 1
+FILL_TILES = 32  # key tiles' worth of columns that a warp fills with -inf at a time, at most
 END_OF_LIST = -1
 
 
-class RaggedLogits:
+class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     """Everything here is known at compile time; sizes, strides and the scale arrive at launch."""
 
     def __init__(
@@ -59,6 +63,11 @@ class RaggedLogits:
         query_stages: int,
         key_stages: int,
         handoff: int,
+        halves: int,
+        relu_sum: bool,
+        even: int,
+        segment: int,
+        rows_first: bool,
         tiles_per_item: int,
         num_blocks: int,
     ):
@@ -69,12 +78,20 @@ class RaggedLogits:
         self.relu, self.clean, self.packed = relu, clean, packed
         self.columns = columns
         self.query_stages, self.key_stages = query_stages, key_stages
-        self.handoff = handoff
+        self.handoff, self.halves = handoff, halves
+        # x + |x| is twice relu(x), exactly, and one FADD, which has twice the rate of FMNMX; the half goes into the scale. An
+        # infinity would give NaN, but no product of FP8 values is one.
+        self.doubled = relu_sum and relu and fp8
+        self.even, self.segment, self.rows_first = even, segment, rows_first
+        # Of a query tile's loads and an item's ends, in key tiles: more where nothing loads the next queries in advance.
+        self.item_cost = 1 if query_stages == 2 else 3
+        self.load_words = num_blocks + PARTS if even else 1
         self.tiles_per_item, self.num_blocks = tiles_per_item, num_blocks
         self.product_columns = columns // num_kv_heads
         self.queries_per_warpgroup = self.product_columns // self.order.slots
         self.groups = self.queries_per_warpgroup // layouts.QUERIES_PER_GROUP
         self.queries = 2 * self.queries_per_warpgroup
+        self.score_words = score_words(segment, self.queries)
         # Fewer at once where a division by the number of heads takes registers of its own.
         self.weight_loads = 4 if num_heads & (num_heads - 1) else 8
         self.item_lanes = 1 << (self.queries // ROWS_PER_LANE - 1).bit_length()
@@ -85,14 +102,15 @@ class RaggedLogits:
         self.turns = num_kv_heads // self.kv_turn  # of a tile
         self.key_bytes = KEY_ROWS * row_bytes * self.kv_turn
         self.k_steps = head_dim * self.dtype.width // 256
-        self.math_registers, self.copy_registers = 224, 56  # with 128, 128 and 128 threads: the 168 a thread at launch
+        # With 128, 128 and 128 threads: the 168 a thread at launch.
+        self.math_registers, self.copy_registers = (216, 72) if even else (224, 56)
 
     # ---- host
 
     @cute.jit
     def launch(self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, scale: Float32, stream):
         # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
-        mma = cute.make_tiled_mma(self._mma_op())
+        mma = cute.make_tiled_mma(self._mma_op(self.product_columns // self.halves))
         query_smem, key_smem = self.query_smem(), self.key_smem()
         num_queries = cute.size(q, mode=[0])
         # A descriptor needs an extent of at least one; nothing is loaded where there are no keys.
@@ -114,19 +132,35 @@ class RaggedLogits:
         query_tiles = cute.ceil_div(num_queries, self.queries)
         # Packed columns count from a row's own first key, so both key tiles and columns must be covered.
         key_tiles = cute.ceil_div(cutlass.max(num_keys, columns), KEY_ROWS)
+        all_tiles = Int64(query_tiles) * key_tiles
         # Enough items for an even deal, none so small that loading its queries shows.
-        wanted = Int32(Int64(query_tiles) * key_tiles // (self.num_blocks * 8))
-        item_tiles = cutlass.max(cutlass.min(wanted, self.tiles_per_item), cutlass.min(4, self.tiles_per_item))
-        num_items = query_tiles * cute.ceil_div(key_tiles, item_tiles)
+        wanted = Int32(all_tiles // (self.num_blocks * 8))
+        item_tiles = cutlass.max(cutlass.min(wanted, self.tiles_per_item), min(4, self.tiles_per_item))
+        fill_tiles = item_tiles
+        most_blocks = Int64(self.num_blocks)
+        if cutlass.const_expr(self.even == 8):
+            # Nothing but runs: an item needs no end but where its keys would leave the L2 cache.
+            fill_tiles = cutlass.max(cutlass.min(wanted, FILL_TILES), 4)
+            item_tiles = cutlass.max(cutlass.min(key_tiles, self.tiles_per_item), 1)
+        num_items = query_tiles * self.pieces(key_tiles, item_tiles)
+        fill_items = query_tiles * self.pieces(key_tiles, fill_tiles)
+        if cutlass.const_expr(self.even > 0):
+            blocks = cutlass.max(Int32(cutlass.min(all_tiles, most_blocks)), 1)
+        else:
+            blocks = cutlass.max(cutlass.min(num_items, self.num_blocks), 1)
         self.kernel(
             query_atom, query_tensor, key_atom, key_tensor, k_scale, weights, starts, ends, out, scale, mma,
-            num_keys, query_tiles, item_tiles, num_items,
+            num_keys, query_tiles, item_tiles, num_items, self.head_items(all_tiles, num_items, blocks), fill_tiles, fill_items,
         ).launch(
-            grid=(cutlass.max(cutlass.min(num_items, self.num_blocks), 1), 1, 1),
+            grid=(blocks, 1, 1),
             block=(NUM_THREADS, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
+
+    def pieces(self, length, piece):
+        """ceil(length / piece). Not the DSL's own: it fails where the compiler finds a piece to be 1."""
+        return (length + piece - 1) // piece
 
     def query_box(self):
         return (2, layouts.QUERIES_PER_GROUP, self.order.pairs, self.head_dim)
@@ -140,12 +174,12 @@ class RaggedLogits:
         """(key, head_dim, key head of stage)"""
         return layouts.operand_layout(self.dtype, KEY_ROWS, self.head_dim, self.key_stages * self.kv_turn)
 
-    def _mma_op(self):
+    def _mma_op(self, columns: int):
         k_major = OperandMajorMode.K
         source = warpgroup.OperandSource.SMEM
         if self.dtype is cutlass.BFloat16:
-            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, self.product_columns, 16), source, k_major, k_major)
-        shape = (KEY_ROWS, self.product_columns, 32)
+            return warpgroup.MmaF16BF16Op(self.dtype, Float32, (KEY_ROWS, columns, 16), source, k_major, k_major)
+        shape = (KEY_ROWS, columns, 32)
         return warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, source, k_major, k_major)
 
     def storage_type(self):
@@ -159,10 +193,12 @@ class RaggedLogits:
             queries_free: cute.struct.MemRange[Int64, self.query_stages]
             keys_full: cute.struct.MemRange[Int64, self.key_stages]
             keys_free: cute.struct.MemRange[Int64, self.key_stages]
+            loads: cute.struct.MemRange[Int32, self.load_words]
             items: cute.struct.MemRange[Int32, 4 * self.query_stages]
             starts: cute.struct.MemRange[Int32, slots]
             ends: cute.struct.MemRange[Int32, slots]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, slots * self.num_heads], 16]
+            scores: cute.struct.Align[cute.struct.MemRange[Float32, self.score_words], 16]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, query_elements], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, key_elements], 1024]
 
@@ -188,6 +224,9 @@ class RaggedLogits:
         query_tiles: Int32,
         item_tiles: Int32,
         num_items: Int32,
+        head_items: Int32,
+        fill_tiles: Int32,
+        fill_items: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
@@ -202,6 +241,12 @@ class RaggedLogits:
                     cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.keys_free.data_ptr() + stage, MATH_WARPS)
         cute.arch.mbarrier_init_fence()
+        work = (storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items)
+        if cutlass.const_expr(self.even > 0):
+            self.clear_costs(storage)
+        if cutlass.const_expr(self.even == 8):
+            cute.arch.sync_threads()
+            self.sum_costs(*work, warp, NUM_THREADS // 32)
         cute.arch.sync_threads()
 
         if warp < 4:
@@ -209,61 +254,32 @@ class RaggedLogits:
             if warp == 0:
                 self.copy_warp(
                     storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys,
-                    query_tiles, item_tiles, num_items,
+                    query_tiles, item_tiles, num_items, head_items,
                 )  # fmt: skip
             if warp == 1:
-                self.publish_warp(storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items)
+                self.publish_warp(
+                    storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items
+                )
+            if cutlass.const_expr(0 < self.even < 8):
+                if warp >= FILL_WARP:
+                    self.sum_costs(*work, warp - FILL_WARP, 2)
+                    cute.arch.barrier_arrive(barrier_id=COSTS_BARRIER, number_of_threads=WARPGROUP)
             if cutlass.const_expr(self.clean):
                 if warp >= FILL_WARP:
-                    self.fill_warp(starts, ends, out, num_keys, query_tiles, item_tiles, num_items, warp - FILL_WARP)
+                    self.fill_warp(starts, ends, out, num_keys, query_tiles, fill_tiles, fill_items, warp - FILL_WARP)
         else:
             cute.arch.setmaxregister_increase(self.math_registers)
-            self.math_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
-
-    @cute.jit
-    def row_range(self, starts, ends, row, num_queries, num_keys, num_columns):
-        """A query's keys as (first, end), (0, 0) where it sees none or there is no such row."""
-        # Loads stand outside of conditions, so that those of several rows travel together.
-        near = cutlass.min(row, num_queries - 1)
-        first = cutlass.max(starts[near], 0)
-        end = cutlass.min(ends[near], num_keys)
-        if cutlass.const_expr(not self.packed):
-            end = cutlass.min(end, num_columns)
-        if first >= end or row >= num_queries:
-            first, end = Int32(0), Int32(0)
-        if cutlass.const_expr(self.packed):
-            end = first + cutlass.min(end - first, num_columns)
-        return first, end
-
-    @cute.jit
-    def item_span(self, starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns):
-        """Key tiles [first, end) that some query sees, of the next `batch` items of this block, one in `item_lanes` lanes
-        each; empty beyond the list. Reading a batch at once pays the latency of the ranges once."""
-        lane = cute.arch.lane_idx()
-        item = base + lane // self.item_lanes * blocks
-        span = item // query_tiles * item_tiles
-        low, high = Int32(NO_KEY), Int32(0)
-        local0 = lane % self.item_lanes * ROWS_PER_LANE
-        if item < num_items:
-            if local0 < self.queries:
-                for row in cutlass.range_constexpr(ROWS_PER_LANE):
-                    first, end = self.row_range(
-                        starts, ends, item % query_tiles * self.queries + local0 + row, num_queries, num_keys, num_columns
-                    )
-                    if first < end:
-                        low = cutlass.min(low, first)
-                        high = cutlass.max(high, end)
-        for power in cutlass.range_constexpr(self.item_lanes.bit_length() - 1):
-            low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, 1 << power))
-            high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1 << power))
-        tile_first = cutlass.max(low // KEY_ROWS, span)
-        tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + item_tiles)
-        return tile_first, tile_end
+            if cutlass.const_expr(self.doubled):
+                scale = scale * 0.5
+            if cutlass.const_expr(self.halves == 2):
+                self.overlapped_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
+            else:
+                self.math_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
 
     @cute.jit
     def copy_warp(
         self, storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys, query_tiles,
-        item_tiles, num_items,
+        item_tiles, num_items, head_items,
     ):  # fmt: skip
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         query_layout, key_layout = self.query_smem(), self.key_smem()
@@ -275,52 +291,81 @@ class RaggedLogits:
             key_atom, 0, single, cute.group_modes(s_keys, 0, 2), cute.group_modes(g_keys, 0, 2)
         )
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
-        keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
+        tensors = (query_atom, query_tensor, s_queries, key_atom, to_keys, from_keys)
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
-            lane_first, lane_end = self.item_span(
-                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
-            )
-            for step in cutlass.range(self.batch, unroll=1):
-                tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
-                tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
-                row0 = (base + step * blocks) % query_tiles * self.queries
-                if tile_first < tile_end:
-                    cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
-                    for kv_head in cutlass.range(self.num_kv_heads, unroll=1):
-                        to_queries, from_queries = self.query_partition(query_atom, query_tensor, s_queries, kv_head)
-                        for half in cutlass.range_constexpr(2):
-                            for group in cutlass.range(self.groups, unroll=1):
-                                box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
-                                cute.copy(
-                                    query_atom,
-                                    from_queries[None, box],
-                                    to_queries[None, group, (stage * 2 + half) * self.num_kv_heads + kv_head],
-                                    tma_bar_ptr=queries_full + stage,
-                                )
-                    stage, parity = self.advance(stage, parity, self.query_stages)
-                    for tile in cutlass.range(tile_first, tile_end, unroll=1):
-                        for turn in cutlass.range(self.turns, unroll=1):
-                            cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
-                            for nth in cutlass.range_constexpr(self.kv_turn):
-                                cute.copy(
-                                    key_atom,
-                                    from_keys[None, tile, turn * self.kv_turn + nth],
-                                    to_keys[None, key_stage * self.kv_turn + nth],
-                                    tma_bar_ptr=keys_full + key_stage,
-                                )
-                            key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles)
+        if cutlass.const_expr(self.even > 0):
+            base, stride, limit, position, count, tail = self.first_round(head_items)
+            while tail < DONE:
+                if tail == 0 and base >= limit:
+                    base, position, count = self.tail_run(storage, num_items, head_items)
+                    stride, limit, tail = Int32(1), num_items, Int32(1)
+                if base < limit and position < count:
+                    lane_first, lane_end = self.item_span(ranges, base, stride, limit)
+                    steps, position = self.skip(lane_first, lane_end, position, tail)
+                    for step in cutlass.range(steps, unroll=1):
+                        tile_first, tile_end, position = self.cut(lane_first, lane_end, step, position, count, tail)
+                        stage, parity, key_stage, key_parity = self.copy_item(
+                            storage, tensors, self.first_row(base + step * stride, ranges), tile_first, tile_end,
+                            stage, parity, key_stage, key_parity,
+                        )  # fmt: skip
+                    base = base + self.batch * stride
+                else:
+                    tail = Int32(DONE)
+        else:
+            block, _, _ = cute.arch.block_idx()
+            blocks, _, _ = cute.arch.grid_dim()
+            for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
+                lane_first, lane_end = self.item_span(ranges, base, blocks, num_items)
+                for step in cutlass.range(self.batch, unroll=1):
+                    tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
+                    tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
+                    stage, parity, key_stage, key_parity = self.copy_item(
+                        storage, tensors, self.first_row(base + step * blocks, ranges), tile_first, tile_end,
+                        stage, parity, key_stage, key_parity,
+                    )  # fmt: skip
         # The end mark carries no bytes: only the arrival that queries_full counts.
         cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(queries_full + stage)
+
+    @cute.jit
+    def copy_item(self, storage, tensors, row0, tile_first, tile_end, stage, parity, key_stage, key_parity):
+        """Queries and keys of one item, where it holds any; the places that come next in the two rings."""
+        query_atom, query_tensor, s_queries, key_atom, to_keys, from_keys = tensors
+        queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
+        keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
+        if tile_first < tile_end:
+            cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(queries_full + stage, self.query_bytes)
+            for kv_head in cutlass.range(self.num_kv_heads, unroll=1):
+                to_queries, from_queries = self.query_partition(query_atom, query_tensor, s_queries, kv_head)
+                for half in cutlass.range_constexpr(2):
+                    for group in cutlass.range(self.groups, unroll=1):
+                        box = row0 // layouts.QUERIES_PER_GROUP + half * self.groups + group
+                        cute.copy(
+                            query_atom,
+                            from_queries[None, box],
+                            to_queries[None, group, (stage * 2 + half) * self.num_kv_heads + kv_head],
+                            tma_bar_ptr=queries_full + stage,
+                        )
+            stage, parity = self.advance(stage, parity, self.query_stages)
+            for tile in cutlass.range(tile_first, tile_end, unroll=1):
+                for turn in cutlass.range(self.turns, unroll=1):
+                    cute.arch.mbarrier_wait(keys_free + key_stage, key_parity ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(keys_full + key_stage, self.key_bytes)
+                    for nth in cutlass.range_constexpr(self.kv_turn):
+                        cute.copy(
+                            key_atom,
+                            from_keys[None, tile, turn * self.kv_turn + nth],
+                            to_keys[None, key_stage * self.kv_turn + nth],
+                            tma_bar_ptr=keys_full + key_stage,
+                        )
+                    key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
+        return stage, parity, key_stage, key_parity
 
     def query_partition(self, query_atom, query_tensor, s_queries, kv_head):
         """Where the boxes of a key head's queries go and come from."""
@@ -332,65 +377,89 @@ class RaggedLogits:
         )
 
     @cute.jit
-    def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items):
+    def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items):
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
+        s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
+        queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
+
+        stage, parity = Int32(0), Int32(0)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles)
+        if cutlass.const_expr(self.even > 0):
+            base, stride, limit, position, count, tail = self.first_round(head_items)
+            while tail < DONE:
+                if tail == 0 and base >= limit:
+                    base, position, count = self.tail_run(storage, num_items, head_items)
+                    stride, limit, tail = Int32(1), num_items, Int32(1)
+                if base < limit and position < count:
+                    lane_first, lane_end = self.item_span(ranges, base, stride, limit)
+                    steps, position = self.skip(lane_first, lane_end, position, tail)
+                    for step in cutlass.range(steps, unroll=1):
+                        tile_first, tile_end, position = self.cut(lane_first, lane_end, step, position, count, tail)
+                        row0 = self.first_row(base + step * stride, ranges)
+                        stage, parity = self.publish_item(storage, weights, ranges, row0, tile_first, tile_end, stage, parity)
+                    base = base + self.batch * stride
+                else:
+                    tail = Int32(DONE)
+        else:
+            block, _, _ = cute.arch.block_idx()
+            blocks, _, _ = cute.arch.grid_dim()
+            for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
+                lane_first, lane_end = self.item_span(ranges, base, blocks, num_items)
+                for step in cutlass.range(self.batch, unroll=1):
+                    tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
+                    tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
+                    row0 = self.first_row(base + step * blocks, ranges)
+                    stage, parity = self.publish_item(storage, weights, ranges, row0, tile_first, tile_end, stage, parity)
+        cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
+        if cute.arch.lane_idx() == 0:
+            s_items[4 * stage] = Int32(END_OF_LIST)
+        cute.arch.mbarrier_arrive(queries_full + stage)
+
+    @cute.jit
+    def publish_item(self, storage, weights, ranges, row0, tile_first, tile_end, stage, parity):
+        """Tells the math warps of one item, where it holds anything: its place, ranges and weights."""
+        starts, ends, num_queries, num_keys, num_columns, _, _, _ = ranges
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
         s_starts, s_ends = storage.starts.get_tensor(cute.make_layout(slots)), storage.ends.get_tensor(cute.make_layout(slots))
         s_weights = storage.weights.get_tensor(cute.make_layout(slots * self.num_heads))
-        queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
-
-        stage, parity = Int32(0), Int32(0)
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
-            lane_first, lane_end = self.item_span(
-                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
-            )
-            for step in cutlass.range(self.batch, unroll=1):
-                tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
-                tile_end = cute.arch.shuffle_sync(lane_end, step * self.item_lanes)
-                row0 = (base + step * blocks) % query_tiles * self.queries
-                if tile_first < tile_end:
-                    cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
-                    if lane == 0:
-                        s_items[4 * stage] = row0
-                        s_items[4 * stage + 1] = tile_first
-                        s_items[4 * stage + 2] = tile_end
-                    slot = stage * self.queries
-                    for part in cutlass.range_constexpr((self.queries + 31) // 32):
-                        local = lane + 32 * part
-                        if local < self.queries:
-                            first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
-                            s_starts[slot + local] = first
-                            s_ends[slot + local] = end
-                    if cutlass.const_expr(self.has_weights):
-                        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
-                            row = row0 + local // self.num_heads
-                            weight = Float32(0.0)
-                            if row < num_queries:
-                                offset = Int64(row) * weights.stride[0] + local % self.num_heads
-                                weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
-                            s_weights[slot * self.num_heads + local] = weight
-                    cute.arch.mbarrier_arrive(queries_full + stage)
-                    stage, parity = self.advance(stage, parity, self.query_stages)
-        cute.arch.mbarrier_wait(queries_free + stage, parity ^ 1)
-        if lane == 0:
-            s_items[4 * stage] = Int32(END_OF_LIST)
-        cute.arch.mbarrier_arrive(queries_full + stage)
+        if tile_first < tile_end:
+            cute.arch.mbarrier_wait(storage.queries_free.data_ptr() + stage, parity ^ 1)
+            if lane == 0:
+                s_items[4 * stage] = row0
+                s_items[4 * stage + 1] = tile_first
+                s_items[4 * stage + 2] = tile_end
+            slot = stage * self.queries
+            for part in cutlass.range_constexpr((self.queries + 31) // 32):
+                local = lane + 32 * part
+                if local < self.queries:
+                    first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
+                    s_starts[slot + local] = first
+                    s_ends[slot + local] = end
+            if cutlass.const_expr(self.has_weights):
+                for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
+                    row = row0 + local // self.num_heads
+                    weight = Float32(0.0)
+                    if row < num_queries:
+                        offset = Int64(row) * weights.stride[0] + local % self.num_heads
+                        weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
+                    s_weights[slot * self.num_heads + local] = weight
+            cute.arch.mbarrier_arrive(storage.queries_full.data_ptr() + stage)
+            stage, parity = self.advance(stage, parity, self.query_stages)
+        return stage, parity
 
     @cute.jit
-    def fill_warp(self, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, half):
-        """-inf in the columns of an item that lie outside a row's range; two warps share the rows."""
+    def fill_warp(self, starts, ends, out, num_keys, query_tiles, fill_tiles, fill_items, half):
+        """-inf in the columns of a part that lie outside a row's range; two warps share the rows."""
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, num_items, blocks, unroll=1):
-            row0 = (item % query_tiles) * self.queries
-            column0 = item // query_tiles * item_tiles * KEY_ROWS
-            column1 = cutlass.min(column0 + item_tiles * KEY_ROWS, num_columns)
+        for part_of_all in cutlass.range(block, fill_items, blocks, unroll=1):
+            row0 = (part_of_all % query_tiles) * self.queries
+            column0 = part_of_all // query_tiles * fill_tiles * KEY_ROWS
+            column1 = cutlass.min(column0 + fill_tiles * KEY_ROWS, num_columns)
             if column0 < num_columns:
                 for part in cutlass.range_constexpr((self.queries + 31) // 32):
                     part_rows = cutlass.const_expr(min(32, self.queries - 32 * part))
@@ -426,7 +495,6 @@ class RaggedLogits:
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
         s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
-        s_starts, s_ends = storage.starts.get_tensor(cute.make_layout(slots)), storage.ends.get_tensor(cute.make_layout(slots))
         s_weights = storage.weights.get_tensor(cute.make_layout(slots * self.num_heads))
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
         keys_full, keys_free = storage.keys_full.data_ptr(), storage.keys_free.data_ptr()
@@ -456,7 +524,7 @@ class RaggedLogits:
         while row0 >= 0:
             tile_first, tile_end = s_items[4 * stage + 1], s_items[4 * stage + 2]
             slot = stage * self.queries + query_lane
-            line = out.iterator + Int64(row0 + query_lane) * out.stride[0]
+            place = self.place(out, row0, half)
             if cutlass.const_expr(self.has_weights):
                 for group in cutlass.range_constexpr(self.groups):
                     for head in cutlass.range_constexpr(self.num_heads):
@@ -502,6 +570,8 @@ class RaggedLogits:
                     key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
                     for one in cutlass.range_constexpr(2 * self.kv_turn):
                         factor[one] = factor[one] * scale
+                    if cutlass.const_expr(turn == self.turns - 1):
+                        self.begin(half)
                     for group in cutlass.range_constexpr(self.groups):
                         low, high = Float32(0.0), Float32(0.0)
                         if cutlass.const_expr(self.num_kv_heads == 1):
@@ -514,10 +584,9 @@ class RaggedLogits:
                                 totals[2 * group + 1] = totals[2 * group + 1] + sums[1] * factor[2 * nth + 1]
                             low, high = totals[2 * group], totals[2 * group + 1]
                         if cutlass.const_expr(turn == self.turns - 1):
-                            self.store(
-                                line + 4 * group * out.stride[0], out.element_type, key, s_starts[slot + 4 * group],
-                                s_ends[slot + 4 * group], low, high,
-                            )  # fmt: skip
+                            self.put(storage, out, place, stage, tile, warp, group, low, high)
+                    if cutlass.const_expr(turn == self.turns - 1):
+                        self.finish(storage, out, place, stage, tile, half, warp)
             cute.arch.sync_warp()  # the other lanes' reads of ranges and weights come before the release
             if lane == 0:
                 cute.arch.mbarrier_arrive(queries_free + stage)
@@ -534,30 +603,27 @@ class RaggedLogits:
         parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
         parts.fill(0.0)
         for pair in cutlass.range_constexpr(self.order.pairs):
-            for side in cutlass.range_constexpr(2):
-                for odd in cutlass.range_constexpr(2):
-                    head = self.order.head(first_kv + nth, odd, pair)
-                    if cutlass.const_expr(head is not None):
-                        at = odd + 2 * side + 4 * (group * self.order.pairs + pair) + nth * (self.product_columns // 2)
-                        value = products[at]
-                        if cutlass.const_expr(self.relu):
-                            value = cute.arch.fmax(value, Float32(0.0))
-                        if cutlass.const_expr(self.has_weights):
-                            weight = held[group * self.num_heads + head]
-                            parts[side, odd] = parts[side, odd] + value * weight
-                        else:
-                            parts[side, odd] = parts[side, odd] + value
+            place = group * self.order.pairs + pair + nth * (self.product_columns // 8)
+            heads = [self.order.head(first_kv + nth, odd, pair) for odd in range(2)]
+            self.add_pair(parts, products, held, place, group, heads)
         return parts[0, 0] + parts[0, 1], parts[1, 0] + parts[1, 1]
 
     @cute.jit
-    def store(self, line, element_type: cutlass.Constexpr, key, first, end, score0, score1):
-        """Two scores of one query; line is its row of out. Without branches: these are a narrow head count's main cost."""
-        column = key
-        if cutlass.const_expr(self.packed):
-            column = key - first
-        place = line + column
-        store_between(element_type, place, score0, key, first, end)
-        store_between(element_type, place + 8, score1, key + 8, first, end)
+    def add_pair(self, parts, products, held, place: cutlass.Constexpr, group: cutlass.Constexpr, heads: cutlass.Constexpr):
+        """Adds two heads of a query, the place-th eight columns of products, to its sums."""
+        for side in cutlass.range_constexpr(2):
+            for odd in cutlass.range_constexpr(2):
+                if cutlass.const_expr(heads[odd] is not None):
+                    value = products[odd + 2 * side + 4 * place]
+                    if cutlass.const_expr(self.doubled):
+                        value = value + cute.math.absf(value)
+                    elif cutlass.const_expr(self.relu):
+                        value = cute.arch.fmax(value, Float32(0.0))
+                    if cutlass.const_expr(self.has_weights):
+                        weight = held[group * self.num_heads + heads[odd]]
+                        parts[side, odd] = parts[side, odd] + value * weight
+                    else:
+                        parts[side, odd] = parts[side, odd] + value
 
     @cute.jit
     def pass_turn(self, half):

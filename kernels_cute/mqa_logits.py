@@ -9,7 +9,7 @@ The kernel, its warp roles and its barriers: _logits_ragged.py; the order of hea
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -21,7 +21,8 @@ from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, MqaLogitsProblem
 from kernels_cute._build import library
 from kernels_cute._logits_layouts import HeadOrder, heads_at_once
-from kernels_cute._logits_ragged import KEY_ROWS, RaggedLogits
+from kernels_cute._logits_ragged import KEY_ROWS, PARTS, RaggedLogits
+from kernels_cute._logits_scores import score_words
 
 ENTRY = "gdn_cute_mqa_logits"
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
@@ -40,7 +41,12 @@ class Config:
     columns: int  # queries x heads (odd numbers of a key head's rounded up) of one math warpgroup; a block holds two such
     query_stages: int  # query tiles in shared memory; 2 load the next item's queries during this one
     key_stages: int  # key tiles of 64 rows in flight
-    handoff: int  # tensor steps still running when a warpgroup lets the other one issue
+    handoff: int  # tensor steps still running when a warpgroup lets the other one issue; of two sets: 1 = all, 0 = the second's
+    halves: int  # sets of accumulators of a math warpgroup, each for its part of the columns; 2: sums overlap with products
+    relu_sum: bool  # relu as x + |x| (FP8 only): an addition has twice the rate of a maximum
+    even: int  # so many eighths of the work are dealt in runs that make all loads equal; 0 = round robin to the end
+    segment: int  # neighbouring scores that one store instruction writes of a row: 8, 16 (exchanged) or 32 (shared memory)
+    rows_first: bool  # blocks at work together share rows of scores, not keys: better for device memory, if keys stay in L2
     tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
     num_blocks: int  # persistent blocks: the device's SMs
 
@@ -84,6 +90,11 @@ def _steps(problem: MqaLogitsProblem) -> int:
     return _row_bytes(problem) // 32
 
 
+def _two_sets(problem: MqaLogitsProblem, columns: int) -> bool:
+    """Whether the columns can be cut in two: one key head, whole pairs of heads, and halves that wgmma takes."""
+    return problem.num_kv_heads == 1 and problem.num_heads % 2 == 0 and columns % 16 == 0
+
+
 def _columns(problem: MqaLogitsProblem) -> list[int]:
     """Widths that hold whole groups of four queries: one group, two, four, ... and as many as one instruction takes."""
     group = 4 * _order(problem).columns
@@ -95,6 +106,7 @@ def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
     row_bytes, queries = _row_bytes(problem), _queries(problem, config.columns)
     key_rows = KEY_ROWS * heads_at_once(problem.num_kv_heads, row_bytes, KEY_ROWS)
     tables = config.query_stages * (16 + 16 + queries * (8 + 4 * problem.num_heads)) + 16 * config.key_stages
+    tables += 4 * (config.num_blocks + PARTS) * (config.even > 0) + 4 * score_words(config.segment, queries) + 32
     tiles = (2 * config.columns * config.query_stages + key_rows * config.key_stages) * row_bytes
     return -(-tables // 1024) * 1024 + 1024 + tiles
 
@@ -102,7 +114,11 @@ def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         config.columns in _columns(problem)
-        and 0 <= config.handoff <= min(_steps(problem), MAX_PENDING)
+        and 0 <= config.handoff <= (1 if config.halves == 2 else min(_steps(problem), MAX_PENDING))
+        and (config.halves == 1 or (config.halves == 2 and _two_sets(problem, config.columns)))
+        and (not config.relu_sum or (problem.relu and problem.dtype == "float8_e4m3fn"))
+        and 0 <= config.even <= 8
+        and config.segment in (8, 16, 32)
         and config.query_stages >= 1
         and config.key_stages >= 2
         and config.tiles_per_item >= 1
@@ -122,13 +138,34 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     # The widest tile reads each key least often; a narrower one serves when it already holds every query.
     widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
     columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
+    # Below 8 heads the write of the scores is the limit, with 64-byte rows the sums are: neither gains by overlapping them.
+    wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
+    two = wide and columns >= 128 and _two_sets(problem, columns)
+    relu_sum = wide and problem.relu and problem.dtype == "float8_e4m3fn"
     for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
-        # Without a second stage every item waits for its queries once, so items are longer.
-        tiles = 32 if query_stages == 2 else 64
-        config = Config(columns, query_stages, key_stages, max(1, _steps(problem) // 4), tiles, device.num_sms)
+        # Without a second stage every item waits for its queries once, so items are as long as their keys stay in the L2 cache.
+        single = query_stages == 1
+        config = Config(
+            columns=columns,
+            query_stages=query_stages,
+            key_stages=key_stages,
+            handoff=1 if two else max(1, _steps(problem) // 4),
+            halves=2 if two else 1,
+            relu_sum=relu_sum,
+            even=8 if single else int(wide),
+            segment=8,
+            rows_first=False,
+            tiles_per_item=_cached_tiles(problem, device) if single else 32,
+            num_blocks=device.num_sms,
+        )
         if fits(problem, config, device):
             return config
     return None
+
+
+def _cached_tiles(problem: MqaLogitsProblem, device: DeviceSpec) -> int:
+    """Key tiles that stay in the L2 cache while blocks anywhere among them read them again and again: a third of it."""
+    return max(1, device.l2_bytes // 3 // (KEY_ROWS * _row_bytes(problem) * problem.num_kv_heads))
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
@@ -137,11 +174,24 @@ def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 
 def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     steps = _steps(problem)
-    handoffs = sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})
-    widths = _columns(problem)[-2:]
+    default = _default(problem, device)
+    if default is None:
+        return
+    turns = [(1, handoff) for handoff in sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})] + [(2, 0), (2, 1)]
     depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
-    for columns, query_stages, key_stages, handoff, tiles in product(widths, (2, 1), depths, handoffs, (16, 32, 64)):
-        yield Config(columns, query_stages, key_stages, handoff, tiles, device.num_sms)
+    segments = (8,) if problem.num_heads > 8 else (8, 16, 32)
+    # All pairs of the first four, and the others one at a time.
+    for columns, query_stages, key_stages, (halves, handoff) in product(_columns(problem)[-2:], (2, 1), depths, turns):
+        shape = replace(
+            default, columns=columns, query_stages=query_stages, key_stages=key_stages, halves=halves, handoff=handoff
+        )
+        yield shape
+        if key_stages == default.key_stages and query_stages == default.query_stages:
+            for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
+                yield replace(shape, even=even, tiles_per_item=tiles)
+            yield replace(shape, rows_first=True)
+            for segment in segments[1:]:
+                yield replace(shape, segment=segment)
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
@@ -163,6 +213,11 @@ def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
         query_stages=config.query_stages,
         key_stages=config.key_stages,
         handoff=config.handoff,
+        halves=config.halves,
+        relu_sum=config.relu_sum,
+        even=config.even,
+        segment=config.segment,
+        rows_first=config.rows_first,
         tiles_per_item=config.tiles_per_item,
         num_blocks=config.num_blocks,
     )

@@ -6,11 +6,14 @@ in a margin that must stay NaN; keys outside every range are NaN.
 """
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
 
 import gdn
+from gdn import runtime
+from gdn.device import H100
 from gdn.problems import MqaLogitsProblem
 from gdn.runtime import registry
 from gdn.testing.inputs_logits import MqaInputs, make_mqa_inputs
@@ -37,6 +40,7 @@ VARIANTS = {
     "h1-fp8": (1, 1, 128, FP8, True, "float32", True, True, "float32", False),
     "h16-kv2-fp8-packed": (16, 2, 128, FP8, True, "float32", True, True, "float32", True),
     "h32-kv2-bf16-linear-unclean-d64": (32, 2, 64, BF16, False, BF16, False, False, BF16, False),
+    "h10-fp8": (10, 1, 128, FP8, True, "float32", True, True, "float32", False),  # groups of queries end inside of a half
     "h63-fp8-bf16-weights": (63, 1, 128, FP8, True, BF16, True, True, "float32", False),
     "h5-bf16-linear-packed-d64": (5, 1, 64, BF16, False, "float32", False, True, "float32", True),
     "h64-kv4-fp8": (64, 4, 128, FP8, True, "float32", True, True, "float32", False),
@@ -127,6 +131,59 @@ def test_all_ranges_empty(backend):
     out, _ = poisoned(problem)
     run(problem, inputs, backend, out)
     assert bool((out == -torch.inf).all())
+
+
+OLD = {"halves": 1, "handoff": 1, "relu_sum": False, "even": 0, "tiles_per_item": 32}
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields"),
+    [
+        ("h64-fp8", OLD | {"tiles_per_item": 1}),
+        ("h64-fp8", {"halves": 2, "handoff": 1, "even": 8, "tiles_per_item": 1}),
+        ("h64-fp8", {"halves": 2, "handoff": 0, "even": 1, "tiles_per_item": 3, "segment": 16}),
+        ("h32-fp8-packed-bf16", {"halves": 2, "even": 2, "segment": 32, "key_stages": 6}),
+        ("h16-bf16", OLD | {"handoff": 0, "even": 8, "tiles_per_item": 2}),
+        ("h16-fp8-unclean", {"even": 4, "relu_sum": True, "segment": 16}),
+        ("h4-cast-packed", OLD | {"even": 8, "tiles_per_item": 2133, "segment": 32, "key_stages": 6}),
+        ("h4-cast-packed", OLD | {"relu_sum": True, "segment": 16, "rows_first": True}),
+        ("h64-fp8", {"even": 2, "tiles_per_item": 3, "rows_first": True}),
+        ("h4-bf16-linear-d64", OLD | {"even": 3, "segment": 32, "key_stages": 4}),
+        ("h64-kv4-fp8", {"even": 2, "segment": 16}),
+        ("h5-bf16-linear-packed-d64", {"even": 7, "segment": 32, "key_stages": 4}),
+    ],
+)
+def test_configurations_of_cute(variant, fields):
+    """What no default has here: both numbers of accumulator sets, deals and stores beside each other."""
+    module = importlib.import_module(registry.operator("mqa_logits").modules["cute"])
+    cases = (300, 2049, "hard"), (300, 2049, "sequences"), (1, 1000, "full"), (4099, 100, "random"), (2000, 3000, "causal")
+    for num_queries, num_keys, ranges in cases:
+        problem = problem_of(variant, num_queries, num_keys)
+        config = dataclasses.replace(module.default_config(problem_of(variant, 4096, 32768), H100), **fields)
+        assert module.fits(problem, config, H100)
+        inputs = make_mqa_inputs(problem, "cuda", seed=num_keys, ranges=ranges)
+        out, margin = poisoned(problem)
+        weights = inputs.weights.contiguous() if inputs.weights is not None else None
+        prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
+        ranges_of = (inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
+        prepared.launch(inputs.q, inputs.k, inputs.k_scale, weights, *ranges_of, out, SCALE)
+        assert error_of(problem, inputs, out) is None, (num_queries, num_keys, ranges)
+        assert bool(margin.isnan().all()), "wrote beyond a row"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_far_apart(backend):
+    """Work is dealt by what the ranges hold: here by a few rows among thousands that see nothing."""
+    problem = problem_of("h64-fp8", 9001, 1000)
+    inputs = make_mqa_inputs(problem, "cuda", ranges="full", poison=False)
+    for rows in ([0, 9000], [4711], [8, 2500, 2501, 8999]):
+        starts = torch.full_like(inputs.cu_seqlen_ks, 5)
+        ends = torch.zeros_like(starts)
+        ends[rows] = torch.tensor([1000 - 7 * index for index in range(len(rows))], dtype=torch.int32, device="cuda")
+        here = dataclasses.replace(inputs, cu_seqlen_ks=starts, cu_seqlen_ke=ends)
+        out, _ = poisoned(problem)
+        run(problem, here, backend, out)
+        assert error_of(problem, here, out) is None, rows
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
