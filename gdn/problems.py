@@ -193,11 +193,12 @@ class LogitsProblem(Problem):
 class MqaLogitsProblem(LogitsProblem):
     """`gdn.mqa_logits`: ragged prefill.
 
-    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale)
+    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale, least=0)
         q [M, H, D] contiguous; k [Nk, kv_heads, D] contiguous; k_scale [Nk, kv_heads] float32 or None
         weights [M, H], any row stride, last dim contiguous, or None; cu_seqlen_ks, cu_seqlen_ke [M] int32
         out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 is key ks[i]
-    A range is clamped to [0, Nk]; ks >= ke is empty.
+    A range is clamped to [0, Nk]; ks >= ke is empty. Of a row of at most `least` keys nothing need be scored (0 = every row);
+    only without `clean`.
     """
 
     op: ClassVar[str] = "mqa_logits"
@@ -219,7 +220,7 @@ class MqaLogitsProblem(LogitsProblem):
 class PagedMqaLogitsProblem(LogitsProblem):
     """`gdn.paged_mqa_logits`: decode from cache pages.
 
-    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale)
+    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale, least=0)
         q [B, next_n, H, D] contiguous
         cache: with has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)] (values of the whole page first, then its
             float32 scales), else dtype [pages, page_size * kv_heads * D]; last dim contiguous, page stride any multiple
@@ -227,7 +228,7 @@ class PagedMqaLogitsProblem(LogitsProblem):
         weights [B * next_n, H] or None; context_lens int32 [B], or [B, next_n] with per_draft_lengths
         block_tables int32 [B, max_pages], any row stride; out [B * next_n, max_context_len], last dim contiguous
     With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
-    [0, min(max_context_len, max_pages * page_size)].
+    [0, min(max_context_len, max_pages * page_size)]. least: as above.
     """
 
     op: ClassVar[str] = "paged_mqa_logits"
@@ -246,6 +247,37 @@ class PagedMqaLogitsProblem(LogitsProblem):
         """As if every context were max_context_len long."""
         scores = self.next_n * self.max_context_len * DTYPE_BYTES[self.out_dtype]
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
+
+
+@dataclass(frozen=True)
+class IndexerStepProblem(Problem):
+    """A step of `gdn.indexer_topk`: scores of some rows, and beside them the selection of the rows of the step before.
+
+    launch(compiled, q, k, k_scale, weights, starts, ends, scores, earlier_scores, earlier_starts, earlier_ends, picked, scale,
+           least)
+        q, k, k_scale, weights, starts, ends [M], scale, least: as MqaLogitsProblem; scores float32 [M, Nk], not clean
+        earlier_scores float32 [E, Nk], earlier_starts, earlier_ends int32 [E], picked int32 [E, k]: as TopkProblem with
+        list_short. No row of scores is one of earlier_scores.
+    """
+
+    op: ClassVar[str] = "indexer_step"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    has_k_scale: bool
+    weights_dtype: str | None
+    relu: bool
+    num_queries: int = size()
+    num_keys: int = size()
+
+    def flops(self) -> int:
+        return 2 * self.num_queries * self.num_keys * self.num_heads * self.head_dim
+
+    def bytes_moved(self) -> int:
+        """Scores are written once and read once."""
+        return 8 * self.num_queries * self.num_keys
 
 
 @dataclass(frozen=True)

@@ -428,13 +428,15 @@ class TopkRows:
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         line = out.iterator + Int64(row) * out.stride[0]
         written = Int32(0)
-        for start in cutlass.range(0, words, self.threads, unroll=1):
+        own = Int32(thread)
+        for _ in cutlass.range(0, words, self.threads, unroll=1):
             word = Uint32(0)
-            if start + thread < words:
-                word = s_bitmap[start + thread]
+            if own < words:
+                word = s_bitmap[own]
             before, total = self.sum_before(storage, thread, Int32(cute.arch.popc(word)))
             place = written + before
-            column = (start + thread) * 32
+            column = own * 32
+            own = own + self.threads
             while word != 0:
                 lowest = word & (~word + 1)
                 if cutlass.const_expr(self.by_score):

@@ -1,16 +1,18 @@
 """Indexer logits and top-k in bounded memory: the scores of some rows at a time go through one workspace.
 
-A step is two launches, the logits' and the selection's, which writes its rows of the result. A row that sees at most topk
-keys is given to the logits as an empty range, and the selection lists it without reading; no value comes back to the host.
+A step is two launches, the logits' and the selection's, which writes its rows of the result; or one, which scores the rows of
+this step and selects those of the step before (_indexer_beside.py). A row that sees at most topk keys need not be scored:
+the selection lists it without reading. No value comes back to the host.
 """
 
 import torch
 
+from gdn.ops import _indexer_beside as beside
 from gdn.ops import _library_qsa
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._logits_checks import INDEX_DTYPES, QUERY_DTYPES, as_int32, check_cache, check_count, check_weights
-from gdn.ops.mqa_logits import mqa_logits
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, paged_mqa_logits
+from gdn.ops.mqa_logits import score_rows
+from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, score_pages
 from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
 
@@ -63,38 +65,39 @@ def indexer_topk(
     backend = _ordered(backend, "indexer_topk")
 
     starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
-    scored = ends
     row_starts: torch.Tensor | None = starts
     row_ends = ends
-    if num_rows and width > topk:
-        starts, ends = starts.clamp(0, num_keys), ends.clamp(max=num_keys)
-        lengths = ends - starts
-        scored = torch.where(lengths > topk, ends, starts)
-        # With max_seqlen_k the scores of a row start with its first key.
-        row_starts, row_ends = (starts, ends) if max_seqlen_k is None else (None, lengths)
+    if max_seqlen_k is not None:  # the scores of a row start with its first key
+        row_starts, row_ends = None, ends.clamp(max=num_keys) - starts.clamp(0, num_keys)
 
     def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
-        return mqa_logits(
+        return score_rows(
             q[first:last],
             k,
             weights[first:last] if weights is not None else None,
             starts[first:last],
-            scored[first:last],
-            k_scale=k_scale,
-            scale=scale,
-            relu=relu,
-            max_seqlen_k=max_seqlen_k,
-            clean_logits=False,  # the selection reads ranges only
-            out=buffer,
-            backend=backend,
+            ends[first:last],
+            k_scale,
+            scale,
+            relu,
+            max_seqlen_k,
+            False,  # the selection reads ranges only
+            torch.float32,
+            buffer,
+            backend,
+            least=topk,
         )
 
     if num_rows == 0 or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
-        if max_seqlen_k is not None:
-            starts, ends = starts.clamp(0, num_keys), ends.clamp(max=num_keys)
-            row_starts, row_ends = None, ends - starts
         return _listed(num_rows, width, topk, row_starts, row_ends, out, backend, device)
+    if backend != "reference" and topk and max_seqlen_k is None:
+        half = beside.rows_of_step(step, num_rows, num_keys)
+        if half:
+            call = beside.Call(q, k, weights, starts, ends, k_scale, scale, relu, topk, half, backend)
+            together = beside.kernel(call)
+            if together is not None:
+                return beside.run(call, together, logits, out)
     buffer: torch.Tensor | None = None
     for low in range(0, num_rows, step):
         high = min(low + step, num_rows)
@@ -157,24 +160,23 @@ def paged_indexer_topk(
     backend = _ordered(backend, "paged_indexer_topk")
 
     row_ends = _row_lengths(context_lens, next_n)
-    scored = context_lens
-    if width > topk:
-        scored = context_lens.where(context_lens > topk, 0)  # the longest draft's, where there is one length for all
 
     def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
         rows = slice(first * next_n, last * next_n)
-        return paged_mqa_logits(
+        return score_pages(
             q[first:last],
             cache,
             weights[rows] if weights is not None else None,
-            scored[first:last],
+            context_lens[first:last],
             block_tables[first:last],
             width,
-            scale=scale,
-            relu=relu,
-            clean_logits=False,  # the selection reads ranges only
-            out=buffer,
-            backend=backend,
+            scale,
+            relu,
+            False,  # the selection reads ranges only
+            torch.float32,
+            buffer,
+            backend,
+            least=topk,
         )
 
     if batch == 0 or next_n == 0 or width <= topk:

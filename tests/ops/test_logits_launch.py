@@ -11,7 +11,8 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.ops import _indexer_beside
+from gdn.problems import IndexerStepProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
@@ -38,16 +39,23 @@ class StandIn:
 
     def __init__(self):
         self.problems, self.launches = [], 0
+        self.backend = "tilelang"
 
     def prepare(self, problem, device, backend=None):
         self.problems.append(problem)
-        kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
+        kinds = {
+            MqaLogitsProblem: self.ragged,
+            PagedMqaLogitsProblem: self.paged,
+            TopkProblem: self.topk,
+            IndexerStepProblem: self.step,
+        }
         launch = kinds[type(problem)]
-        choice = runtime.Choice(problem.op, "tilelang")
-        return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
+        choice = runtime.Choice(problem.op, self.backend)
+        return runtime.Prepared(self.backend, None, 0, lambda *tensors: launch(problem, *tensors), choice)
 
-    def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale):
+    def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale, least=0):
         self.launches += 1
+        assert least == 0 or not p.clean
         assert p.num_queries and p.num_keys and p.num_columns
         contiguous(q, (p.num_queries, p.num_heads, p.head_dim), getattr(torch, p.dtype))
         contiguous(k, (p.num_keys, p.num_kv_heads, p.head_dim), getattr(torch, p.dtype))
@@ -63,6 +71,20 @@ class StandIn:
             q, k, weights, starts, ends, k_scale=k_scale, scale=scale, relu=p.relu,
             max_seqlen_k=p.num_columns if p.packed else None, out=out,
         )  # fmt: skip
+        first, last = key_range(starts, ends, p.num_keys)
+        out[(last - first) <= least] = torch.nan if least else -torch.inf
+
+    def step(
+        self, p, q, k, k_scale, weights, starts, ends, scores, earlier, earlier_starts, earlier_ends, picked, scale, least
+    ):  # fmt: skip
+        shape = {"num_queries": q.shape[0], "num_keys": k.shape[0], "num_columns": k.shape[0]}
+        same = {name: value for name, value in p.static_fields().items()}
+        wanted = MqaLogitsProblem(**same, clean=False, out_dtype="float32", packed=False, **shape)
+        self.ragged(wanted, q, k, k_scale, weights, starts, ends, scores, scale, least)
+        kinds = {"dtype": "float32", "starts_dtype": "int32", "ends_dtype": "int32", "sorted_by": "index"}
+        sizes = {"k": picked.shape[1], "num_rows": picked.shape[0], "num_columns": earlier.shape[1]}
+        self.topk(TopkProblem(**kinds, **sizes), earlier, earlier_starts, earlier_ends, picked, 1)
+        self.launches -= 1
 
     def topk(self, p, logits, starts, ends, out, list_short=0):
         self.launches += 1
@@ -84,8 +106,9 @@ class StandIn:
         if list_short:
             out.copy_(list_short_rows(out, last - first))
 
-    def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale):
+    def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale, least=0):
         self.launches += 1
+        assert least == 0 or not p.clean
         contiguous(q, (p.batch, p.next_n, p.num_heads, p.head_dim), getattr(torch, p.dtype))
         row = p.head_dim + 4 if p.has_k_scale else p.head_dim
         assert cache.dtype == (torch.uint8 if p.has_k_scale else getattr(torch, p.dtype))
@@ -202,21 +225,43 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
     assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("rows", "room", "steps"), [(300, 256, 3), (600, 10**6, 3), (256, 257, 2), (300, 255, 3)])
+def test_selection_beside_the_scores_of_the_next_step(stand_in, monkeypatch, rows, room, steps, weighted):
+    """Two halves of the workspace in turns, and never more than it; from 2 * 128 rows of it on."""
+    stand_in.backend = "cute"
+    monkeypatch.setattr(_indexer_beside, "LEAST_SCORES", 0)
+    weights_dtype = "bfloat16" if weighted else None
+    problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, weights_dtype, True, False, "float32", False, rows, 75, 75)
+    inputs = make_mqa_inputs(problem, ranges="hard")
+    places, plain = [], stand_in.step
+    monkeypatch.setattr(stand_in, "step", lambda p, *rest: (places.append((rest[6], rest[7])), plain(p, *rest)))
+    arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke, 16)
+    got = gdn.indexer_topk(*arguments, k_scale=inputs.k_scale, workspace_bytes=room * 75 * 4)
+    assert torch.equal(got, reference.indexer_topk(*arguments, k_scale=inputs.k_scale))
+    assert len(places) == (steps - 1 if room >= 256 else 0)
+    assert stand_in.launches == (steps + 1 if room >= 256 else 2 * steps)
+    for scores, earlier in places:
+        assert scores.untyped_storage().data_ptr() == earlier.untyped_storage().data_ptr()
+        assert scores.untyped_storage().nbytes() <= room * 75 * 4
+        spans = sorted((one.data_ptr(), one.data_ptr() + 4 * one.numel()) for one in (scores, earlier))
+        assert spans[0][1] <= spans[1][0]
+
+
 def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
-    """They are empty ranges to the logits, listed by the selection; where no row can see more, nothing is scored."""
+    """The logits are told so, and the selection lists them; where no row can see more, nothing is scored."""
     problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
     inputs = make_mqa_inputs(problem)
     starts = torch.tensor([3, -9, 0, 70, 20, 50])
     ends = torch.tensor([19, 99, 17, 3, 37, 66])  # 16, 75 (clamped), 17, none, 17, 16 keys
     ranges, plain = [], stand_in.ragged
-    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[4:6]), plain(p, *tensors)))
+    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[-1]), plain(p, *tensors)))
     arguments = (inputs.q, inputs.k, None, starts, ends, 16)
     for dtype in (torch.int64, torch.int32):
         given = (*arguments[:3], starts.to(dtype), ends.to(dtype), 16)
         for options in ({}, {"max_seqlen_k": 75}):
             got = gdn.indexer_topk(*given, k_scale=inputs.k_scale, **options)
-            first, last = ranges.pop()
-            assert (last - first).tolist() == [0, 75, 17, 0, 17, 0]
+            assert ranges.pop() == 16
             assert torch.equal(got, reference.indexer_topk(*arguments, k_scale=inputs.k_scale))
             assert [(row >= 0).sum().item() for row in got] == [16, 16, 16, 0, 16, 16]
     launches = stand_in.launches
@@ -236,12 +281,11 @@ def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft
     lengths = [96, 16, 0, 17, 50]
     inputs = make_paged_inputs(problem, lengths=[[n] * next_n for n in lengths] if per_draft else lengths)
     seen, plain = [], stand_in.paged
-    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[3]), plain(p, *tensors)))
+    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[-1]), plain(p, *tensors)))
     arguments = (inputs.q, inputs.cache, None, inputs.context_lens, inputs.block_tables)
     got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96)
     assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
-    (scored,) = seen
-    assert torch.equal(scored, inputs.context_lens * (inputs.context_lens > 16))
+    assert seen == [16]
     launches = stand_in.launches
     got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=12)
     assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=12))
