@@ -250,44 +250,15 @@ class PagedMqaLogitsProblem(LogitsProblem):
 
 
 @dataclass(frozen=True)
-class IndexerStepProblem(Problem):
-    """A step of `gdn.indexer_topk`: scores of some rows, and beside them the selection of the rows of the step before.
-
-    launch(compiled, q, k, k_scale, weights, starts, ends, scores, earlier_scores, earlier_starts, earlier_ends, picked, scale,
-           least)
-        q, k, k_scale, weights, starts, ends [M], scale, least: as MqaLogitsProblem; scores float32 [M, Nk], not clean
-        earlier_scores float32 [E, Nk], earlier_starts, earlier_ends int32 [E], picked int32 [E, k]: as TopkProblem with
-        list_short. No row of scores is one of earlier_scores.
-    """
-
-    op: ClassVar[str] = "indexer_step"
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    has_k_scale: bool
-    weights_dtype: str | None
-    relu: bool
-    num_queries: int = size()
-    num_keys: int = size()
-
-    def flops(self) -> int:
-        return 2 * self.num_queries * self.num_keys * self.num_heads * self.head_dim
-
-    def bytes_moved(self) -> int:
-        """Scores are written once and read once."""
-        return 8 * self.num_queries * self.num_keys
-
-
-@dataclass(frozen=True)
 class TopkProblem(Problem):
     """`gdn.topk_indices`.
 
-    launch(compiled, logits, row_starts, row_ends, out, list_short=0)
+    launch(compiled, logits, row_starts, row_ends, out, list_short=0, num_keys=-1, drafts=1)
         logits [rows, n] any row stride, last dim contiguous; row_starts, row_ends [rows] any stride, any values, or None
         out int32 [rows, k], any row stride, last dim contiguous
         list_short: 1 = a row of at most k columns lists them all, and none of its logits is read
+        num_keys: not -1, with both bounds = they are ranges of so many keys, and column 0 is the first key of each
+        drafts: not 1, without row_starts = row_ends [rows / drafts]: row i ends at row_ends[i // drafts] - (drafts - 1) + i % drafts
     Every entry of out is written. Only a row's own range is read.
     """
 

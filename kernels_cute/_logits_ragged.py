@@ -90,7 +90,9 @@ class RaggedLogits:
     # ---- host
 
     @cute.jit
-    def launch(self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, scale: Float32, stream):
+    def launch(
+        self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, least: Int32, scale: Float32, stream
+    ):  # fmt: skip
         # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
         mma = cute.make_tiled_mma(self._mma_op())
         query_smem, key_smem = self.query_smem(), self.key_smem()
@@ -120,7 +122,7 @@ class RaggedLogits:
         num_items = query_tiles * cute.ceil_div(key_tiles, item_tiles)
         self.kernel(
             query_atom, query_tensor, key_atom, key_tensor, k_scale, weights, starts, ends, out, scale, mma,
-            num_keys, query_tiles, item_tiles, num_items,
+            num_keys, query_tiles, item_tiles, num_items, least,
         ).launch(
             grid=(cutlass.max(cutlass.min(num_items, self.num_blocks), 1), 1, 1),
             block=(NUM_THREADS, 1, 1),
@@ -188,6 +190,7 @@ class RaggedLogits:
         query_tiles: Int32,
         item_tiles: Int32,
         num_items: Int32,
+        least: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
@@ -209,10 +212,10 @@ class RaggedLogits:
             if warp == 0:
                 self.copy_warp(
                     storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys,
-                    query_tiles, item_tiles, num_items,
+                    query_tiles, item_tiles, num_items, least,
                 )  # fmt: skip
             if warp == 1:
-                self.publish_warp(storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items)
+                self.publish_warp(storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, least)
             if cutlass.const_expr(self.clean):
                 if warp >= FILL_WARP:
                     self.fill_warp(starts, ends, out, num_keys, query_tiles, item_tiles, num_items, warp - FILL_WARP)
@@ -221,8 +224,8 @@ class RaggedLogits:
             self.math_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
 
     @cute.jit
-    def row_range(self, starts, ends, row, num_queries, num_keys, num_columns):
-        """A query's keys as (first, end), (0, 0) where it sees none or there is no such row."""
+    def row_range(self, starts, ends, row, num_queries, num_keys, num_columns, least):
+        """A query's keys as (first, end), (0, 0) where it sees none, or at most `least`, or there is no such row."""
         # Loads stand outside of conditions, so that those of several rows travel together.
         near = cutlass.min(row, num_queries - 1)
         first = cutlass.max(starts[near], 0)
@@ -231,12 +234,17 @@ class RaggedLogits:
             end = cutlass.min(end, num_columns)
         if first >= end or row >= num_queries:
             first, end = Int32(0), Int32(0)
+        if cutlass.const_expr(not self.clean):
+            if end - first <= least:  # neither is negative here
+                end = first
         if cutlass.const_expr(self.packed):
             end = first + cutlass.min(end - first, num_columns)
         return first, end
 
     @cute.jit
-    def item_span(self, starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns):
+    def item_span(
+        self, starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns, least
+    ):  # fmt: skip
         """Key tiles [first, end) that some query sees, of the next `batch` items of this block, one in `item_lanes` lanes
         each; empty beyond the list. Reading a batch at once pays the latency of the ranges once."""
         lane = cute.arch.lane_idx()
@@ -248,7 +256,7 @@ class RaggedLogits:
             if local0 < self.queries:
                 for row in cutlass.range_constexpr(ROWS_PER_LANE):
                     first, end = self.row_range(
-                        starts, ends, item % query_tiles * self.queries + local0 + row, num_queries, num_keys, num_columns
+                        starts, ends, item % query_tiles * self.queries + local0 + row, num_queries, num_keys, num_columns, least
                     )
                     if first < end:
                         low = cutlass.min(low, first)
@@ -263,7 +271,7 @@ class RaggedLogits:
     @cute.jit
     def copy_warp(
         self, storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys, query_tiles,
-        item_tiles, num_items,
+        item_tiles, num_items, least,
     ):  # fmt: skip
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         query_layout, key_layout = self.query_smem(), self.key_smem()
@@ -282,7 +290,7 @@ class RaggedLogits:
         blocks, _, _ = cute.arch.grid_dim()
         for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
             lane_first, lane_end = self.item_span(
-                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
+                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns, least
             )
             for step in cutlass.range(self.batch, unroll=1):
                 tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
@@ -332,7 +340,7 @@ class RaggedLogits:
         )
 
     @cute.jit
-    def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items):
+    def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, least):
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
@@ -346,7 +354,7 @@ class RaggedLogits:
         blocks, _, _ = cute.arch.grid_dim()
         for base in cutlass.range(block, num_items, self.batch * blocks, unroll=1):
             lane_first, lane_end = self.item_span(
-                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns
+                starts, ends, base, blocks, query_tiles, item_tiles, num_items, num_queries, num_keys, num_columns, least
             )
             for step in cutlass.range(self.batch, unroll=1):
                 tile_first = cute.arch.shuffle_sync(lane_first, step * self.item_lanes)
@@ -362,7 +370,7 @@ class RaggedLogits:
                     for part in cutlass.range_constexpr((self.queries + 31) // 32):
                         local = lane + 32 * part
                         if local < self.queries:
-                            first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
+                            first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns, least)
                             s_starts[slot + local] = first
                             s_ends[slot + local] = end
                     if cutlass.const_expr(self.has_weights):
@@ -396,7 +404,7 @@ class RaggedLogits:
                     part_rows = cutlass.const_expr(min(32, self.queries - 32 * part))
                     # One load a lane; the rows' ranges are then handed round.
                     lane_first, lane_end = self.row_range(
-                        starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns
+                        starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns, Int32(0)
                     )
                     for step in cutlass.range(part_rows // 2, unroll=1):
                         local = 2 * step + half

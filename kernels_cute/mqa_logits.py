@@ -180,7 +180,7 @@ def _arguments(problem: MqaLogitsProblem) -> list[Any]:
     weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
     q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, kv_heads, problem.head_dim)
-    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Float32(1.0)]
+    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
 
 
 def _rows(dtype: Any, heads: int, dim: int) -> Any:
@@ -197,7 +197,16 @@ def _vector() -> Any:
 
 
 def launch(
-    compiled: Any, q: Any, k: Any, k_scale: Any, weights: Any, cu_seqlen_ks: Any, cu_seqlen_ke: Any, out: Any, scale: float
+    compiled: Any,
+    q: Any,
+    k: Any,
+    k_scale: Any,
+    weights: Any,
+    cu_seqlen_ks: Any,
+    cu_seqlen_ke: Any,
+    out: Any,
+    scale: float,
+    least: int = 0,
 ) -> None:
     if out.shape[0] == 0 or out.shape[1] == 0:
         return
@@ -206,4 +215,4 @@ def launch(
         k = q[:1, : k.shape[1]]  # the copy engine's descriptor needs an address; nothing is read through it
     k_scale = cu_seqlen_ks if k_scale is None else k_scale
     weights = cu_seqlen_ks if weights is None else weights
-    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, scale)
+    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, least, scale)

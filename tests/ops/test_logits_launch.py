@@ -11,8 +11,7 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.ops import _indexer_beside
-from gdn.problems import IndexerStepProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
@@ -39,19 +38,13 @@ class StandIn:
 
     def __init__(self):
         self.problems, self.launches = [], 0
-        self.backend = "tilelang"
 
     def prepare(self, problem, device, backend=None):
         self.problems.append(problem)
-        kinds = {
-            MqaLogitsProblem: self.ragged,
-            PagedMqaLogitsProblem: self.paged,
-            TopkProblem: self.topk,
-            IndexerStepProblem: self.step,
-        }
+        kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
         launch = kinds[type(problem)]
-        choice = runtime.Choice(problem.op, self.backend)
-        return runtime.Prepared(self.backend, None, 0, lambda *tensors: launch(problem, *tensors), choice)
+        choice = runtime.Choice(problem.op, "tilelang")
+        return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
 
     def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale, least=0):
         self.launches += 1
@@ -74,19 +67,7 @@ class StandIn:
         first, last = key_range(starts, ends, p.num_keys)
         out[(last - first) <= least] = torch.nan if least else -torch.inf
 
-    def step(
-        self, p, q, k, k_scale, weights, starts, ends, scores, earlier, earlier_starts, earlier_ends, picked, scale, least
-    ):  # fmt: skip
-        shape = {"num_queries": q.shape[0], "num_keys": k.shape[0], "num_columns": k.shape[0]}
-        same = {name: value for name, value in p.static_fields().items()}
-        wanted = MqaLogitsProblem(**same, clean=False, out_dtype="float32", packed=False, **shape)
-        self.ragged(wanted, q, k, k_scale, weights, starts, ends, scores, scale, least)
-        kinds = {"dtype": "float32", "starts_dtype": "int32", "ends_dtype": "int32", "sorted_by": "index"}
-        sizes = {"k": picked.shape[1], "num_rows": picked.shape[0], "num_columns": earlier.shape[1]}
-        self.topk(TopkProblem(**kinds, **sizes), earlier, earlier_starts, earlier_ends, picked, 1)
-        self.launches -= 1
-
-    def topk(self, p, logits, starts, ends, out, list_short=0):
+    def topk(self, p, logits, starts, ends, out, list_short=0, num_keys=-1, drafts=1):
         self.launches += 1
         assert list_short in (0, 1)
         assert p.num_rows and p.k
@@ -95,7 +76,13 @@ class StandIn:
         for bound, dtype in ((starts, p.starts_dtype), (ends, p.ends_dtype)):
             assert (bound is None) == (dtype is None)
             if bound is not None:
-                assert tuple(bound.shape) == (p.num_rows,) and str(bound.dtype) == f"torch.{dtype}"
+                assert tuple(bound.shape) == (p.num_rows // drafts,) and str(bound.dtype) == f"torch.{dtype}"
+        if num_keys != -1:  # ranges of keys
+            first, last = key_range(starts, ends, num_keys)
+            starts, ends = None, last - first
+        if drafts != 1:
+            assert starts is None and p.num_rows % drafts == 0
+            ends = ends.long().repeat_interleave(drafts) + torch.arange(p.num_rows) % drafts - drafts + 1
         assert tuple(out.shape) == (p.num_rows, p.k) and out.stride(1) == 1 and out.dtype == torch.int32
         if list_short:  # what is listed is not read
             first = torch.zeros(p.num_rows) if starts is None else starts
@@ -126,6 +113,9 @@ class StandIn:
         reference.paged_mqa_logits(
             q, pages, weights, context_lens, block_tables, p.max_context_len, scale=scale, relu=p.relu, out=out
         )
+        if least:
+            longest = context_lens.amax(dim=1) if p.per_draft_lengths else context_lens
+            out.view(p.batch, p.next_n, -1)[longest <= least] = torch.nan
 
 
 @pytest.fixture
@@ -225,29 +215,6 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
     assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(("rows", "room", "steps"), [(300, 256, 3), (600, 10**6, 3), (256, 257, 2), (300, 255, 3)])
-def test_selection_beside_the_scores_of_the_next_step(stand_in, monkeypatch, rows, room, steps, weighted):
-    """Two halves of the workspace in turns, and never more than it; from 2 * 128 rows of it on."""
-    stand_in.backend = "cute"
-    monkeypatch.setattr(_indexer_beside, "LEAST_SCORES", 0)
-    weights_dtype = "bfloat16" if weighted else None
-    problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, weights_dtype, True, False, "float32", False, rows, 75, 75)
-    inputs = make_mqa_inputs(problem, ranges="hard")
-    places, plain = [], stand_in.step
-    monkeypatch.setattr(stand_in, "step", lambda p, *rest: (places.append((rest[6], rest[7])), plain(p, *rest)))
-    arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke, 16)
-    got = gdn.indexer_topk(*arguments, k_scale=inputs.k_scale, workspace_bytes=room * 75 * 4)
-    assert torch.equal(got, reference.indexer_topk(*arguments, k_scale=inputs.k_scale))
-    assert len(places) == (steps - 1 if room >= 256 else 0)
-    assert stand_in.launches == (steps + 1 if room >= 256 else 2 * steps)
-    for scores, earlier in places:
-        assert scores.untyped_storage().data_ptr() == earlier.untyped_storage().data_ptr()
-        assert scores.untyped_storage().nbytes() <= room * 75 * 4
-        spans = sorted((one.data_ptr(), one.data_ptr() + 4 * one.numel()) for one in (scores, earlier))
-        assert spans[0][1] <= spans[1][0]
-
-
 def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
     """The logits are told so, and the selection lists them; where no row can see more, nothing is scored."""
     problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
@@ -275,7 +242,7 @@ def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize("per_draft", [False, True])
-@pytest.mark.parametrize("next_n", [1, 2])
+@pytest.mark.parametrize("next_n", [1, 2, 3])
 def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft, monkeypatch):
     problem = PagedMqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, True, "float32", 16, next_n, per_draft, 5, 96)
     lengths = [96, 16, 0, 17, 50]
@@ -283,13 +250,17 @@ def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft
     seen, plain = [], stand_in.paged
     monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[-1]), plain(p, *tensors)))
     arguments = (inputs.q, inputs.cache, None, inputs.context_lens, inputs.block_tables)
-    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96)
-    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
-    assert seen == [16]
+    for dtype in (torch.int64, torch.int32):
+        given = (*arguments[:3], inputs.context_lens.to(dtype), inputs.block_tables)
+        got = gdn.paged_indexer_topk(*given, 16, max_context_len=96)
+        assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
+        assert seen.pop() == 16 and not seen
+    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96, workspace_bytes=2 * next_n * 96 * 4)  # 2 at a time
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96)) and len(seen) == 3
     launches = stand_in.launches
     got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=12)
     assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=12))
-    assert stand_in.launches == launches + 1 and len(seen) == 1
+    assert stand_in.launches == launches + 1 and len(seen) == 3
 
 
 @pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
