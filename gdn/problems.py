@@ -258,7 +258,8 @@ class TopkProblem(Problem):
         out int32 [rows, k], any row stride, last dim contiguous
         list_short: 1 = a row of at most k columns lists them all, and none of its logits is read
         num_keys: not -1, with both bounds = they are ranges of so many keys, and column 0 is the first key of each
-        drafts: not 1, without row_starts = row_ends [rows / drafts]: row i ends at row_ends[i // drafts] - (drafts - 1) + i % drafts
+        drafts: not 1, without row_starts = row_ends [rows / drafts] are those of the last of so many rows, and each row before
+            it has one column less
     Every entry of out is written. Only a row's own range is read.
     """
 

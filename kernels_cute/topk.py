@@ -75,7 +75,7 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     for config in (
         Config(256, 1, 4, 2048, 2048, 2048),
         Config(512, 2, 3, 8192, 4096, 8192),
-        Config(512, 4, 2, 32768, 6144, 32768),
+        Config(1024, 2, 2, 32768, 6144, 32768),
         Config(1024, 4, 1, 65536, 8192, 65536),
         Config(1024, 4, 1, 65536, 8192, 131072),
     ):
