@@ -16,10 +16,11 @@ JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
 class Deal:
     """The compile-time side; `lengths`, the clamp `limit` and the number of sequences arrive at launch."""
 
-    def __init__(self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int):
+    def __init__(self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int, all_jobs: bool):
         self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes  # tile_rows is a power of two
         self.next_n, self.per_draft_lengths = next_n, per_draft_lengths
         self.blocks = blocks  # of one wave
+        self.all_jobs = all_jobs  # `least` is 0
 
     @cute.jit
     def row_length(self, lengths, limit, sequence, draft):
@@ -48,8 +49,11 @@ class Deal:
                 length = cutlass.max(length, self.row_length(lengths, limit, sequence, draft))
         else:  # the last draft sees most
             length = self.row_length(lengths, limit, sequence, cutlass.min(first + self.drafts, self.next_n) - 1)
-        if job >= jobs or length <= least:
+        if job >= jobs:
             length = Int32(0)
+        if cutlass.const_expr(not self.all_jobs):
+            if length <= least:
+                length = Int32(0)
         return length
 
     @cute.jit

@@ -119,7 +119,7 @@ class PagedLogits:
         self.piece_bytes = self.piece * (row_bytes * self.kv_turn + 4 * has_k_scale * num_kv_heads)
         self.k_steps = head_dim * self.dtype.width // 256
         self.turns = math_warpgroups == 2 and self.columns >= TURN_COLUMNS
-        self.deal = Deal(self.tile, self.drafts, passes, next_n, per_draft_lengths, self.blocks)
+        self.deal = Deal(self.tile, self.drafts, passes, next_n, per_draft_lengths, self.blocks, clean)
 
     # ---- host
 
