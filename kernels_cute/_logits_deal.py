@@ -16,7 +16,9 @@ JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
 class Deal:
     """The compile-time side; `lengths`, the clamp `limit` and the number of sequences arrive at launch."""
 
-    def __init__(self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int, all_jobs: bool):
+    def __init__(
+        self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int, all_jobs: bool
+    ):  # fmt: skip
         self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes  # tile_rows is a power of two
         self.next_n, self.per_draft_lengths = next_n, per_draft_lengths
         self.blocks = blocks  # of one wave
