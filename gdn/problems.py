@@ -205,11 +205,12 @@ class LogitsProblem(Problem):
 class MqaLogitsProblem(LogitsProblem):
     """`gdn.mqa_logits`: ragged prefill.
 
-    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale)
+    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale, least=0)
         q [M, H, D] contiguous; k [Nk, kv_heads, D] contiguous; k_scale [Nk, kv_heads] float32 or None
         weights [M, H], any row stride, last dim contiguous, or None; cu_seqlen_ks, cu_seqlen_ke [M] int32
         out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 is key ks[i]
-    A range is clamped to [0, Nk]; ks >= ke is empty.
+    A range is clamped to [0, Nk]; ks >= ke is empty. Of a row of at most `least` keys nothing need be scored (0 = every row);
+    only without `clean`.
     """
 
     op: ClassVar[str] = "mqa_logits"
@@ -231,7 +232,7 @@ class MqaLogitsProblem(LogitsProblem):
 class PagedMqaLogitsProblem(LogitsProblem):
     """`gdn.paged_mqa_logits`: decode from cache pages.
 
-    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale)
+    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale, least=0)
         q [B, next_n, H, D] contiguous
         cache: with has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)] (values of the whole page first, then its
             float32 scales), else dtype [pages, page_size * kv_heads * D]; last dim contiguous, page stride any multiple
@@ -239,7 +240,7 @@ class PagedMqaLogitsProblem(LogitsProblem):
         weights [B * next_n, H] or None; context_lens int32 [B], or [B, next_n] with per_draft_lengths
         block_tables int32 [B, max_pages], any row stride; out [B * next_n, max_context_len], last dim contiguous
     With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
-    [0, min(max_context_len, max_pages * page_size)].
+    [0, min(max_context_len, max_pages * page_size)]. least: as above.
     """
 
     op: ClassVar[str] = "paged_mqa_logits"
@@ -264,10 +265,13 @@ class PagedMqaLogitsProblem(LogitsProblem):
 class TopkProblem(Problem):
     """`gdn.topk_indices`.
 
-    launch(compiled, logits, row_starts, row_ends, out, list_short=0)
+    launch(compiled, logits, row_starts, row_ends, out, list_short=0, num_keys=-1, drafts=1)
         logits [rows, n] any row stride, last dim contiguous; row_starts, row_ends [rows] any stride, any values, or None
         out int32 [rows, k], any row stride, last dim contiguous
         list_short: 1 = a row of at most k columns lists them all, and none of its logits is read
+        num_keys: not -1, with both bounds = they are ranges of so many keys, and column 0 is the first key of each
+        drafts: not 1, without row_starts = row_ends [rows / drafts] are those of the last of so many rows, and each row before
+            it has one column less
     Every entry of out is written. Only a row's own range is read.
     """
 

@@ -16,10 +16,13 @@ JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
 class Deal:
     """The compile-time side; `lengths`, the clamp `limit` and the number of sequences arrive at launch."""
 
-    def __init__(self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int):
+    def __init__(
+        self, tile_rows: int, drafts: int, passes: int, next_n: int, per_draft_lengths: bool, blocks: int, all_jobs: bool
+    ):  # fmt: skip
         self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes  # tile_rows is a power of two
         self.next_n, self.per_draft_lengths = next_n, per_draft_lengths
         self.blocks = blocks  # of one wave
+        self.all_jobs = all_jobs  # `least` is 0
 
     @cute.jit
     def row_length(self, lengths, limit, sequence, draft):
@@ -34,8 +37,11 @@ class Deal:
         return cutlass.max(cutlass.min(length, limit), 0)
 
     @cute.jit
-    def job_length(self, lengths, limit, job, jobs):
-        """Keys that some draft of a job sees, 0 beyond the last job. Loads stand outside of conditions and travel together."""
+    def job_length(self, lengths, limit, least, job, jobs):
+        """Keys that some draft of a job sees; 0 up to `least`, and beyond the last job.
+
+        Loads stand outside of conditions and travel together.
+        """
         near = cutlass.min(job, jobs - 1)
         sequence, first = near // self.passes, near % self.passes * self.drafts
         length = Int32(0)
@@ -47,6 +53,9 @@ class Deal:
             length = self.row_length(lengths, limit, sequence, cutlass.min(first + self.drafts, self.next_n) - 1)
         if job >= jobs:
             length = Int32(0)
+        if cutlass.const_expr(not self.all_jobs):
+            if length <= least:
+                length = Int32(0)
         return length
 
     @cute.jit
@@ -76,17 +85,17 @@ class Deal:
         return cutlass.min(start // tiles_each, jobs - 1), start % tiles_each
 
     @cute.jit
-    def first_work(self, lengths, limit, jobs, waves, least: cutlass.Constexpr):
+    def first_work(self, lengths, limit, least, jobs, waves, fewest: cutlass.Constexpr):
         """(job, tile, tiles): where this block's run starts and how long it is. Of a whole warp; all lanes return the same."""
         lane = cute.arch.lane_idx()
         own = Int32(0)
         for base in cutlass.range(lane, jobs, 32 * JOBS_AT_ONCE, unroll=1):
             for part in cutlass.range_constexpr(JOBS_AT_ONCE):
-                own = own + self.tiles(self.job_length(lengths, limit, base + 32 * part, jobs))
+                own = own + self.tiles(self.job_length(lengths, limit, least, base + 32 * part, jobs))
         total = cute.arch.warp_redux_sync(own, "add")
 
         # Shorter sequences than the grid was made for: fewer waves, and the rest of the blocks stay idle.
-        while waves > 1 and (total >> (waves - 1)) < least * self.blocks:
+        while waves > 1 and (total >> (waves - 1)) < fewest * self.blocks:
             waves = waves - 1
         start, count = self.run(Int64(total), waves)
 
@@ -94,7 +103,7 @@ class Deal:
         if count > 0:
             before, base = Int32(0), Int32(0)
             while before <= start:  # ends: before reaches total, which is beyond start
-                own = self.tiles(self.job_length(lengths, limit, base + lane, jobs))
+                own = self.tiles(self.job_length(lengths, limit, least, base + lane, jobs))
                 upto = own
                 for power in cutlass.range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(upto, 1 << power, mask_and_clamp=0)

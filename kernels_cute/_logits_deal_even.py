@@ -32,8 +32,8 @@ class EvenDeal:
     """Methods of RaggedLogits."""
 
     @cute.jit
-    def row_range(self, starts, ends, row, num_queries, num_keys, num_columns):
-        """A query's keys as (first, end), (0, 0) where it sees none or there is no such row."""
+    def row_range(self, starts, ends, row, num_queries, num_keys, num_columns, least):
+        """A query's keys as (first, end), (0, 0) where it sees none, or at most `least`, or there is no such row."""
         # Loads stand outside of conditions, so that those of several rows travel together.
         near = cutlass.min(row, num_queries - 1)
         first = cutlass.max(starts[near], 0)
@@ -42,6 +42,9 @@ class EvenDeal:
             end = cutlass.min(end, num_columns)
         if first >= end or row >= num_queries:
             first, end = Int32(0), Int32(0)
+        if cutlass.const_expr(not self.clean):
+            if end - first <= least:  # neither is negative here
+                end = first
         if cutlass.const_expr(self.packed):
             end = first + cutlass.min(end - first, num_columns)
         return first, end
@@ -49,14 +52,14 @@ class EvenDeal:
     @cute.jit
     def seen(self, ranges, query_tile, wanted):
         """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _ = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges
         low, high = Int32(NO_KEY), Int32(0)
         local0 = cute.arch.lane_idx() % self.item_lanes * ROWS_PER_LANE
         if wanted:
             if local0 < self.queries:
                 for row in cutlass.range_constexpr(ROWS_PER_LANE):
                     first, end = self.row_range(
-                        starts, ends, query_tile * self.queries + local0 + row, num_queries, num_keys, num_columns
+                        starts, ends, query_tile * self.queries + local0 + row, num_queries, num_keys, num_columns, least
                     )
                     if first < end:
                         low = cutlass.min(low, first)
@@ -121,13 +124,13 @@ class EvenDeal:
 
     @cute.jit
     def sum_costs(
-        self, storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, worker,
+        self, storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, least, worker,
         workers: cutlass.Constexpr,
     ):  # fmt: skip
         """Fills loads and tails, cleared before; so many warps take their share each. The caller synchronises afterwards."""
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         spans = num_items // query_tiles
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, spans)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, spans, least)
         lane = cute.arch.lane_idx()
         loads = storage.loads.data_ptr().toint()
         blocks, _, _ = cute.arch.grid_dim()

@@ -119,12 +119,14 @@ class PagedLogits:
         self.piece_bytes = self.piece * (row_bytes * self.kv_turn + 4 * has_k_scale * num_kv_heads)
         self.k_steps = head_dim * self.dtype.width // 256
         self.turns = math_warpgroups == 2 and self.columns >= TURN_COLUMNS
-        self.deal = Deal(self.tile, self.drafts, passes, next_n, per_draft_lengths, self.blocks)
+        self.deal = Deal(self.tile, self.drafts, passes, next_n, per_draft_lengths, self.blocks, clean)
 
     # ---- host
 
     @cute.jit
-    def launch(self, q, cache, weights, lengths, tables, out, limit: Int32, waves: Int32, scale: Float32, stream):
+    def launch(
+        self, q, cache, weights, lengths, tables, out, limit: Int32, waves: Int32, least: Int32, scale: Float32, stream
+    ):  # fmt: skip
         mma = cute.make_tiled_mma(self._mma_op())
         heads, dim = self.num_heads, self.head_dim
         (in_run, positions), (run_stride, position_stride) = self.order.view(dim)
@@ -152,7 +154,7 @@ class PagedLogits:
         )
         self.kernel(
             query_atom, query_tensor, key_atom, key_tensor, cache, weights, lengths, tables, out, scale, mma, limit, waves,
-            cute.size(q, mode=[0]),
+            cute.size(q, mode=[0]), least,
         ).launch(
             grid=(self.blocks * waves, 1, 1),
             block=(self.num_threads, 1, 1),
@@ -226,6 +228,7 @@ class PagedLogits:
         limit: Int32,
         waves: Int32,
         batch: Int32,
+        least: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
@@ -246,10 +249,10 @@ class PagedLogits:
             cute.arch.setmaxregister_decrease(self.registers.copy)
             if warp == 0:
                 self.copy_warp(
-                    storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch
+                    storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch, least
                 )
             if warp == 1:
-                self.publish_warp(storage, weights, lengths, limit, waves, batch)
+                self.publish_warp(storage, weights, lengths, limit, waves, batch, least)
             if warp == FILL_WARP:
                 self.prefetch_pages(tables, limit, waves, batch)
             if cutlass.const_expr(self.clean):
@@ -269,7 +272,9 @@ class PagedLogits:
         prefetch(tables.iterator + Int64(job // self.passes) * tables.stride[0] + page)
 
     @cute.jit
-    def copy_warp(self, storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch):
+    def copy_warp(
+        self, storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch, least
+    ):  # fmt: skip
         query_layout, key_layout = self.query_smem(), self.key_smem()
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
         s_keys = storage.keys.get_tensor(key_layout.outer, swizzle=key_layout.inner)
@@ -285,13 +290,13 @@ class PagedLogits:
         jobs = batch * self.passes
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        job, tile, left = self.deal.first_work(lengths, limit, jobs, waves, LEAST_TILES)
+        job, tile, left = self.deal.first_work(lengths, limit, least, jobs, waves, LEAST_TILES)
         base = job
-        lane_length = self.deal.job_length(lengths, limit, base + lane, jobs)
+        lane_length = self.deal.job_length(lengths, limit, least, base + lane, jobs)
         while left > 0:
             if job - base == 32:
                 base = job
-                lane_length = self.deal.job_length(lengths, limit, base + lane, jobs)
+                lane_length = self.deal.job_length(lengths, limit, least, base + lane, jobs)
             length = cute.arch.shuffle_sync(lane_length, job - base)
             tiles = cutlass.min(self.deal.tiles(length) - tile, left)
             if tiles > 0:
@@ -373,7 +378,7 @@ class PagedLogits:
         return cute.make_tensor(line + index, cute.make_layout(1))[0]
 
     @cute.jit
-    def publish_warp(self, storage, weights, lengths, limit, waves, batch):
+    def publish_warp(self, storage, weights, lengths, limit, waves, batch, least):
         lane = cute.arch.lane_idx()
         s_items = storage.items.get_tensor(cute.make_layout(4 * QUERY_STAGES))
         s_lengths = storage.lengths.get_tensor(cute.make_layout(self.drafts * QUERY_STAGES))
@@ -382,13 +387,13 @@ class PagedLogits:
         jobs = batch * self.passes
 
         stage, parity = Int32(0), Int32(0)
-        job, tile, left = self.deal.first_work(lengths, limit, jobs, waves, LEAST_TILES)
+        job, tile, left = self.deal.first_work(lengths, limit, least, jobs, waves, LEAST_TILES)
         base = job
-        lane_length = self.deal.job_length(lengths, limit, base + lane, jobs)
+        lane_length = self.deal.job_length(lengths, limit, least, base + lane, jobs)
         while left > 0:
             if job - base == 32:
                 base = job
-                lane_length = self.deal.job_length(lengths, limit, base + lane, jobs)
+                lane_length = self.deal.job_length(lengths, limit, least, base + lane, jobs)
             length = cute.arch.shuffle_sync(lane_length, job - base)
             tiles = cutlass.min(self.deal.tiles(length) - tile, left)
             if tiles > 0:

@@ -108,7 +108,9 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     # ---- host
 
     @cute.jit
-    def launch(self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, scale: Float32, stream):
+    def launch(
+        self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, least: Int32, scale: Float32, stream
+    ):  # fmt: skip
         # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
         mma = cute.make_tiled_mma(self._mma_op(self.product_columns // self.halves))
         query_smem, key_smem = self.query_smem(), self.key_smem()
@@ -150,7 +152,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
             blocks = cutlass.max(cutlass.min(num_items, self.num_blocks), 1)
         self.kernel(
             query_atom, query_tensor, key_atom, key_tensor, k_scale, weights, starts, ends, out, scale, mma,
-            num_keys, query_tiles, item_tiles, num_items, self.head_items(all_tiles, num_items, blocks), fill_tiles, fill_items,
+            num_keys, query_tiles, item_tiles, num_items, self.head_items(all_tiles, num_items, blocks), fill_tiles,
+            fill_items, least,
         ).launch(
             grid=(blocks, 1, 1),
             block=(NUM_THREADS, 1, 1),
@@ -227,6 +230,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         head_items: Int32,
         fill_tiles: Int32,
         fill_items: Int32,
+        least: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
@@ -241,7 +245,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.keys_free.data_ptr() + stage, MATH_WARPS)
         cute.arch.mbarrier_init_fence()
-        work = (storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items)
+        work = (storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, least)
         if cutlass.const_expr(self.even > 0):
             self.clear_costs(storage)
         if cutlass.const_expr(self.even == 8):
@@ -254,11 +258,11 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
             if warp == 0:
                 self.copy_warp(
                     storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys,
-                    query_tiles, item_tiles, num_items, head_items,
+                    query_tiles, item_tiles, num_items, head_items, least,
                 )  # fmt: skip
             if warp == 1:
                 self.publish_warp(
-                    storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items
+                    storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, least
                 )
             if cutlass.const_expr(0 < self.even < 8):
                 if warp >= FILL_WARP:
@@ -279,7 +283,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     @cute.jit
     def copy_warp(
         self, storage, query_atom, query_tensor, key_atom, key_tensor, starts, ends, out, num_keys, query_tiles,
-        item_tiles, num_items, head_items,
+        item_tiles, num_items, head_items, least,
     ):  # fmt: skip
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         query_layout, key_layout = self.query_smem(), self.key_smem()
@@ -294,7 +298,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         tensors = (query_atom, query_tensor, s_queries, key_atom, to_keys, from_keys)
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles, least)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -377,13 +381,15 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         )
 
     @cute.jit
-    def publish_warp(self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items):
+    def publish_warp(
+        self, storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, least
+    ):  # fmt: skip
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
 
         stage, parity = Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles, least)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -418,7 +424,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     @cute.jit
     def publish_item(self, storage, weights, ranges, row0, tile_first, tile_end, stage, parity):
         """Tells the math warps of one item, where it holds anything: its place, ranges and weights."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _ = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
@@ -434,7 +440,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
             for part in cutlass.range_constexpr((self.queries + 31) // 32):
                 local = lane + 32 * part
                 if local < self.queries:
-                    first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns)
+                    first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns, least)
                     s_starts[slot + local] = first
                     s_ends[slot + local] = end
             if cutlass.const_expr(self.has_weights):
@@ -465,7 +471,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     part_rows = cutlass.const_expr(min(32, self.queries - 32 * part))
                     # One load a lane; the rows' ranges are then handed round.
                     lane_first, lane_end = self.row_range(
-                        starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns
+                        starts, ends, row0 + 32 * part + lane, num_queries, num_keys, num_columns, Int32(0)
                     )
                     for step in cutlass.range(part_rows // 2, unroll=1):
                         local = 2 * step + half

@@ -63,8 +63,8 @@ class TopkRows:
     # ---- host
 
     @cute.jit
-    def launch(self, logits, starts, ends, out, list_short, stream):
-        self.kernel(logits, starts, ends, out, list_short).launch(
+    def launch(self, logits, starts, ends, out, list_short, num_keys, drafts, stream):
+        self.kernel(logits, starts, ends, out, list_short, num_keys, drafts).launch(
             grid=(cute.size(logits, mode=[0]), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.blocks_per_sm,
@@ -89,13 +89,14 @@ class TopkRows:
 
     @cute.kernel
     def kernel(
-        self, logits: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor, list_short: Int32
-    ):
+        self, logits: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor, list_short: Int32,
+        num_keys: Int32, drafts: Int32,
+    ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         k = Int32(out.shape[1])
-        first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]))
+        first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]), num_keys, drafts)
         if list_short != 0 and end - first <= k:
             for place in cutlass.range(thread, k, self.threads, unroll=1):
                 column = Int32(place)
@@ -170,24 +171,32 @@ class TopkRows:
         self.write(storage, base, out, row, lead, words, thread, k)
 
     @cute.jit
-    def row_range(self, starts, ends, row, columns):
-        """[first, end) of a row's columns, clamped; first = end where it is empty."""
+    def row_range(self, starts, ends, row, columns, num_keys, drafts):
+        """[first, end) of a row's columns, clamped; first = end where it is empty.
+
+        With starts and num_keys >= 0 they are ranges of so many keys, and column 0 is a range's first. Without starts the end
+        of the last of `drafts` rows is given, and each row before it has one column less.
+        """
         first, end = Int32(0), columns
         if cutlass.const_expr(self.has_starts):
-            # Clamped before it is narrowed: an int64 may hold anything.
-            first = self.clamped(starts[row], columns)
-        if cutlass.const_expr(self.has_ends):
-            end = self.clamped(ends[row], columns)
-        return first, cutlass.max(first, end)
+            limit = columns
+            if num_keys >= 0:
+                limit = num_keys
+            first, end = self.clamped(starts[row], 0, limit), limit
+            if cutlass.const_expr(self.has_ends):
+                end = self.clamped(ends[row], 0, limit)
+            end = cutlass.max(first, end)
+            if num_keys >= 0:
+                first, end = Int32(0), cutlass.min(end - first, columns)
+        elif cutlass.const_expr(self.has_ends):
+            end = self.clamped(ends[row // drafts], drafts - 1 - row % drafts, columns)
+        return first, end
 
     @cute.jit
-    def clamped(self, bound, columns):
-        wide = Int64(bound)
-        if wide < 0:
-            wide = Int64(0)
-        if wide > Int64(columns):
-            wide = Int64(columns)
-        return Int32(wide)
+    def clamped(self, bound, less, most):
+        """bound - less, between 0 and `most`, and narrowed only then: an int64 may hold anything."""
+        wide = cutlass.min(cutlass.max(Int64(bound), Int64(0)), Int64(most) + less)
+        return Int32(cutlass.max(wide - less, Int64(0)))
 
     @cute.jit
     def load_quads(
@@ -428,13 +437,15 @@ class TopkRows:
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         line = out.iterator + Int64(row) * out.stride[0]
         written = Int32(0)
-        for start in cutlass.range(0, words, self.threads, unroll=1):
+        own = Int32(thread)
+        for _ in cutlass.range(0, words, self.threads, unroll=1):
             word = Uint32(0)
-            if start + thread < words:
-                word = s_bitmap[start + thread]
+            if own < words:
+                word = s_bitmap[own]
             before, total = self.sum_before(storage, thread, Int32(cute.arch.popc(word)))
             place = written + before
-            column = (start + thread) * 32
+            column = own * 32
+            own = own + self.threads
             while word != 0:
                 lowest = word & (~word + 1)
                 if cutlass.const_expr(self.by_score):

@@ -138,13 +138,18 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     # The widest tile reads each key least often; a narrower one serves when it already holds every query.
     widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
     columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
-    # Below 8 heads the write of the scores is the limit, with 64-byte rows the sums are: neither gains by overlapping them.
-    wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
+    # Rows of 64 bytes are not bound by the sums, and below 8 heads the write of the scores is the limit: then not the overlap
+    # of sums and products pays but longer runs of columns for a store.
+    whole_rows = _row_bytes(problem) >= 128
+    wide = problem.num_heads >= 8 and whole_rows
     two = wide and columns >= 128 and _two_sets(problem, columns)
-    relu_sum = wide and problem.relu and problem.dtype == "float8_e4m3fn"
+    fp8 = whole_rows and problem.dtype == "float8_e4m3fn"
+    relu_sum = fp8 and problem.relu
+    segment = 32 if fp8 and 4 <= problem.num_heads < 8 else 8
     for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
         # Without a second stage every item waits for its queries once, so items are as long as their keys stay in the L2 cache.
-        single = query_stages == 1
+        # With many heads a block has few queries and runs that begin anywhere cost more than the even end gains.
+        runs = query_stages == 1 or (wide and problem.num_heads <= 32)
         config = Config(
             columns=columns,
             query_stages=query_stages,
@@ -152,10 +157,10 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
             handoff=1 if two else max(1, _steps(problem) // 4),
             halves=2 if two else 1,
             relu_sum=relu_sum,
-            even=8 if single else int(wide),
-            segment=8,
+            even=8 if runs else int(wide),
+            segment=segment,
             rows_first=False,
-            tiles_per_item=_cached_tiles(problem, device) if single else 32,
+            tiles_per_item=_cached_tiles(problem, device) if runs else 64 if wide else 32,
             num_blocks=device.num_sms,
         )
         if fits(problem, config, device):
@@ -235,7 +240,7 @@ def _arguments(problem: MqaLogitsProblem) -> list[Any]:
     weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
     q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, kv_heads, problem.head_dim)
-    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Float32(1.0)]
+    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
 
 
 def _rows(dtype: Any, heads: int, dim: int) -> Any:
@@ -252,7 +257,16 @@ def _vector() -> Any:
 
 
 def launch(
-    compiled: Any, q: Any, k: Any, k_scale: Any, weights: Any, cu_seqlen_ks: Any, cu_seqlen_ke: Any, out: Any, scale: float
+    compiled: Any,
+    q: Any,
+    k: Any,
+    k_scale: Any,
+    weights: Any,
+    cu_seqlen_ks: Any,
+    cu_seqlen_ke: Any,
+    out: Any,
+    scale: float,
+    least: int = 0,
 ) -> None:
     if out.shape[0] == 0 or out.shape[1] == 0:
         return
@@ -261,4 +275,4 @@ def launch(
         k = q[:1, : k.shape[1]]  # the copy engine's descriptor needs an address; nothing is read through it
     k_scale = cu_seqlen_ks if k_scale is None else k_scale
     weights = cu_seqlen_ks if weights is None else weights
-    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, scale)
+    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, least, scale)

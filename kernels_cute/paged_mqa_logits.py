@@ -218,7 +218,8 @@ def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
     if problem.per_draft_lengths:
         lengths = _matrix(cutlass.Int32, problem.next_n)
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    return [q, cache, weights, lengths, _table(), out, cutlass.Int32(0), cutlass.Int32(1), cutlass.Float32(1.0)]
+    numbers = [cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(0), cutlass.Float32(1.0)]
+    return [q, cache, weights, lengths, _table(), out, *numbers]
 
 
 def _table() -> Any:
@@ -239,7 +240,17 @@ def waves(problem: PagedMqaLogitsProblem, config: Config, batch: int, limit: int
     return rounds
 
 
-def launch(compiled: Any, q: Any, cache: Any, weights: Any, context_lens: Any, block_tables: Any, out: Any, scale: float) -> None:
+def launch(
+    compiled: Any,
+    q: Any,
+    cache: Any,
+    weights: Any,
+    context_lens: Any,
+    block_tables: Any,
+    out: Any,
+    scale: float,
+    least: int = 0,
+) -> None:
     problem = compiled.problem
     if out.shape[0] == 0 or out.shape[1] == 0:
         return
@@ -250,4 +261,4 @@ def launch(compiled: Any, q: Any, cache: Any, weights: Any, context_lens: Any, b
     limit = min(out.shape[1], block_tables.shape[1] * problem.page_size)
     rounds = waves(problem, compiled.config, q.shape[0], limit)
     weights = block_tables if weights is None else weights
-    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, rounds, scale)
+    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, rounds, least, scale)

@@ -75,7 +75,7 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     for config in (
         Config(256, 1, 4, 2048, 2048, 2048),
         Config(512, 2, 3, 8192, 4096, 8192),
-        Config(512, 4, 2, 32768, 6144, 32768),
+        Config(1024, 2, 2, 32768, 6144, 32768),
         Config(1024, 4, 1, 65536, 8192, 65536),
         Config(1024, 4, 1, 65536, 8192, 131072),
     ):
@@ -135,14 +135,24 @@ def _arguments(problem: TopkProblem) -> list[Any]:
     def bound(name: str | None) -> Any:
         if name is None:
             return matrix(cutlass.Int32)
-        return make_fake_tensor(INDEX_DTYPES[name], (rows,), stride=(cute.sym_int64(),))
+        return make_fake_tensor(INDEX_DTYPES[name], (cute.sym_int(),), stride=(cute.sym_int64(),))
 
     return [
-        matrix(dtype), bound(problem.starts_dtype), bound(problem.ends_dtype), matrix(cutlass.Int32), cutlass.Int32(0)
+        matrix(dtype), bound(problem.starts_dtype), bound(problem.ends_dtype), matrix(cutlass.Int32),
+        cutlass.Int32(0), cutlass.Int32(-1), cutlass.Int32(1),
     ]  # fmt: skip
 
 
-def launch(compiled: Any, logits: Any, row_starts: Any, row_ends: Any, out: Any, list_short: int = 0) -> None:
+def launch(
+    compiled: Any,
+    logits: Any,
+    row_starts: Any,
+    row_ends: Any,
+    out: Any,
+    list_short: int = 0,
+    num_keys: int = -1,
+    drafts: int = 1,
+) -> None:
     if out.shape[0] == 0 or out.shape[1] == 0:
         return
     if logits.shape[1] == 0:  # no address to pass
@@ -151,5 +161,11 @@ def launch(compiled: Any, logits: Any, row_starts: Any, row_ends: Any, out: Any,
     config = compiled.config
     entry = ANY_ENTRY if logits.shape[1] > config.max_columns and config != ANY_SIZE else ENTRY
     compiled.functions[entry](
-        logits, out if row_starts is None else row_starts, out if row_ends is None else row_ends, out, list_short
+        logits,
+        out if row_starts is None else row_starts,
+        out if row_ends is None else row_ends,
+        out,
+        list_short,
+        num_keys,
+        drafts,
     )

@@ -448,8 +448,18 @@ def chunk_tiles(num_queries: int, num_columns: int, config: Config) -> int:
 
 
 def launch(
-    compiled: Any, q: Any, k: Any, k_scale: Any, weights: Any, cu_seqlen_ks: Any, cu_seqlen_ke: Any, out: Any, scale: float
+    compiled: Any,
+    q: Any,
+    k: Any,
+    k_scale: Any,
+    weights: Any,
+    cu_seqlen_ks: Any,
+    cu_seqlen_ke: Any,
+    out: Any,
+    scale: float,
+    least: int = 0,
 ) -> None:
+    # `least` allows rows to be left out; here all are scored.
     problem, config = compiled.problem, compiled.config
     num_queries, num_columns = out.shape
     if num_queries == 0 or num_columns == 0:

@@ -509,7 +509,18 @@ def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
     return {ENTRY: _build.library(program(problem, config), pass_configs=_logits.PASS_CONFIGS)}
 
 
-def launch(compiled: Any, q: Any, cache: Any, weights: Any, context_lens: Any, block_tables: Any, out: Any, scale: float) -> None:
+def launch(
+    compiled: Any,
+    q: Any,
+    cache: Any,
+    weights: Any,
+    context_lens: Any,
+    block_tables: Any,
+    out: Any,
+    scale: float,
+    least: int = 0,
+) -> None:
+    # `least` allows rows to be left out; here all are scored.
     problem = compiled.problem
     if out.shape[0] == 0 or out.shape[1] == 0:
         return

@@ -1,7 +1,8 @@
 """Indexer logits and top-k in bounded memory: the scores of some rows at a time go through one workspace.
 
 A step is two launches, the logits' and the selection's, which writes its rows of the result. A row that sees at most topk
-keys is given to the logits as an empty range, and the selection lists it without reading; no value comes back to the host.
+keys is left out by the logits, and the selection lists it without reading. Both take the ranges as they are given; no value
+comes back to the host.
 """
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from gdn.ops import _library_qsa
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._logits_checks import INDEX_DTYPES, QUERY_DTYPES, as_int32, check_cache, check_count, check_weights
-from gdn.ops.mqa_logits import mqa_logits
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, paged_mqa_logits
+from gdn.ops.mqa_logits import score_rows
+from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, score_pages
 from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
 
@@ -63,38 +64,29 @@ def indexer_topk(
     backend = _ordered(backend, "indexer_topk")
 
     starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
-    scored = ends
-    row_starts: torch.Tensor | None = starts
-    row_ends = ends
-    if num_rows and width > topk:
-        starts, ends = starts.clamp(0, num_keys), ends.clamp(max=num_keys)
-        lengths = ends - starts
-        scored = torch.where(lengths > topk, ends, starts)
-        # With max_seqlen_k the scores of a row start with its first key.
-        row_starts, row_ends = (starts, ends) if max_seqlen_k is None else (None, lengths)
+    packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
     def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
-        return mqa_logits(
+        return score_rows(
             q[first:last],
             k,
             weights[first:last] if weights is not None else None,
             starts[first:last],
-            scored[first:last],
-            k_scale=k_scale,
-            scale=scale,
-            relu=relu,
-            max_seqlen_k=max_seqlen_k,
-            clean_logits=False,  # the selection reads ranges only
-            out=buffer,
-            backend=backend,
+            ends[first:last],
+            k_scale,
+            scale,
+            relu,
+            max_seqlen_k,
+            False,  # the selection reads ranges only
+            torch.float32,
+            buffer,
+            backend,
+            least=topk,
         )
 
     if num_rows == 0 or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
-        if max_seqlen_k is not None:
-            starts, ends = starts.clamp(0, num_keys), ends.clamp(max=num_keys)
-            row_starts, row_ends = None, ends - starts
-        return _listed(num_rows, width, topk, row_starts, row_ends, out, backend, device)
+        return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
     buffer: torch.Tensor | None = None
     for low in range(0, num_rows, step):
         high = min(low + step, num_rows)
@@ -102,8 +94,17 @@ def indexer_topk(
         buffer = scores if buffer is None else buffer
         if out is None:
             out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
-        first = None if row_starts is None else row_starts[low:high]
-        select_rows(scores, topk, first, row_ends[low:high], "index", out[low:high], _selection(backend), list_short=True)
+        select_rows(
+            scores,
+            topk,
+            starts[low:high],
+            ends[low:high],
+            "index",
+            out[low:high],
+            _selection(backend),
+            list_short=True,
+            num_keys=packed_keys,
+        )
     assert out is not None
     return out
 
@@ -156,30 +157,30 @@ def paged_indexer_topk(
     check_indices_out(out, batch * next_n, topk, device)
     backend = _ordered(backend, "paged_indexer_topk")
 
-    row_ends = _row_lengths(context_lens, next_n)
-    scored = context_lens
-    if width > topk:
-        scored = context_lens.where(context_lens > topk, 0)  # the longest draft's, where there is one length for all
+    context_lens = as_int32(context_lens)
+    drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
 
     def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
         rows = slice(first * next_n, last * next_n)
-        return paged_mqa_logits(
+        return score_pages(
             q[first:last],
             cache,
             weights[rows] if weights is not None else None,
-            scored[first:last],
+            context_lens[first:last],
             block_tables[first:last],
             width,
-            scale=scale,
-            relu=relu,
-            clean_logits=False,  # the selection reads ranges only
-            out=buffer,
-            backend=backend,
+            scale,
+            relu,
+            False,  # the selection reads ranges only
+            torch.float32,
+            buffer,
+            backend,
+            least=topk,
         )
 
     if batch == 0 or next_n == 0 or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
-        return _listed(batch * next_n, width, topk, None, row_ends, out, backend, device)
+        return _listed(batch * next_n, width, topk, None, context_lens.reshape(-1), out, backend, device, drafts=drafts)
     buffer: torch.Tensor | None = None
     for low in range(0, batch, step):
         high = min(low + step, batch)
@@ -188,19 +189,19 @@ def paged_indexer_topk(
         buffer = scores if buffer is None else buffer
         if out is None:
             out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=device)
-        select_rows(scores, topk, None, row_ends[rows], "index", out[rows], _selection(backend), list_short=True)
+        select_rows(
+            scores,
+            topk,
+            None,
+            context_lens[low:high].reshape(-1),
+            "index",
+            out[rows],
+            _selection(backend),
+            list_short=True,
+            drafts=drafts,
+        )
     assert out is not None
     return out
-
-
-def _row_lengths(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
-    """Keys that each row sees, [B * next_n], not yet clamped to what there is: the selection clamps."""
-    if context_lens.dim() == 2:
-        return context_lens.reshape(-1)
-    if next_n == 1:
-        return context_lens
-    drafts = torch.arange(1 - next_n, 1, dtype=context_lens.dtype, device=context_lens.device)
-    return (context_lens[:, None] + drafts).reshape(-1)
 
 
 def _listed(
@@ -212,10 +213,24 @@ def _listed(
     out: torch.Tensor | None,
     backend: str | None,
     device: torch.device,
+    *,
+    num_keys: int | None = None,
+    drafts: int = 1,
 ) -> torch.Tensor:
     """Rows of at most topk columns, all of which are in the result: there is nothing to score or to read."""
     unread = torch.empty(1, width, device=device).expand(num_rows, width)
-    return select_rows(unread, topk, row_starts, row_ends, "index", out, _selection(backend), list_short=True)
+    return select_rows(
+        unread,
+        topk,
+        row_starts,
+        row_ends,
+        "index",
+        out,
+        _selection(backend),
+        list_short=True,
+        num_keys=num_keys,
+        drafts=drafts,
+    )
 
 
 def _units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:

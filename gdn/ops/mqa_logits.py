@@ -79,10 +79,32 @@ def mqa_logits(
             q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out_dtype, backend
         )
         return traced
+    return score_rows(
+        q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out_dtype, out, backend
+    )
+
+
+def score_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    scale: float,
+    relu: bool,
+    max_seqlen_k: int | None,
+    clean_logits: bool,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    backend: str | None,
+    least: int = 0,
+) -> torch.Tensor:
+    """Eager `mqa_logits`. Without clean_logits rows of at most `least` keys may stay unscored."""
     tensors = (q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, out)
     flags = (
         scale, type(scale), relu, type(relu), max_seqlen_k, type(max_seqlen_k), clean_logits, type(clean_logits), out_dtype,
-        backend,
+        backend, least,
     )  # fmt: skip
     repeated: torch.Tensor | None = _memo.run(tensors, flags)
     if repeated is not None:
@@ -158,7 +180,7 @@ def mqa_logits(
     starts, ends = make(made, as_int32, cu_seqlen_ks), make(made, as_int32, cu_seqlen_ke)
     if weights is not None:
         weights = make(made, kernel_weights, weights)
-    arguments = (aligned(q), k_rows, k_scale, weights, starts, ends, out, scale)
+    arguments = (aligned(q), k_rows, k_scale, weights, starts, ends, out, scale, least)
     prepared.launch(*arguments)
     _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (tensors[0], tensors[1], tensors[5]))
     return out

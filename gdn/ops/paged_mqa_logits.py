@@ -78,10 +78,31 @@ def paged_mqa_logits(
             q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out_dtype, backend
         )
         return traced
+    return score_pages(
+        q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out_dtype, out, backend
+    )
+
+
+def score_pages(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    relu: bool,
+    clean_logits: bool,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    backend: str | None,
+    least: int = 0,
+) -> torch.Tensor:
+    """Eager `paged_mqa_logits`. Without clean_logits rows of at most `least` keys may stay unscored."""
     tensors = (q, block_tables, cache, weights, context_lens, out)
     flags = (
         max_context_len, type(max_context_len), scale, type(scale), relu, type(relu), clean_logits, type(clean_logits),
-        out_dtype, backend,
+        out_dtype, backend, least,
     )  # fmt: skip
     repeated: torch.Tensor | None = _memo.run(tensors, flags)
     if repeated is not None:
@@ -148,7 +169,7 @@ def paged_mqa_logits(
     lengths = make(made, as_int32, context_lens)
     if weights is not None:
         weights = make(made, kernel_weights, weights)
-    arguments = (aligned(q), flat_pages(cache), weights, lengths, block_tables, out, scale)
+    arguments = (aligned(q), flat_pages(cache), weights, lengths, block_tables, out, scale, least)
     prepared.launch(*arguments)
     _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (q, cache))
     return out

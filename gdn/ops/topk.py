@@ -69,8 +69,14 @@ def select_rows(
     out: torch.Tensor | None,
     backend: str | None,
     list_short: bool = False,
+    num_keys: int | None = None,
+    drafts: int = 1,
 ) -> torch.Tensor:
-    """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read."""
+    """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read.
+
+    num_keys: row_starts and row_ends are ranges of so many keys, and column 0 is the first key of each.
+    drafts: row_ends [rows / drafts] are those of the last of so many rows; each row before it has one column less.
+    """
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
         dtype=dtype_name(logits.dtype),
@@ -83,13 +89,26 @@ def select_rows(
     )
     prepared = runtime.prepare(problem, device, backend)
     if prepared.launch is None:
+        row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)
         picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
         return picked.copy_(list_short_rows(picked, _lengths(logits, row_starts, row_ends))) if list_short else picked
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if rows and k:
-        prepared.launch(logits, row_starts, row_ends, out, int(list_short))
+        prepared.launch(logits, row_starts, row_ends, out, int(list_short), -1 if num_keys is None else num_keys, drafts)
     return out
+
+
+def _own_bounds(
+    starts: torch.Tensor | None, ends: torch.Tensor | None, num_keys: int | None, drafts: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The columns of each row, where bounds are given as keys or for several rows at a time."""
+    if num_keys is not None and starts is not None and ends is not None:
+        return None, ends.clamp(0, num_keys) - starts.clamp(0, num_keys)
+    if drafts != 1 and ends is not None:
+        before_last = torch.arange(1 - drafts, 1, dtype=ends.dtype, device=ends.device)
+        return starts, (ends.clamp(min=0)[:, None] + before_last).reshape(-1)
+    return starts, ends
 
 
 def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:

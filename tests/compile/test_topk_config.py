@@ -40,7 +40,7 @@ def test_the_tensors_decide_which_entry_runs(columns: int, entry: str) -> None:
     topk.launch(compiled, logits, None, ends, out)
     ((name, tensors),) = called
     assert name == entry and [id(one) for one in tensors[:4]] == [id(one) for one in (logits, out, ends, out)]
-    assert tensors[4:] == (0,)
+    assert tensors[4:] == (0, -1, 1)
 
 
 def test_nothing_to_read_is_written_without_a_launch() -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.mqa_logits import score_rows
+from gdn.ops.paged_mqa_logits import score_pages
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference.topk import list_short_rows
 from gdn.runtime import registry
@@ -73,7 +75,7 @@ def test_ragged_short_rows_need_no_scores(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (2, False), (3, False), (2, True)])
 def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
     lengths = [2000, 0, 5, K, K + 1, 1999, K + 2, 1300]
     given = [[max(0, n - 1), n] for n in lengths] if per_draft else lengths
@@ -90,6 +92,8 @@ def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
     for options in ({}, {"max_context_len": 2000, "workspace_bytes": 3 * next_n * 2000 * 4}):
         got = gdn.paged_indexer_topk(*arguments, K, backend=backend, **options)
         assert torch.equal(got, want)
+        wide = (*arguments[:3], inputs.context_lens.long(), inputs.block_tables)
+        assert torch.equal(gdn.paged_indexer_topk(*wide, K, backend=backend, **options), want)
     weights = inputs.weights.clone()
     weights[counts <= K] = torch.nan
     got = gdn.paged_indexer_topk(*arguments[:2], weights, *arguments[3:], K, backend=backend)
@@ -97,6 +101,76 @@ def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
     few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, backend=backend)
     columns = torch.arange(K, device="cuda", dtype=torch.int32)
     assert torch.equal(few, torch.where(columns < counts.clamp(max=400)[:, None], columns, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bounds_of_any_value(backend: str) -> None:
+    """Ranges beyond the keys and beyond int32, scores that start with a row's first key or not; lengths likewise."""
+    q, k, weights, _, _, k_scale = ragged(64, 3000, "random")
+    low = [0, -5, 17, 2999, 3000, 4000, -(2**31), 2**31 - 1, 100, 700]
+    high = [3000, 99999, 530, -1, -(2**31), 2**31 - 1, 1800, 0]
+    starts = torch.tensor([low[row % len(low)] for row in range(64)], device="cuda")
+    ends = torch.tensor([high[row % len(high)] for row in range(64)], device="cuda")
+    far = ends.where(ends < 2**31 - 1, 2**62), starts.where(starts > -(2**31), -(2**62))
+    call = (q, k, weights, starts.int(), ends.int(), k_scale)
+    want = whole_ragged(call, backend)
+    for first, last in ((starts.int(), ends.int()), (far[1], far[0])):
+        for options in ({}, {"max_seqlen_k": 3000}, {"max_seqlen_k": 3500, "workspace_bytes": 30 * 3500 * 4}):
+            got = gdn.indexer_topk(q, k, weights, first, last, K, k_scale=k_scale, backend=backend, **options)
+            assert torch.equal(got, want)
+    # Ranges longer than the bound end with it.
+    got = gdn.indexer_topk(q, k, weights, starts.int(), ends.int(), K, k_scale=k_scale, max_seqlen_k=1000, backend=backend)
+    first = starts.clamp(0, 3000)
+    cut = torch.minimum(ends.clamp(0, 3000), first + 1000)
+    assert torch.equal(got, whole_ragged((q, k, weights, first.int(), cut.int(), k_scale), backend))
+    problem = PagedMqaLogitsProblem(16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, 3, False, 6, 2000)
+    inputs = make_paged_inputs(problem, "cuda", lengths=[2000] * 6)
+    given = torch.tensor([2**31 - 1, -(2**31), 1, 2001, K + 1, 1000], dtype=torch.int32, device="cuda")
+    lengths = given.clamp(-3, 5000).long()
+    counts = (lengths[:, None] - 2 + torch.arange(3, device="cuda")).reshape(-1).clamp(0, 2000)
+    arguments = (inputs.q, inputs.cache, inputs.weights, lengths.int(), inputs.block_tables)
+    logits = gdn.paged_mqa_logits(*arguments, 2000, clean_logits=False, backend=backend)
+    want = list_short_rows(gdn.topk_indices(logits, K, None, counts), counts)
+    for lens in (lengths.int(), given):
+        got = gdn.paged_indexer_topk(*arguments[:3], lens, arguments[4], K, max_context_len=2000, backend=backend)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_short_rows_stay_unscored(packed: bool) -> None:
+    """Not a score of a row of at most `least` keys is written, and the others' are those of a call without."""
+    q, k, weights, starts, ends, k_scale = ragged(400, 3000, "random")
+    ends[::7] = starts[::7] + K
+    ends[1::7] = starts[1::7] + K + 1
+    plain = gdn.mqa_logits(
+        q, k, weights, starts, ends, k_scale=k_scale, max_seqlen_k=3000 if packed else None, clean_logits=False, backend="cute",
+        out=torch.full((400, 3000), 7.5, device="cuda"),
+    )  # fmt: skip
+    got = score_rows(
+        q, k, weights, starts, ends, k_scale, 1.0, True, 3000 if packed else None, False, torch.float32,
+        torch.full((400, 3000), 7.5, device="cuda"), "cute", least=K,
+    )  # fmt: skip
+    short = visible(starts, ends, 3000) <= K
+    assert bool(short.any()) and not bool(short.all())
+    # As bits: the ranges made longer reach poisoned keys, whose scores are NaN.
+    assert torch.equal(got[~short].view(torch.int32), plain[~short].view(torch.int32)) and bool((got[short] == 7.5).all())
+
+
+@pytest.mark.parametrize("per_draft", [False, True])
+def test_short_sequences_stay_unscored(per_draft: bool) -> None:
+    """The same of sequences whose longest draft sees at most `least` keys."""
+    lengths = [2000, 0, 5, K, K + 1, 1999, K + 2, 1300]
+    given = [[max(0, n - 1), n] for n in lengths] if per_draft else lengths
+    problem = PagedMqaLogitsProblem(
+        16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, 2, per_draft, 8, 2000
+    )
+    inputs = make_paged_inputs(problem, "cuda", lengths=given)
+    arguments = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables, 2000)
+    plain, got = (torch.full((16, 2000), 7.5, device="cuda") for _ in range(2))
+    gdn.paged_mqa_logits(*arguments, clean_logits=False, out=plain, backend="cute")
+    score_pages(*arguments, 1.0, True, False, torch.float32, got, "cute", least=K)
+    short = torch.tensor([n <= K for n in lengths], device="cuda").repeat_interleave(2)
+    assert torch.equal(got[~short], plain[~short]) and bool((got[short] == 7.5).all())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

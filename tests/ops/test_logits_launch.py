@@ -46,8 +46,9 @@ class StandIn:
         choice = runtime.Choice(problem.op, "tilelang")
         return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
 
-    def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale):
+    def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale, least=0):
         self.launches += 1
+        assert least == 0 or not p.clean
         assert p.num_queries and p.num_keys and p.num_columns
         contiguous(q, (p.num_queries, p.num_heads, p.head_dim), getattr(torch, p.dtype))
         contiguous(k, (p.num_keys, p.num_kv_heads, p.head_dim), getattr(torch, p.dtype))
@@ -63,8 +64,10 @@ class StandIn:
             q, k, weights, starts, ends, k_scale=k_scale, scale=scale, relu=p.relu,
             max_seqlen_k=p.num_columns if p.packed else None, out=out,
         )  # fmt: skip
+        first, last = key_range(starts, ends, p.num_keys)
+        out[(last - first) <= least] = torch.nan if least else -torch.inf
 
-    def topk(self, p, logits, starts, ends, out, list_short=0):
+    def topk(self, p, logits, starts, ends, out, list_short=0, num_keys=-1, drafts=1):
         self.launches += 1
         assert list_short in (0, 1)
         assert p.num_rows and p.k
@@ -73,7 +76,13 @@ class StandIn:
         for bound, dtype in ((starts, p.starts_dtype), (ends, p.ends_dtype)):
             assert (bound is None) == (dtype is None)
             if bound is not None:
-                assert tuple(bound.shape) == (p.num_rows,) and str(bound.dtype) == f"torch.{dtype}"
+                assert tuple(bound.shape) == (p.num_rows // drafts,) and str(bound.dtype) == f"torch.{dtype}"
+        if num_keys != -1:  # ranges of keys
+            first, last = key_range(starts, ends, num_keys)
+            starts, ends = None, last - first
+        if drafts != 1:
+            assert starts is None and p.num_rows % drafts == 0
+            ends = ends.long().repeat_interleave(drafts) + torch.arange(p.num_rows) % drafts - drafts + 1
         assert tuple(out.shape) == (p.num_rows, p.k) and out.stride(1) == 1 and out.dtype == torch.int32
         if list_short:  # what is listed is not read
             first = torch.zeros(p.num_rows) if starts is None else starts
@@ -84,8 +93,9 @@ class StandIn:
         if list_short:
             out.copy_(list_short_rows(out, last - first))
 
-    def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale):
+    def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale, least=0):
         self.launches += 1
+        assert least == 0 or not p.clean
         contiguous(q, (p.batch, p.next_n, p.num_heads, p.head_dim), getattr(torch, p.dtype))
         row = p.head_dim + 4 if p.has_k_scale else p.head_dim
         assert cache.dtype == (torch.uint8 if p.has_k_scale else getattr(torch, p.dtype))
@@ -103,6 +113,9 @@ class StandIn:
         reference.paged_mqa_logits(
             q, pages, weights, context_lens, block_tables, p.max_context_len, scale=scale, relu=p.relu, out=out
         )
+        if least:
+            longest = context_lens.amax(dim=1) if p.per_draft_lengths else context_lens
+            out.view(p.batch, p.next_n, -1)[longest <= least] = torch.nan
 
 
 @pytest.fixture
@@ -203,20 +216,19 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
 
 
 def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
-    """They are empty ranges to the logits, listed by the selection; where no row can see more, nothing is scored."""
+    """The logits are told so, and the selection lists them; where no row can see more, nothing is scored."""
     problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
     inputs = make_mqa_inputs(problem)
     starts = torch.tensor([3, -9, 0, 70, 20, 50])
     ends = torch.tensor([19, 99, 17, 3, 37, 66])  # 16, 75 (clamped), 17, none, 17, 16 keys
     ranges, plain = [], stand_in.ragged
-    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[4:6]), plain(p, *tensors)))
+    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[-1]), plain(p, *tensors)))
     arguments = (inputs.q, inputs.k, None, starts, ends, 16)
     for dtype in (torch.int64, torch.int32):
         given = (*arguments[:3], starts.to(dtype), ends.to(dtype), 16)
         for options in ({}, {"max_seqlen_k": 75}):
             got = gdn.indexer_topk(*given, k_scale=inputs.k_scale, **options)
-            first, last = ranges.pop()
-            assert (last - first).tolist() == [0, 75, 17, 0, 17, 0]
+            assert ranges.pop() == 16
             assert torch.equal(got, reference.indexer_topk(*arguments, k_scale=inputs.k_scale))
             assert [(row >= 0).sum().item() for row in got] == [16, 16, 16, 0, 16, 16]
     launches = stand_in.launches
@@ -230,22 +242,25 @@ def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize("per_draft", [False, True])
-@pytest.mark.parametrize("next_n", [1, 2])
+@pytest.mark.parametrize("next_n", [1, 2, 3])
 def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft, monkeypatch):
     problem = PagedMqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, True, "float32", 16, next_n, per_draft, 5, 96)
     lengths = [96, 16, 0, 17, 50]
     inputs = make_paged_inputs(problem, lengths=[[n] * next_n for n in lengths] if per_draft else lengths)
     seen, plain = [], stand_in.paged
-    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[3]), plain(p, *tensors)))
+    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[-1]), plain(p, *tensors)))
     arguments = (inputs.q, inputs.cache, None, inputs.context_lens, inputs.block_tables)
-    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96)
-    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
-    (scored,) = seen
-    assert torch.equal(scored, inputs.context_lens * (inputs.context_lens > 16))
+    for dtype in (torch.int64, torch.int32):
+        given = (*arguments[:3], inputs.context_lens.to(dtype), inputs.block_tables)
+        got = gdn.paged_indexer_topk(*given, 16, max_context_len=96)
+        assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96))
+        assert seen.pop() == 16 and not seen
+    got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=96, workspace_bytes=2 * next_n * 96 * 4)  # 2 at a time
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=96)) and len(seen) == 3
     launches = stand_in.launches
     got = gdn.paged_indexer_topk(*arguments, 16, max_context_len=12)
     assert torch.equal(got, reference.paged_indexer_topk(*arguments, 16, max_context_len=12))
-    assert stand_in.launches == launches + 1 and len(seen) == 1
+    assert stand_in.launches == launches + 1 and len(seen) == 3
 
 
 @pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
