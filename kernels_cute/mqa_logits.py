@@ -174,7 +174,7 @@ def _cached_tiles(problem: MqaLogitsProblem, device: DeviceSpec) -> int:
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
-    return [config for config in _space(problem, device) if fits(problem, config, device)]
+    return [config for config in dict.fromkeys(_space(problem, device)) if fits(problem, config, device)]
 
 
 def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
@@ -184,7 +184,8 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
         return
     turns = [(1, handoff) for handoff in sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})] + [(2, 0), (2, 1)]
     depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
-    segments = (8,) if problem.num_heads > 8 else (8, 16, 32)
+    depths = tuple(sorted({default.key_stages, *depths}, reverse=True))
+    segments = sorted({default.segment} if problem.num_heads > 8 else {8, 16, 32})
     # All pairs of the first four, and the others one at a time.
     for columns, query_stages, key_stages, (halves, handoff) in product(_columns(problem)[-2:], (2, 1), depths, turns):
         shape = replace(
@@ -195,8 +196,9 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
             for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
                 yield replace(shape, even=even, tiles_per_item=tiles)
             yield replace(shape, rows_first=True)
-            for segment in segments[1:]:
-                yield replace(shape, segment=segment)
+            for segment in segments:
+                if segment != default.segment:
+                    yield replace(shape, segment=segment)
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
