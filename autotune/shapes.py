@@ -124,11 +124,16 @@ _FP8_LOGITS = MqaLogitsProblem(
 )
 
 
-def _ragged(num_queries: int, num_keys: int, num_heads: int, ranges: str = "causal", bf16: bool = False) -> Shape:
+def _ragged(
+    num_queries: int, num_keys: int, num_heads: int, ranges: str = "causal", bf16: bool = False, weights: bool = True
+) -> Shape:
+    """weights: without, as against the keys of groups, there are no scales of keys either."""
     problem = replace(_FP8_LOGITS, num_heads=num_heads, num_queries=num_queries, num_keys=num_keys, num_columns=num_keys)
     if bf16:
         problem = replace(problem, dtype="bfloat16", has_k_scale=False, weights_dtype="bfloat16")
-    kind = "bf16" if bf16 else "fp8"
+    if not weights:
+        problem = replace(problem, has_k_scale=False, weights_dtype=None)
+    kind = ("bf16" if bf16 else "fp8") + ("" if weights else ", no weights")
     return Shape(f"{num_queries} x {num_keys}, {num_heads} heads, {kind}, {ranges}", problem, ranges=ranges)
 
 
@@ -276,6 +281,7 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
         _ragged(1024, 131072, 64),
         _ragged(8192, 8192, 16, bf16=True),
         _ragged(4096, 32768, 16, bf16=True),
+        _ragged(4096, 8192, 4, weights=False),
     ),
     "paged_mqa_logits": (
         _paged(32, 8192, 64),
@@ -332,6 +338,7 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
 
 # Tuned, and measured where they are named: they would make the README's table long.
 _TUNED_TOO: dict[str, tuple[Shape, ...]] = {
+    "mqa_logits": (_ragged(4096, 32768, 8),),
     "recurrent": (
         *(_recurrent((16, 32), batch, "bfloat16") for batch in (1, 8, 32)),
         *(_recurrent((4, 8), batch) for batch in (8, 32, 512)),

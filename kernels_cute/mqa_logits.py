@@ -185,20 +185,19 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     turns = [(1, handoff) for handoff in sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})] + [(2, 0), (2, 1)]
     depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
     depths = tuple(sorted({default.key_stages, *depths}, reverse=True))
-    segments = sorted({default.segment} if problem.num_heads > 8 else {8, 16, 32})
-    # All pairs of the first four, and the others one at a time.
-    for columns, query_stages, key_stages, (halves, handoff) in product(_columns(problem)[-2:], (2, 1), depths, turns):
-        shape = replace(
-            default, columns=columns, query_stages=query_stages, key_stages=key_stages, halves=halves, handoff=handoff
-        )
-        yield shape
-        if key_stages == default.key_stages and query_stages == default.query_stages:
-            for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
-                yield replace(shape, even=even, tiles_per_item=tiles)
-            yield replace(shape, rows_first=True)
-            for segment in segments:
-                if segment != default.segment:
-                    yield replace(shape, segment=segment)
+    segments = (8,) if problem.num_heads > 8 else (8, 16, 32)
+    # What a block holds, in all combinations; then one thing at a time.
+    for columns, query_stages, key_stages in product(_columns(problem)[-2:], (2, 1), depths):
+        yield replace(default, columns=columns, query_stages=query_stages, key_stages=key_stages)
+    for halves, handoff in turns:
+        yield replace(default, halves=halves, handoff=handoff)
+    for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
+        yield replace(default, even=even, tiles_per_item=tiles)
+    for even, tiles in ((1, 32), (1, 64)):
+        yield replace(default, even=even, tiles_per_item=tiles, rows_first=True)
+    for segment in segments:
+        yield replace(default, segment=segment)
+    yield replace(default, relu_sum=not default.relu_sum)
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
