@@ -101,7 +101,8 @@ class Plan:
 
 
 def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int | None = None) -> Plan:
-    """limit: most configurations of a shape; where the space is larger, a sample spread evenly over it."""
+    """limit: most configurations of a shape; where the space is larger, the default, what the shipped table names for these
+    very sizes, and a sample spread evenly over the rest."""
     made = Plan(kernel)
     problems: dict[str, Problem] = {}
     for shape in shapes:
@@ -109,9 +110,9 @@ def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int |
         if refusal is not None:
             made.refusals[shape.name] = refusal
             continue
-        default = kernel.module.default_config(shape.problem, spec)
-        others = [config for config in kernel.module.configs(shape.problem, spec) if config != default]
-        made.configs[shape.name] = [default, *_spread(list(dict.fromkeys(others)), limit)]
+        first = list(dict.fromkeys([kernel.module.default_config(shape.problem, spec), *_shipped(kernel, shape.problem, spec)]))
+        others = [config for config in dict.fromkeys(kernel.module.configs(shape.problem, spec)) if config not in first]
+        made.configs[shape.name] = first[:limit] + _spread(others, None if limit is None else limit - len(first))
         problems[shape.name] = shape.problem
     # The first of every shape, then the second of every shape: a budget that ends early leaves no shape without any.
     for rank in range(max(map(len, made.configs.values()), default=0)):
@@ -122,11 +123,20 @@ def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int |
     return made
 
 
-def _spread(configs: list[Any], limit: int | None) -> list[Any]:
-    """At most limit - 1 of them (the default is the first), at even distances."""
-    if limit is None or len(configs) < limit:
+def _shipped(kernel: Kernel, problem: Problem, spec: DeviceSpec) -> list[Any]:
+    """What the shipped table names for these very sizes: a sample of the space would lose it."""
+    module = kernel.module
+    found = tuned.usable(
+        (tuned.SHIPPED,), spec.key, kernel.op, kernel.backend, problem.static_fields(), frozenset(problem.sizes()), module.Config,
+        lambda config: bool(module.fits(problem, config, spec)),
+    )  # fmt: skip
+    return [one.config for one in found if one.entry.sizes == problem.sizes()]
+
+
+def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
+    """So many of them, at even distances."""
+    if wanted is None or len(configs) <= wanted:
         return configs
-    wanted = limit - 1
     return [configs[index * len(configs) // wanted] for index in range(wanted)]
 
 

@@ -79,6 +79,17 @@ def test_plan_samples_a_large_space_and_starts_with_every_default() -> None:
     assert len(tuning.plan(KERNEL, [SHAPE], H100, limit=1).candidates) == 1
 
 
+def test_plan_keeps_what_ships_in_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = Config(fake_kernel.FASTEST, False)  # of the space, but for the default
+    monkeypatch.setattr(tuning.tuned, "SHIPPED", tmp_path)
+    tuning.write_table(tmp_path, H100, KERNEL, [tuning.Winner(SHAPE, last, 49.0, error=0.004, default_us=None)], {})
+    sampled = tuning.plan(KERNEL, [SHAPE, OTHER], H100, limit=3)
+    assert last not in sampled.configs[OTHER.name]
+    assert sampled.configs[SHAPE.name][1] == last and len(sampled.configs[SHAPE.name]) == 3
+    assert len(tuning.plan(KERNEL, [SHAPE], H100).configs[SHAPE.name]) == 7
+    assert len(tuning.plan(KERNEL, [SHAPE], H100, limit=1).configs[SHAPE.name]) == 1
+
+
 def test_plan_says_who_is_refused() -> None:
     refused = shapes.shapes("chunk", "16/64")[0]
     made = tuning.plan(KERNEL, [refused], H100)
