@@ -74,7 +74,7 @@ def tune(
     backend: Backend = None,
     shapes: ShapePattern = "",
     budget_s: Annotated[float, typer.Option(min=1, help="Wall-clock seconds for each backend.")] = 1800,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape: the default, what ships, a sample.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape, a sample.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of tables to write; the shipped ones if left out.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
