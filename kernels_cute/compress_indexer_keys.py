@@ -73,8 +73,8 @@ def configs(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> list[Con
 
 
 def default_config(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> Config:
-    """Blocks as small as it takes to reach every SM."""
-    return Config(128 if problem.num_tokens >= 8 * device.num_sms else 32)
+    """Few blocks where a token waits for little but the launch; smaller ones where all SMs are busy, for an even end."""
+    return Config(128 if problem.num_tokens >= 8 * device.num_sms else 256)
 
 
 def workspace_bytes(problem: CompressIndexerKeysProblem, config: Config) -> int:
