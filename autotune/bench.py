@@ -80,7 +80,8 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
     """Every way of every library, on inputs that rotate as ours do, and what went wrong."""
     if not isinstance(shape.problem, ChunkProblem | RecurrentProblem) or not libraries:
         return [], []
-    ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes))
+    device = torch.device("cuda", torch.cuda.current_device())
+    ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes), device)
     rows, failures = [], []
     for library in libraries:
         try:
@@ -92,9 +93,9 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
     return rows, failures
 
 
-def _ways(shape: Shape, copies: int) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
+def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
     """From a library to its ways, each on so many sets of inputs."""
-    problem, device = shape.problem, torch.device("cuda", torch.cuda.current_device())
+    problem = shape.problem
     if isinstance(problem, RecurrentProblem):
         decoded = [inputs.recurrent_inputs(problem, device, 1 + copy, lengths=shape.lengths) for copy in range(copies)]
         return lambda library: list(zip(*(decode_peers.peers(library, problem, one) for one in decoded), strict=True))

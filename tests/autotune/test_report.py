@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import decode_peers, peers, report
+from autotune import bench, decode_peers, peers, report
+from autotune.shapes import Shape
 from gdn import reference
 from gdn.problems import RecurrentProblem
 from gdn.testing import inputs
@@ -130,6 +131,16 @@ def test_decode_peers_compute_the_same_thing(tokens: int, state_dtype: str, monk
     found, after = way.call()
     torch.testing.assert_close(found.flatten(0, 1), expected[0])
     torch.testing.assert_close(after, pool, equal_nan=True)
+
+
+def test_decode_peers_are_given_as_many_sets_of_inputs_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_decode", _FlashInfer)
+    monkeypatch.setitem(sys.modules, "flashinfer", _FlashInfer)
+    shape = Shape("3 x 4", _decode_problem(4, "float32"), lengths=(4, 4, 4))
+    ways_of = bench._ways(shape, 2, torch.device("cpu"))
+    ((first, second),) = ways_of("FlashInfer")
+    assert first.norm and first.captured and not torch.equal(first.call()[0], second.call()[0])
+    assert ways_of("FLA") == []
 
 
 def test_decode_peers_are_left_out_where_they_do_something_else() -> None:
