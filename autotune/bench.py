@@ -3,17 +3,17 @@ error against the exact answer and, if asked, beside other libraries.
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import gdn
-from autotune import cases, peers, tuning
+from autotune import cases, decode_peers, peers, tuning
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem
+from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem, RecurrentProblem
 from gdn.runtime import prepare, registry
 from gdn.testing import inputs, timing
 
@@ -49,7 +49,7 @@ def useful_flops(shape: Shape) -> int:
     return problem.flops()
 
 
-def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None, samples: int = 11) -> Row | None:
+def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None) -> Row | None:
     """None where no kernel of ours runs the shape (the reference is not timed)."""
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(shape.problem, device, backend)
@@ -58,7 +58,7 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     case = cases.make(shape, device, spec)
     error = case.check(prepared)
     timed = timing.Timed(case.public_calls(backend))
-    time_us = sorted(timed.sample_us() for _ in range(samples))[samples // 2]
+    time_us = timed.sustained_us()  # as the limits are measured
     flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
     return Row(
@@ -78,25 +78,34 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
 
 def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
     """Every way of every library, on inputs that rotate as ours do, and what went wrong."""
-    problem = shape.problem
-    if not isinstance(problem, ChunkProblem) or not libraries:
+    if not isinstance(shape.problem, ChunkProblem | RecurrentProblem) or not libraries:
         return [], []
     device = torch.device("cuda", torch.cuda.current_device())
-    copies = timing.copies_beyond_l2(problem.bytes_moved(), spec.l2_bytes)
+    ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes), device)
+    rows, failures = [], []
+    for library in libraries:
+        try:
+            for same in ways_of(library):
+                way = same[0]
+                rows.append(peers.PeerRow(shape.op, shape.name, library, way.variant, way.norm, peers.time_us(same)))
+        except Exception as failed:  # a library that is not there, or refuses the shape
+            failures.append(f"{library}: {type(failed).__name__}: {failed}")
+    return rows, failures
+
+
+def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
+    """From a library to its ways, each on so many sets of inputs."""
+    problem = shape.problem
+    if isinstance(problem, RecurrentProblem):
+        decoded = [inputs.recurrent_inputs(problem, device, 1 + copy, lengths=shape.lengths) for copy in range(copies)]
+        return lambda library: list(zip(*(decode_peers.peers(library, problem, one) for one in decoded), strict=True))
+    assert isinstance(problem, ChunkProblem)
     sets = [
         peers.operands(problem, inputs.chunk_inputs(problem, device, 1 + copy, lengths=shape.lengths)) for copy in range(copies)
     ]
     # Some libraries keep what they work out on the host for a few tensors of lengths, and look nothing up while capturing.
     sets = [replace(one, cu_seqlens=sets[0].cu_seqlens) for one in sets]
-    rows, failures = [], []
-    for library in libraries:
-        try:
-            for same in zip(*(peers.peers(library, one) for one in sets), strict=True):
-                way = same[0]
-                rows.append(peers.PeerRow(shape.name, library, way.variant, way.norm, peers.time_us(same)))
-        except Exception as failed:  # a library that is not there, or refuses the shape
-            failures.append(f"{library}: {type(failed).__name__}: {failed}")
-    return rows, failures
+    return lambda library: list(zip(*(peers.peers(library, one) for one in sets), strict=True))
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""`python -m autotune`: tune, bench, accuracy, show."""
+"""`python -m autotune`: tune, bench, accuracy, selection, show."""
 
 import json
 import os
@@ -259,6 +259,43 @@ def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
         table.add_row(case, *(errors.get(name, "-") for name in names))
     console.print(table)
+
+
+@app.command()
+def selection(
+    keys: Annotated[list[int] | None, typer.Option(min=1, help="Context length; may be repeated. 4096, 32768, 131072.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Queries.")] = 256,
+    topk: Annotated[int, typer.Option(min=1, help="Keys that a query selects.")] = 2048,
+    backend: Backend = None,
+) -> None:
+    """Print the share of the float32 top-k that the indexer's bf16 and FP8 scores find, by context length.
+
+    Without a GPU the reference is measured, which takes long at long contexts; --rows makes it shorter.
+    """
+    import torch
+
+    from autotune import selection as measuring
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    demanded = measuring.DEMANDED
+    headings = [measuring.BF16, measuring.BF16_OUT, measuring.FP8, measuring.FP8_EXACT]
+    for heading in ("keys", *headings):
+        table.add_column(heading, no_wrap=True, justify="right")
+    table.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
+    table.add_section()
+    failed = False
+    with _progress() as progress:
+        lengths = keys or list(measuring.KEYS)
+        task = progress.add_task("selecting", total=len(lengths))
+        for length in lengths:
+            found = measuring.measure(length, rows, topk, device, backend)
+            cells = [(found.shares[kind], found.shares[kind] < demanded.get(kind, 0.0)) for kind in headings]
+            table.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
+            failed = failed or not found.passed
+            progress.advance(task)
+    console.print(table)
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()

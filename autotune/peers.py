@@ -1,12 +1,13 @@
 """Other libraries on the shapes of the chunk operator, in the same run: FlashInfer, FlashQLA and FLA, where installed.
 
+(Those of the recurrent operator: autotune.decode_peers.)
+
 Each gets what it asks for ready made and untimed: gates applied, q, k, v without gaps, states gathered from their pool in
 its own layout. So its time is its kernels', with the L2 norm of q and k (which the models need) or without. FLA's own GPU
 time is summed by the profiler, since its launches cannot be captured in a CUDA graph and the host bounds it.
 """
 
 import importlib
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class PeerRow:
+    op: str
     shape: str
     library: str
     variant: str
@@ -126,14 +128,14 @@ def peers(library: str, x: Operands) -> list[Peer]:
     return _LIBRARIES[library](x)
 
 
-def time_us(same: Sequence[Peer], samples: int = 11) -> float:
-    """Median time of a call. same: one way of calling a library on several sets of inputs, taken in turn."""
+def time_us(same: Sequence[Peer]) -> float:
+    """Time of a call, measured as ours are. same: one way of calling a library on several sets of inputs, taken in turn."""
     calls = [peer.call for peer in same]
     with torch.no_grad():
         if all(peer.captured for peer in same):
             timed = timing.Timed(calls)
             if timed.captured:
-                return statistics.median(timed.sample_us() for _ in range(samples))
+                return timed.sustained_us()
         return kernels_us(calls)
 
 

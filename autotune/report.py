@@ -33,9 +33,8 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> tuple[str, float] | None:
     """The fastest library on a row's shape and its time. norm: with the L2 norm of q and k."""
-    if row["op"] != "chunk":
-        return None
-    times = [(p["time_us"], p["library"]) for p in found["peers"] if p["shape"] == row["shape"] and p["norm"] == norm]
+    same = [peer for peer in found["peers"] if all(peer[field] == row[field] for field in ("op", "shape"))]
+    times = [(peer["time_us"], peer["library"]) for peer in same if peer["norm"] == norm]
     return (min(times)[1], min(times)[0]) if times else None
 
 

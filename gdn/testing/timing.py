@@ -2,8 +2,17 @@
 
 A call is timed inside a CUDA-graph replay, where the host costs nothing, with several sets of inputs in turn if those
 given fit into the L2 cache. One that cannot be captured (it reads from the device) is timed between events.
+
+There are two orders of samples:
+
+- `time_us`, `Timed.sustained_us` and the limits: one call, its samples back to back and for more than a tenth of a second,
+  the first part left out. What is bound by arithmetic runs above the power limit for some milliseconds, until the limit
+  lowers the clock: an FP8 matmul of 8192^3 reaches 1469 TFLOP/s in bursts of 4 ms and 1232 after 0.2 s of nothing else
+  (H100, 700 W). A share of the floor means something only where both sides are what the device sustains.
+- `interleaved_us`: candidates in turn, each sample awaited, for comparing them with each other.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +23,14 @@ Call = Callable[[], object]
 
 _TARGET_US = 4000.0  # of one replay: event resolution is about a microsecond
 _MOST_CALLS = 400  # in one graph
+_WARM_UP_US = 50e3  # for the clock to settle under the call's own load
+_SAMPLED_US = 100e3  # behind the warm-up
+_LEAST_SAMPLES = 5  # of a call that takes long
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What this device did in this run; a kernel's floor is computed from these."""
+    """What this device sustained in this run; a kernel's floor is computed from these."""
 
     copy_gbps: float  # bytes read plus bytes written, 1e9 a second
     bf16_tflops: float  # dense matmul 8192^3
@@ -31,7 +43,7 @@ class Limits:
 
 
 class Timed:
-    """Calls made ready to be timed again and again: `sample_us` is one replay, per call."""
+    """Calls made ready to be timed again and again: `sample_us` is one replay, `sustained_us` many, both per call."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         """calls: the same work on different inputs, run in turn."""
@@ -74,6 +86,10 @@ class Timed:
     def sample_us(self) -> float:
         return _elapsed_us(self._replay) / self._count
 
+    def sustained_us(self) -> float:
+        """Median of replays that follow each other without a pause, behind a warm-up by the same calls."""
+        return _sustained_us(self._replay) / self._count
+
 
 def _elapsed_us(call: Call) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -84,10 +100,27 @@ def _elapsed_us(call: Call) -> float:
     return float(start.elapsed_time(end)) * 1e3
 
 
-def time_us(call: Call, *more: Call, samples: int = 11) -> float:
-    """Median time of one call. more: the same work on other inputs, so that none of them stays in the L2 cache."""
-    timed = Timed([call, *more])
-    return statistics.median(timed.sample_us() for _ in range(samples))
+def _sustained_us(call: Call) -> float:
+    """Median time of a call that is enqueued again and again. Only the last is awaited: a pause would let the clock rise."""
+    once = max(_elapsed_us(call), 1.0)
+    for _ in range(math.ceil(_WARM_UP_US / once)):
+        call()
+    samples = max(_LEAST_SAMPLES, math.ceil(_SAMPLED_US / once))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    events[-1][1].synchronize()
+    return statistics.median(float(start.elapsed_time(end)) for start, end in events) * 1e3
+
+
+def time_us(call: Call, *more: Call) -> float:
+    """Median time of one call while the device does nothing else: what it sustains, not what a short burst reaches.
+
+    more: the same work on other inputs, so that none of them stays in the L2 cache.
+    """
+    return Timed([call, *more]).sustained_us()
 
 
 def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
@@ -103,7 +136,7 @@ def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
 
 
 def measure_limits() -> Limits:
-    """Copy bandwidth and matmul rates of the current device, now. Takes 8 GiB of its memory for a moment."""
+    """Copy bandwidth and matmul rates that the current device sustains now. Takes 8 GiB of its memory for a moment."""
     bf16_tflops, fp8_tflops = _matmul_tflops()
     return Limits(copy_gbps=_copy_gbps(), bf16_tflops=bf16_tflops, fp8_tflops=fp8_tflops)
 
@@ -113,7 +146,7 @@ def _copy_gbps() -> float:
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * source.numel() / statistics.median(_elapsed_us(lambda: target.copy_(source)) for _ in range(11)) / 1e3
+    return 2 * source.numel() / _sustained_us(lambda: target.copy_(source)) / 1e3
 
 
 def _matmul_tflops(size: int = 8192) -> tuple[float, float]:

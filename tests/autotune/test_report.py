@@ -1,20 +1,24 @@
 """The README's table, and what other libraries are called with."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autotune import peers, report
+from autotune import bench, decode_peers, peers, report
+from autotune.shapes import Shape
 from gdn import reference
+from gdn.problems import RecurrentProblem
 from gdn.testing import inputs
 
 PEERS = [
-    {"shape": "a", "library": "FlashInfer", "variant": "", "norm": True, "time_us": 30.0},
-    {"shape": "a", "library": "FLA", "variant": "", "norm": True, "time_us": 29.0},
-    {"shape": "a", "library": "FlashInfer", "variant": "", "norm": False, "time_us": 20.0},
-    {"shape": "b", "library": "FlashInfer", "variant": "", "norm": True, "time_us": 1.0},
+    {"op": "chunk", "shape": "a", "library": "FlashInfer", "variant": "", "norm": True, "time_us": 30.0},
+    {"op": "chunk", "shape": "a", "library": "FLA", "variant": "", "norm": True, "time_us": 29.0},
+    {"op": "chunk", "shape": "a", "library": "FlashInfer", "variant": "", "norm": False, "time_us": 20.0},
+    {"op": "chunk", "shape": "b", "library": "FlashInfer", "variant": "", "norm": True, "time_us": 1.0},
+    {"op": "recurrent", "shape": "d", "library": "FlashInfer", "variant": "", "norm": True, "time_us": 3.0},
 ]
 
 
@@ -28,7 +32,7 @@ FOUND = {
     "date": "2026-01-02",
     "torch": "2.11",
     "limits": {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0},
-    "rows": [_row("chunk", "a", 10.0), _row("chunk", "c", 1.5), _row("recurrent", "a", 10.0)],
+    "rows": [_row("chunk", "a", 10.0), _row("chunk", "c", 1.5), _row("recurrent", "a", 10.0), _row("recurrent", "d", 2.5)],
     "peers": PEERS,
 }
 
@@ -39,6 +43,7 @@ def test_a_row_shows_time_floor_error_and_the_fastest_peer() -> None:
     assert lines[4] == "| chunk | a | CuTe | 10.0 | 5.0 | 50% | 1.2e-03 | FLA 29.0, FlashInfer 20.0 without the norm |"
     assert lines[5] == "|  | c | CuTe | 1.50 | 5.0 | 333% | 1.2e-03 |  |"
     assert lines[6].startswith("| recurrent | a |") and "FLA" not in lines[6]
+    assert lines[7].endswith("| FlashInfer 3.0 |")
 
 
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
@@ -80,3 +85,74 @@ def test_peers_compute_the_same_thing(raw: bool, v_first: bool) -> None:
     after = pool[arguments["state_indices"].long()]
     live = [0, 2, 3]  # an empty sequence leaves its slot alone
     torch.testing.assert_close(final[live], (after if v_first else after.transpose(-1, -2))[live])
+
+
+class _FlashInfer:
+    """Its decode module, by the reference: what its two functions are documented to read and write."""
+
+    @staticmethod
+    def gated_delta_rule_decode_pretranspose(
+        q: Any, k: Any, v: Any, state: None, A_log: Any, a: Any, dt_bias: Any, b: Any, scale: float, output: Any,
+        use_qk_l2norm: bool, initial_state: Any, initial_state_indices: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert state is None and q.shape[1] == 1
+        o, pool = reference.fused_recurrent_gated_delta_rule(
+            q, k, v, a, b, scale, initial_state[initial_state_indices.long()], use_qk_l2norm_in_kernel=use_qk_l2norm,
+            state_v_first=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+        initial_state[initial_state_indices.long()] = pool.to(initial_state.dtype)
+        return output.copy_(o), initial_state
+
+    @staticmethod
+    def gated_delta_rule_mtp(
+        q: Any, k: Any, v: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, scale: float, output: Any, use_qk_l2norm: bool,
+        initial_state: Any, initial_state_indices: Any, ssm_state_indices: Any, disable_state_update: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert ssm_state_indices.shape == q.shape[:2] and not disable_state_update and initial_state.dtype == torch.float32
+        state = initial_state[initial_state_indices.long()]
+        for token in range(q.shape[1]):
+            o, state = reference.fused_recurrent_gated_delta_rule(
+                *(x[:, token : token + 1] for x in (q, k, v, a, b)), scale, state, use_qk_l2norm_in_kernel=use_qk_l2norm,
+                state_v_first=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
+            )  # fmt: skip
+            initial_state[ssm_state_indices[:, token].long()] = state
+            output[:, token : token + 1] = o
+        return output, initial_state
+
+
+@pytest.mark.parametrize(("tokens", "state_dtype"), [(1, "float32"), (1, "bfloat16"), (4, "float32")])
+def test_decode_peers_compute_the_same_thing(tokens: int, state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_decode", _FlashInfer)
+    monkeypatch.setitem(sys.modules, "flashinfer", _FlashInfer)
+    problem = _decode_problem(tokens, state_dtype)
+    ours, theirs = (inputs.recurrent_inputs(problem, "cpu", 3) for _ in range(2))
+    expected, pool = reference.fused_recurrent_gated_delta_rule(**ours)
+    (way,) = decode_peers.peers("FlashInfer", problem, theirs)
+    found, after = way.call()
+    torch.testing.assert_close(found.flatten(0, 1), expected[0])
+    torch.testing.assert_close(after, pool, equal_nan=True)
+
+
+def test_decode_peers_are_given_as_many_sets_of_inputs_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_decode", _FlashInfer)
+    monkeypatch.setitem(sys.modules, "flashinfer", _FlashInfer)
+    shape = Shape("3 x 4", _decode_problem(4, "float32"), lengths=(4, 4, 4))
+    ways_of = bench._ways(shape, 2, torch.device("cpu"))
+    ((first, second),) = ways_of("FlashInfer")
+    assert first.norm and first.captured and not torch.equal(first.call()[0], second.call()[0])
+    assert ways_of("FLA") == []
+
+
+def test_decode_peers_are_left_out_where_they_do_something_else() -> None:
+    for problem in (_decode_problem(4, "bfloat16"), _decode_problem(1, "float32", use_gate=False)):
+        assert decode_peers.peers("FlashInfer", problem, {}) == []
+    assert decode_peers.peers("FLA", _decode_problem(1, "float32"), {}) == []
+
+
+def _decode_problem(tokens: int, state_dtype: str, **changes: Any) -> RecurrentProblem:
+    fields: dict[str, Any] = {
+        "dtype": "bfloat16", "gate_dtype": "bfloat16", "beta_dtype": "bfloat16", "use_gate": True, "use_beta_sigmoid": True,
+        "state_v_first": True, "index_dtype": "int32", "state_dtype": state_dtype, "num_sequences": 3, "num_tokens": 3 * tokens,
+        "write_every_token": tokens > 1, "has_accepted": tokens > 1,
+    }  # fmt: skip
+    return inputs.recurrent_problem(**fields | changes)

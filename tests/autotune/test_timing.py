@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from autotune import cli
 from gdn.testing import timing
 from gdn.testing.timing import Limits
+from tests.autotune.fake_device import FakeDevice
 
 LIMITS = Limits(copy_gbps=3000.0, bf16_tflops=700.0, fp8_tflops=1250.0)
 
@@ -24,6 +25,39 @@ def test_inputs_rotate_beyond_the_cache() -> None:
     assert timing.copies_beyond_l2(1 << 30, l2) == 1
     assert timing.copies_beyond_l2(50 << 20, l2) == 3
     assert timing.copies_beyond_l2(1, l2) == 48
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("alone_us", [2.0, 150.0, 1000.0, 30_000.0])
+def test_a_time_is_what_the_device_sustains(fake: FakeDevice, alone_us: float, captured: bool) -> None:
+    """Behind 20 ms without a pause the fake device is half as fast; the samples of a comparison have pauses."""
+    fake.capturable = captured
+    call = fake.call(alone_us)
+    assert timing.time_us(call) == pytest.approx(2 * alone_us)
+    if alone_us < 20_000:
+        assert timing.interleaved_us([[call]]) == [pytest.approx(alone_us)]
+
+
+@pytest.mark.parametrize("alone_us", [2.0, 150.0, 1000.0, 30_000.0])
+def test_a_time_costs_between_a_tenth_and_two_fifths_of_a_second(fake: FakeDevice, alone_us: float) -> None:
+    timing.time_us(fake.call(alone_us / 2))
+    assert 100e3 < fake.now_us < 400e3
+
+
+def test_inputs_of_one_time_are_taken_in_turn(fake: FakeDevice) -> None:
+    assert timing.time_us(fake.call(100.0), fake.call(300.0)) == pytest.approx(2 * 200.0)
+
+
+def test_a_comparison_takes_its_candidates_in_turn(fake: FakeDevice) -> None:
+    seen: list[str] = []
+    first, second = ([fake.call(5000.0, lambda name=name: seen.append(name))] for name in "ab")  # type: ignore[misc]
+    assert timing.interleaved_us([first, second], samples=4) == [pytest.approx(5000.0)] * 2
+    assert seen[-8:] == ["a", "b"] * 4  # one call of so long a time is a sample
 
 
 @pytest.mark.gpu
