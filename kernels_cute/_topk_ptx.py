@@ -1,12 +1,11 @@
 """Single instructions that the top-k kernel wants exactly so: guarded loads, and shared memory by 32-bit address."""
 
+import struct
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
-
-MINUS_INFINITY = 0xFF800000
 
 _QUAD_FLOAT32 = """{
 .reg .pred there;
@@ -29,6 +28,14 @@ mov.b32 a, 0x7fff7fff;
 mov.b32 b, a;
 setp.ne.s32 there, {$r1}, 0;
 @there ld.global.v2.b32 {a, b}, [{$r0}];
+shl.b32 {$w0}, a, 16;
+and.b32 {$w1}, a, 0xffff0000;
+shl.b32 {$w2}, b, 16;
+and.b32 {$w3}, b, 0xffff0000;
+}"""
+_WHOLE_BFLOAT16 = """{
+.reg .b32 a, b;
+ld.global.v2.b32 {a, b}, [{$r0}];
 shl.b32 {$w0}, a, 16;
 and.b32 {$w1}, a, 0xffff0000;
 shl.b32 {$w2}, b, 16;
@@ -57,7 +64,7 @@ _KEY = """{
 .reg .f32 x, least;
 .reg .b32 bits, sign;
 mov.b32 x, {$r0};
-mov.b32 least, {$r1};
+mov.b32 least, 0xff800000;
 max.f32 x, x, least;
 add.rn.f32 x, x, 0f00000000;
 mov.b32 bits, x;
@@ -65,10 +72,42 @@ shr.s32 sign, bits, 31;
 or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, bits, sign;
 }"""
-_COUNT = """{
+_FLOAT = """{
+.reg .b32 sign;
+shr.s32 sign, {$r0}, 31;
+not.b32 sign, sign;
+or.b32 sign, sign, 0x80000000;
+xor.b32 {$w0}, {$r0}, sign;
+}"""
+_COUNT_DIGIT = """{
 .reg .pred counts;
-setp.ge.u32 counts, {$r1}, {$r2};
-@counts red.shared.add.u32 [{$r0}], 1;
+.reg .b32 digit, address;
+sub.u32 digit, {$r1}, {$r2};
+shr.u32 digit, digit, {$r3};
+min.u32 digit, digit, {$r4};
+setp.lt.u32 counts, digit, 4096;
+setp.ge.and.u32 counts, {$r1}, {$r2}, counts;
+shl.b32 digit, digit, 2;
+add.u32 address, {$r0}, digit;
+@counts red.shared.add.u32 [address], 1;
+}"""
+# The rank's standard deviation is about its root; four of them and four more keep the bound below the answer.
+_SAMPLE_RANK = """{
+.reg .f32 rank, root;
+cvt.rn.f32.s32 rank, {$r0};
+mul.rn.f32 rank, rank, SHARE;
+sqrt.approx.f32 root, rank;
+fma.rn.f32 rank, root, 0f40800000, rank;
+add.rn.f32 rank, rank, 0f40800000;
+cvt.rzi.s32.f32 {$w0}, rank;
+}"""
+_RESERVE = """{
+.reg .pred last;
+.reg .b32 base;
+mov.b32 base, 0;
+setp.eq.s32 last, {$r2}, 31;
+@last atom.shared.add.u32 base, [{$r0}], {$r1};
+shfl.sync.idx.b32 {$w0}, base, 31, 31, 0xffffffff;
 }"""
 
 
@@ -83,55 +122,80 @@ def load_one(is_float32: bool, address: Any, there: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, there])
 
 
-def key_of(bits: Any, least: Any = MINUS_INFINITY) -> Any:
-    """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN and what is less than `least` as `least`."""
-    return cute.arch.inline_ptx(_KEY, write_only_types=[Uint32], read_only_args=[bits, Uint32(least)])
+def load_whole(is_float32: bool, address: Any) -> Any:
+    """The same without a condition."""
+    code = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];" if is_float32 else _WHOLE_BFLOAT16
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
 
 
-def count(address: Any) -> None:
-    """shared[address] += 1. An increment of one: the lanes of one bin share an access."""
-    cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[address])
+def key_of(bits: Any) -> Any:
+    """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf."""
+    return cute.arch.inline_ptx(_KEY, write_only_types=[Uint32], read_only_args=[bits])
 
 
-def count_from(address: Any, value: Any, least: Any) -> None:
-    """shared[address] += 1 where value >= least (unsigned)."""
-    cute.arch.inline_ptx(_COUNT, read_only_args=[address, value, least])
+def float_of(key: Any) -> Any:
+    """Bits of the float whose key this is."""
+    return cute.arch.inline_ptx(_FLOAT, write_only_types=[Uint32], read_only_args=[key])
+
+
+def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None:
+    """bins[min((value - lower) >> shift, top)] += 1 where value >= lower (unsigned) and that bin exists.
+
+    An increment of one: the lanes of one bin share an access.
+    """
+    cute.arch.inline_ptx(_COUNT_DIGIT, read_only_args=[bins, value, lower, shift, top])
+
+
+def sample_rank(k: Any, share: float) -> Any:
+    """The rank in a sample of `share` of the scores that the k-th largest of all is above for all practical purposes."""
+    code = _SAMPLE_RANK.replace("SHARE", "0f" + struct.pack(">f", share).hex())
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[k])
+
+
+def count_from(least: Any, scores: list[Any]) -> Any:
+    """How many of the scores, float32 bits all, are at least `least`; NaN is not. Summed as floats, beside the comparisons."""
+    lines = [f"setp.ge.f32 hit, {{$r{i + 1}}}, {{$r0}};\n@hit add.rn.f32 hits, hits, 0f3f800000;" for i in range(len(scores))]
+    code = (
+        "{\n.reg .pred hit;\n.reg .f32 hits;\nmov.b32 hits, 0x4b000000;\n"  # 2**23: the count is the lowest bits
+        + "\n".join(lines)
+        + "\n.reg .b32 bits;\nmov.b32 bits, hits;\nand.b32 {$w0}, bits, 255;\n}"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[as_float(one) for one in (least, *scores)])
+
+
+def store_from(least: Any, scores: list[Any], column: Any, slot: Any, columns_offset: int) -> Any:
+    """Those scores to shared[slot] and on, their columns `columns_offset` bytes further; returns the slot behind them."""
+    lines = [
+        f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\n"
+        f"@hit st.shared.b32 [slot], {{$r{i + 3}}};\n"
+        f"add.s32 column, {{$r1}}, {i};\n"
+        f"@hit st.shared.b32 [slot + {columns_offset}], column;\n"
+        "@hit add.s32 slot, slot, 4;"
+        for i in range(len(scores))
+    ]
+    code = "{\n.reg .pred hit;\n.reg .b32 slot, column;\nmov.b32 slot, {$r2};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, slot;\n}"
+    arguments = [as_float(least), column, slot, *[as_float(one) for one in scores]]
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=arguments)
+
+
+def reserve(address: Any, running: Any, lane: Any) -> Any:
+    """The last lane adds its `running` to shared[address]; the value before that, to all lanes of the warp."""
+    return cute.arch.inline_ptx(_RESERVE, write_only_types=[Int32], read_only_args=[address, running, lane])
 
 
 def or_shared(address: Any, bits: Any) -> None:
     cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[address, bits])
 
 
-def take_ticket(address: Any) -> Any:
-    """The value of shared[address], which grows by one."""
-    return cute.arch.inline_ptx("atom.shared.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
-
-
-def store_byte(address: Any, value: Any) -> None:
-    cute.arch.inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def store_pair(address: Any, first: Any, second: Any) -> None:
-    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+def store_zeros(address: Any) -> None:
+    """Four words."""
+    code = "{\n.reg .b32 zero;\nmov.b32 zero, 0;\nst.shared.v4.b32 [{$r0}], {zero, zero, zero, zero};\n}"
+    cute.arch.inline_ptx(code, read_only_args=[address])
 
 
 def load_four(address: Any) -> Any:
     return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[address]
-    )
-
-
-def bits_from(least: Any, values: list[Any]) -> Any:
-    """Bit i is set where values[i] >= least (unsigned)."""
-    lines = [f"setp.ge.u32 set, {{$r{i + 1}}}, {{$r0}};\n@set or.b32 bits, bits, {1 << i};" for i in range(len(values))]
-    code = "{\n.reg .pred set;\n.reg .b32 bits;\nmov.b32 bits, 0;\n" + "\n".join(lines) + "\nmov.b32 {$w0}, bits;\n}"
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, *values])
-
-
-def top_halves(first: Any, second: Any) -> Any:
-    """The upper 16 bits of two words in one: first's below second's."""
-    return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[first, second]
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
     )
 
 
@@ -147,3 +211,7 @@ def highest_bit(word: Any) -> Any:
 
 def as_int(condition: Any) -> Any:
     return cutlass.select_(condition, Int32(1), Int32(0))
+
+
+def as_float(bits: Any) -> Any:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Float32], read_only_args=[bits])

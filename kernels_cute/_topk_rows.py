@@ -1,15 +1,17 @@
-"""The top-k kernel: a block a row, a radix select on the float bits, indices in order from a bitmap of the row.
+"""The top-k kernel: a block a row; a sample of the row bounds the answer, and one read of the row lists what is above.
 
-    1 histogram   the row is read once; a key's upper 12 bits are counted, and its upper 16 kept in shared memory as far
-                  as they fit. After a quarter of the row the counts already bound the answer from below: what lies under the
-                  bound is not counted any more, so that the bulk of a row does not queue for its bins.
-    2 levels      only where the bin of the k-th score holds more entries than the list: read again and count 10 bits more,
-                  10 more, and among equal scores their index. Without heavy ties this does not happen.
-    3 mark        a bit per column that is above the bin; the columns inside it go to the list, in any order. From what is
-                  kept; the rest of the row, or after step 2 all of it, is read again.
-    4 refine      the list is narrowed by 10 bits of the score, 10, then 11 of the index and 11, until all of it that is
-                  left is wanted; those set their bits.
-    5 write       the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
+    1 sample   a part of the row, in small pieces spread over all of it, is counted by the keys' upper 12 bits, and a
+               threshold is chosen above which about 1.3 k columns are expected. If one bin holds too many for that, the
+               sample is counted again, 12 bits finer.
+    2 filter   the row is read once: scores from the threshold on go to a list in shared memory, with their columns.
+    3 narrow   the k-th largest key of the list is found by digits of 12 bits, among equal keys the last column.
+    4 mark     a bit per selected column.
+    5 write    the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
+
+A row that the list holds whole needs no sample. One whose sample was wrong (fewer than k passed, or more than the list
+holds) is counted as the sample was, but all of it, digit after digit until the list holds what is left above, and then
+filtered. Where that never happens (crowds of equal scores, large k) the digits end at the answer itself, and
+the row is read once more to mark it.
 
 With `list_short` a row of at most k columns lists them all and is not read.
 
@@ -23,17 +25,19 @@ from cutlass import Int32, Int64, Uint32
 
 from kernels_cute import _topk_ptx as ptx
 
-BINS = 4096  # of the first digit: sign, exponent, three bits of the mantissa
-DIGITS = 2048  # of every later one
-FIRST_SHIFT = 20
-LEAST_BIN = 8  # of a score that may be selected; below stand NaN and -inf
-LEAST_KEY = LEAST_BIN << FIRST_SHIFT
-FIRST_SIGN = BINS // 2  # first bin of scores from 0.0 on
-NO_LEAST = ptx.MINUS_INFINITY
-INDEX_BITS = 11  # of a digit of the index; two of them number the columns
+DIGIT_BITS = 12
+BINS = 1 << DIGIT_BITS
+LEAST_KEY = 0x00800000  # of a score that may be selected; below stand NaN and -inf
+OPEN = 32  # undecided bits of a key with no bound from above
+FIRST_SHIFT = 20  # first digit: sign, exponent, three bits of the mantissa
+LIST_SHIFT = 9  # first digit of the list: 4096 bins over twice the bin that the threshold is the edge of
+COLUMN_BITS = 21
+LAST_COLUMN = (1 << COLUMN_BITS) - 1
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
-NO_INDEX = 2**31 - 1
-SPARE_QUADS = 8  # columns before the range, and the rest of the bitmap's last word
+SPARE_WORDS = 2  # of the bitmap, for columns before the range
+SAMPLE_EVERY = 8  # one piece of so many is sampled; a power of two
+PIECE_QUADS = 4  # neighbouring quads that are a piece; a power of two
+COUNT_UNROLL = 2  # quads in flight where keys are counted
 
 
 class TopkRows:
@@ -48,7 +52,6 @@ class TopkRows:
         threads: int,
         unroll: int,
         blocks_per_sm: int,
-        kept_columns: int,
         list_entries: int,
         max_columns: int,
     ):
@@ -56,9 +59,8 @@ class TopkRows:
         self.has_starts, self.has_ends, self.by_score = has_starts, has_ends, by_score
         self.threads, self.unroll, self.blocks_per_sm = threads, unroll, blocks_per_sm
         self.warps = threads // 32
-        self.kept_quads = kept_columns // 4 + SPARE_QUADS if kept_columns else 0
         self.list_entries = list_entries
-        self.bitmap_words = max_columns // 32 + SPARE_QUADS // 8 + 1
+        self.bitmap_words = max_columns // 32 + SPARE_WORDS
 
     # ---- host
 
@@ -75,13 +77,13 @@ class TopkRows:
     def storage_type(self):
         @cute.struct
         class Storage:
-            kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(2 * self.kept_quads, self.list_entries)], 16]
+            scores: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]  # float32 bits; sorted: keys
+            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]  # right behind the scores
             bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS], 16]
             bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
-            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]
             warp_sums: cute.struct.MemRange[Int32, 32]
             found: cute.struct.MemRange[Int32, 4]
-            tickets: cute.struct.MemRange[Int32, 4]
+            passed: cute.struct.MemRange[Int32, 4]
 
         return Storage
 
@@ -108,67 +110,64 @@ class TopkRows:
 
     @cute.jit
     def select(self, storage, logits, out, row, first, end, thread, k):
-        s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
         address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
         lead = Int32(address & (4 * self.element_bytes - 1)) // self.element_bytes
         base = address - lead * self.element_bytes
         stop = lead + (end - first)  # the row is columns [lead, stop) of base
         words = (stop + 31) // 32
-
-        for i in cutlass.range_constexpr(BINS // self.threads):
-            s_bins[i * self.threads + thread] = Int32(0)
-        if thread < 4:
-            storage.found.data_ptr()[thread] = Int32(0)
-            storage.tickets.data_ptr()[thread] = Int32(0)
+        s_passed = storage.passed.get_tensor(cute.make_layout(4))
+        self.clear(storage, thread, words)
         cute.arch.sync_threads()
 
-        # Scores in [lower, upper) are undecided, `count` of them, and `left` are to be selected; above, all are.
-        lower, upper = Uint32(LEAST_KEY), Uint32(LEAST_KEY)
-        tie_low, tie_high = Int32(0), Int32(NO_INDEX)  # undecided among equal scores; below tie_low, all are selected
-        left, count = Int32(0), Int32(0)
-        kept_words = Int32(0)
-        if stop - lead > k:
-            if cutlass.const_expr(self.kept_quads > 0):
-                kept_words = cutlass.min(words, self.kept_quads // 8)
-            floor_bin = Int32(LEAST_BIN)
-            split = words
-            if stop - lead >= 4 * k:
-                split = words // 4
-            self.count_first(storage, base, lead, stop, thread, Int32(0), split * 8, floor_bin, kept_words)
-            cute.arch.sync_threads()
-            if split < words:
-                bin, _, _, seen = self.find(storage, thread, BINS, k, False)
-                if seen >= k:
-                    floor_bin = bin
-                self.count_first(storage, base, lead, stop, thread, split * 8, words * 8, floor_bin, kept_words)
+        # The first attempt bounds the answer from a sample, the second from all of the row.
+        attempt = Int32(0)
+        if stop - lead <= self.list_entries or k > self.list_entries:
+            attempt = Int32(1)
+        is_listed, passed = Int32(0), Int32(0)
+        lower, tie_key, last_column = Uint32(LEAST_KEY), Uint32(LEAST_KEY), Int32(LAST_COLUMN)
+        while attempt < 2:
+            # Of the entries that are counted, one in `every`, more than `wanted` are to be above the bound, and at most `room`.
+            every, wanted, room = Int32(1), k, Int32(self.list_entries)
+            if attempt == 0:
+                every, wanted = Int32(SAMPLE_EVERY), ptx.sample_rank(k, 1.0 / SAMPLE_EVERY)
+                room = Int32(self.list_entries * 7 // 8 // SAMPLE_EVERY)
+            lower, tie_key, last_column, above = self.narrow(
+                storage, base, lead, stop, thread, every, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead, room, False
+            )
+            if above <= room:
+                if thread == 0:
+                    s_passed[0] = Int32(0)
                 cute.arch.sync_threads()
-            bin, bin_left, bin_count, total = self.find(storage, thread, BINS, k, True)
-            if total > k:
-                lower = Uint32(bin) << FIRST_SHIFT
-                upper = lower + (1 << FIRST_SHIFT)
-                left, count = bin_left, bin_count
-            if count > self.list_entries:
-                # Too many for the list.
-                for level in cutlass.range(3, unroll=1):
-                    if count > self.list_entries and left != count:
-                        kept_words = Int32(0)
-                        self.count_again(storage, base, lead, stop, thread, words * 8, level, lower, upper)
-                        cute.arch.sync_threads()
-                        bin, left, count, _ = self.find(storage, thread, DIGITS, left, True)
-                        lower, upper, tie_low, tie_high = self.narrow(level, bin, lower, upper, tie_low, tie_high)
-            if left == count:
-                # The whole interval is selected: nothing is undecided.
-                if tie_high == NO_INDEX:
-                    upper = lower
-                tie_low = tie_high
-        if cutlass.const_expr(self.kept_quads > 0):
-            self.mark_kept(storage, thread, kept_words, lower, upper)
-        self.mark_read(storage, base, lead, stop, thread, kept_words, words, lower, upper, tie_low, tie_high)
+                self.filter(storage, base, lead, stop, thread, lower)
+                cute.arch.sync_threads()
+                passed = s_passed[0]
+                if passed <= self.list_entries and (passed >= k or lower == LEAST_KEY):
+                    is_listed, attempt = Int32(1), Int32(1)
+                # Nobody counts anew before all have read the count.
+                cute.arch.sync_threads()
+            attempt = attempt + 1
+        if is_listed != 0:
+            shift = Int32(LIST_SHIFT)
+            if lower == LEAST_KEY:
+                shift = Int32(FIRST_SHIFT)
+            _, tie_key, last_column, _ = self.narrow(
+                storage, base, lead, stop, thread, Int32(1), lower, shift, k, passed, Int32(0), True
+            )
+            self.mark_listed(storage, thread, passed, tie_key, last_column)
+        else:
+            self.mark_read(storage, base, lead, stop, thread, tie_key, last_column)
         cute.arch.sync_threads()
-        if left != count:
-            self.refine(storage, base, thread, lower, upper, tie_low, tie_high, left, count)
-            cute.arch.sync_threads()
         self.write(storage, base, out, row, lead, words, thread, k)
+
+    @cute.jit
+    def clear(self, storage, thread, words):
+        """Zeroes the bins and the row's part of the bitmap. No barrier."""
+        bins = storage.bins.data_ptr().toint()
+        s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
+        for i in cutlass.range_constexpr(BINS // 4 // self.threads):
+            ptx.store_zeros(bins + (i * self.threads + thread) * 16)
+        for word in cutlass.range(thread, words, self.threads, unroll=1):
+            s_bitmap[word] = Uint32(0)
 
     @cute.jit
     def row_range(self, starts, ends, row, columns, num_keys, drafts):
@@ -200,183 +199,173 @@ class TopkRows:
 
     @cute.jit
     def load_quads(
-        self, base, lead, stop, first_quad, end_quad, least, quads: cutlass.Constexpr, step: cutlass.Constexpr,
-        keys: cute.Tensor,
+        self, base, lead, stop, quad_of, scores: cute.Tensor, quads: cutlass.Constexpr,
     ):  # fmt: skip
-        """Keys of `quads` quads from first_quad on, `step` apart; of columns outside the row and from end_quad on that of NaN.
-        What is less than the float whose bits are `least` counts as `least`, as NaN does.
+        """float32 bits of `quads` quads, whose numbers are quad_of; of columns outside the row those of NaN.
 
         The loads of whole quads come first and travel together; the two quads that the row's ends cut are read by element.
         """
         first_whole = (lead + 3) // 4
-        num_whole = Uint32(cutlass.max(cutlass.min(stop // 4, end_quad) - first_whole, 0))
+        num_whole = Uint32(cutlass.max(stop // 4 - first_whole, 0))
         for u in cutlass.range_constexpr(quads):
-            quad = first_quad + u * step
+            quad = quad_of[u]
             is_whole = ptx.as_int(Uint32(quad - first_whole) < num_whole)
             address = base + Int64(quad) * (4 * self.element_bytes)
             a, b, c, d = ptx.load_quad(self.is_float32, address, is_whole)
-            keys[4 * u], keys[4 * u + 1], keys[4 * u + 2], keys[4 * u + 3] = a, b, c, d
+            scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
         for u in cutlass.range_constexpr(quads):
-            quad = first_quad + u * step
+            quad = quad_of[u]
             if Uint32(quad - first_whole) >= num_whole:
-                if quad < end_quad:
-                    for j in cutlass.range_constexpr(4):
-                        column = quad * 4 + j
-                        is_inside = ptx.as_int(column >= lead and column < stop)
-                        address = base + Int64(column) * self.element_bytes
-                        keys[4 * u + j] = ptx.load_one(self.is_float32, address, is_inside)
-            for j in cutlass.range_constexpr(4):
-                keys[4 * u + j] = ptx.key_of(keys[4 * u + j], least)
-
-    @cute.jit
-    def count_first(self, storage, base, lead, stop, thread, first_quad, end_quad, floor_bin, kept_words):
-        """Counts the first digit of keys, and keeps their upper halves; all keys below floor_bin are one, in the bin below."""
-        bins = storage.bins.data_ptr().toint()
-        kept = storage.kept.data_ptr().toint()
-        keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
-        kept_end = cutlass.min(end_quad, kept_words * 8)
-        # A float of the bin below, without branches in the loop: its bits for keys up to that of -0.0, and above.
-        highest = (Uint32(floor_bin) << FIRST_SHIFT) - 2
-        least = ~highest
-        if floor_bin > FIRST_SIGN:
-            least = highest ^ Uint32(0x80000000)
-        if floor_bin == LEAST_BIN:
-            least = Uint32(ptx.MINUS_INFINITY)
-        for start in cutlass.range(first_quad + thread, end_quad, self.threads * self.unroll, unroll=1):
-            self.load_quads(base, lead, stop, start, end_quad, least, self.unroll, self.threads, keys)
-            for u in cutlass.range_constexpr(self.unroll):
                 for j in cutlass.range_constexpr(4):
-                    ptx.count(bins + Int32((keys[4 * u + j] >> (FIRST_SHIFT - 2)) & (4 * BINS - 4)))
-                if cutlass.const_expr(self.kept_quads > 0):
-                    quad = start + u * self.threads
-                    if quad < kept_end:
-                        ptx.store_pair(
-                            kept + quad * 8,
-                            ptx.top_halves(keys[4 * u], keys[4 * u + 1]),
-                            ptx.top_halves(keys[4 * u + 2], keys[4 * u + 3]),
-                        )
+                    column = quad * 4 + j
+                    is_inside = ptx.as_int(column >= lead and column < stop)
+                    address = base + Int64(column) * self.element_bytes
+                    scores[4 * u + j] = ptx.load_one(self.is_float32, address, is_inside)
 
     @cute.jit
-    def digit(self, step, key, column):
-        """The digit that a step looks at, larger for what is selected first: score bits 10-19, 0-9, index bits 11-21, 0-10."""
-        value = Int32((key >> 10) & 1023)
-        if step == 1:
-            value = Int32(key & 1023)
-        if step == 2:
-            value = (DIGITS - 1) - (column >> INDEX_BITS)
-        if step == 3:
-            value = (DIGITS - 1) - (column & (DIGITS - 1))
+    def narrow(
+        self, storage, base, lead, stop, thread, every, lower, open_shift, wanted, num, room, from_list: cutlass.Constexpr
+    ):
+        """Bounds the wanted-th largest of `num` entries from below, digit by digit: until at most `room` are from the bound on,
+        or, where room is too small for that, until exactly those that are wanted are.
+
+        Entries: the list's, or one piece in `every` of the row, of keys from `lower` on. The first digit begins at bit
+        `open_shift`. Returns (lower, the bound; tie_key, last_column: selected are keys above tie_key, and of those that are
+        equal columns up to last_column; number of entries from the bound on). A sample is not narrowed beyond its keys.
+        """
+        bits, is_tie, tie_key = Int32(OPEN), Int32(0), lower
+        above, left, count = Int32(0), wanted, num
+        while left < count and (above + count > room or is_tie != 0) and (bits > 0 or every == 1):
+            if bits == 0:
+                # Equal keys: from here on the undecided values are columns, the smaller ones larger.
+                is_tie, tie_key, lower, bits = Int32(1), lower, Uint32(0), Int32(COLUMN_BITS)
+            shift, top = cutlass.max(bits - DIGIT_BITS, 0), Int32(-1)
+            if bits == OPEN:
+                shift, top = open_shift, Int32(BINS - 1)
+            if cutlass.const_expr(from_list):
+                self.count_list(storage, thread, num, lower, shift, top, is_tie, tie_key)
+            else:
+                self.count_row(storage, base, lead, stop, thread, every, lower, shift, top, is_tie, tie_key)
+            cute.arch.sync_threads()
+            bin, bin_left, bin_count, total = self.find(storage, thread, left)
+            if total <= left:
+                # All that there are.
+                left, count = total, total
+            else:
+                above, left, count = above + left - bin_left, bin_left, bin_count
+                lower, bits, open_shift = lower + (Uint32(bin) << Uint32(shift)), shift, Int32(FIRST_SHIFT)
+                if bin == top:
+                    bits = Int32(OPEN)  # that bin holds all that is above, too
+        last_column = Int32(LAST_COLUMN)
+        if is_tie != 0:
+            last_column = LAST_COLUMN - Int32(lower)
+        else:
+            tie_key = lower
+        return lower, tie_key, last_column, above + count
+
+    @cute.jit
+    def count_row(self, storage, base, lead, stop, thread, every, lower, shift, top, is_tie, tie_key):
+        """Counts a digit of the row's entries, of one piece in `every`; which one of them changes from piece to piece."""
+        bins = storage.bins.data_ptr().toint()
+        scores = cute.make_rmem_tensor(4 * COUNT_UNROLL, Uint32)
+        quads = cute.make_rmem_tensor(COUNT_UNROLL, Int32)
+        end_quad = (stop + 3) // 4
+        span = PIECE_QUADS * every
+        counted = (end_quad + span - 1) // span * PIECE_QUADS
+        for start in cutlass.range(thread, counted, self.threads * COUNT_UNROLL, unroll=1):
+            for u in cutlass.range_constexpr(COUNT_UNROLL):
+                number = start + u * self.threads
+                piece = number // PIECE_QUADS
+                quads[u] = number % PIECE_QUADS + piece * span + ((piece * 3) & (every - 1)) * PIECE_QUADS
+            self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL)
+            for u in cutlass.range_constexpr(COUNT_UNROLL):
+                for j in cutlass.range_constexpr(4):
+                    key = ptx.key_of(scores[4 * u + j])
+                    if is_tie != 0:
+                        key = self.tie_value(key, 4 * quads[u] + j, tie_key)
+                    ptx.count_digit(bins, key, lower, shift, top)
+
+    @cute.jit
+    def count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key):
+        """The same of the list's entries."""
+        bins = storage.bins.data_ptr().toint()
+        s_scores = storage.scores.get_tensor(cute.make_layout(self.list_entries))
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        for i in cutlass.range(thread, num, self.threads, unroll=2):
+            key = ptx.key_of(s_scores[i])
+            if is_tie != 0:
+                key = self.tie_value(key, s_columns[i], tie_key)
+            ptx.count_digit(bins, key, lower, shift, top)
+
+    @cute.jit
+    def tie_value(self, key, column, tie_key):
+        """What is narrowed among equal keys: larger for smaller columns; of other keys, more than any."""
+        value = Uint32(0xFFFFFFFF)
+        if key == tie_key:
+            value = Uint32(LAST_COLUMN - column)
         return value
 
     @cute.jit
-    def narrow(self, step, bin, lower, upper, tie_low, tie_high):
-        """The undecided interval after a step whose digit was found to be `bin`."""
-        if step == 0:
-            lower = (lower & Uint32(0xFFF00000)) | (Uint32(bin) << 10)
-            upper = lower + 1024
-        if step == 1:
-            lower = (lower & Uint32(0xFFFFFC00)) | Uint32(bin)
-            upper = lower + 1
-        if step == 2:
-            tie_low = ((DIGITS - 1) - bin) << INDEX_BITS
-            tie_high = tie_low + DIGITS
-        if step == 3:
-            tie_low = (tie_low & ~Int32(DIGITS - 1)) + ((DIGITS - 1) - bin)
-            tie_high = tie_low + 1
-        return lower, upper, tie_low, tie_high
+    def filter(self, storage, base, lead, stop, thread, lower):
+        """Lists scores of keys from `lower` on and their columns, as far as the list has room, and counts all of them."""
+        passed = storage.passed.data_ptr().toint()
+        places = storage.scores.data_ptr().toint()
+        scores = cute.make_rmem_tensor(4 * self.unroll, Uint32)
+        quads = cute.make_rmem_tensor(self.unroll, Int32)
+        least = ptx.float_of(lower)
+        lane = thread % 32
+        first_whole, end_whole, end_quad = (lead + 3) // 4, stop // 4, (stop + 3) // 4
+        # All lanes of a warp take part in the sums, so the trip count is the warp's.
+        for start in cutlass.range(thread - lane, end_quad, self.threads * self.unroll, unroll=1):
+            if start >= first_whole and start + ((self.unroll - 1) * self.threads + 32) <= end_whole:
+                address = base + Int64(start + lane) * (4 * self.element_bytes)
+                for u in cutlass.range_constexpr(self.unroll):
+                    a, b, c, d = ptx.load_whole(self.is_float32, address + u * self.threads * (4 * self.element_bytes))
+                    scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
+            else:
+                for u in cutlass.range_constexpr(self.unroll):
+                    quads[u] = start + lane + u * self.threads
+                self.load_quads(base, lead, stop, quads, scores, self.unroll)
+            hits = ptx.count_from(least, [scores[i] for i in range(4 * self.unroll)])
+            running = hits
+            for power in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(running, offset=1 << power, mask_and_clamp=0)
+                if lane >= 1 << power:
+                    running = running + other
+            place = ptx.reserve(passed, running, lane) - hits + running
+            if hits > 0 and place + hits <= self.list_entries:
+                slot = places + place * 4
+                for u in cutlass.range_constexpr(self.unroll):
+                    column = 4 * (start + lane + u * self.threads)
+                    slot = ptx.store_from(least, [scores[4 * u + j] for j in range(4)], column, slot, 4 * self.list_entries)
 
     @cute.jit
-    def count_again(self, storage, base, lead, stop, thread, end_quad, level, lower, upper):
-        """Counts the level's digit of the undecided columns, from memory."""
-        bins = storage.bins.data_ptr().toint()
-        keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
-        for start in cutlass.range(thread, end_quad, self.threads * self.unroll, unroll=1):
-            self.load_quads(base, lead, stop, start, end_quad, NO_LEAST, self.unroll, self.threads, keys)
-            for u in cutlass.range_constexpr(self.unroll):
-                for j in cutlass.range_constexpr(4):
-                    key = keys[4 * u + j]
-                    if key < upper:
-                        column = 4 * (start + u * self.threads) + j
-                        ptx.count_from(bins + 4 * self.digit(level, key, column), key, lower)
-
-    @cute.jit
-    def mark_kept(self, storage, thread, words, lower, upper):
-        """Sets the bits of what is selected for certain, and lists what is undecided, from the upper halves of the keys.
-
-        Only the first digit has been looked at by then, and the upper half holds all of it.
-        """
-        kept = storage.kept.data_ptr().toint()
+    def mark_listed(self, storage, thread, num, tie_key, last_column):
+        """Sets the bits of what is selected: keys above tie_key, and equal ones of columns up to last_column."""
         bitmap = storage.bitmap.data_ptr().toint()
-        keys = cute.make_rmem_tensor(8, Uint32)
-        for octet in cutlass.range(thread, words * 4, self.threads, unroll=2):
-            pairs = ptx.load_four(kept + octet * 16)
-            for i in cutlass.range_constexpr(4):
-                keys[2 * i], keys[2 * i + 1] = pairs[i] << 16, pairs[i]
-            bits = ptx.bits_from(upper, [keys[i] for i in range(8)])
-            undecided = ptx.bits_from(lower, [keys[i] for i in range(8)]) ^ bits
-            if undecided != 0:
-                bits = self.settle(storage, octet * 8, bits, undecided, Int32(0), Int32(NO_INDEX))
-            ptx.store_byte(bitmap + octet, bits)
-
-    @cute.jit
-    def mark_read(self, storage, base, lead, stop, thread, first_word, words, lower, upper, tie_low, tie_high):
-        """The same, from memory and after any number of levels."""
-        bitmap = storage.bitmap.data_ptr().toint()
-        end_quad = words * 8
-        keys = cute.make_rmem_tensor(4 * self.unroll, Uint32)
-        # All lanes of a warp take part in the exchange of bits, so the trip count is the block's.
-        for start in cutlass.range(first_word * 8, end_quad, self.threads * self.unroll, unroll=1):
-            self.load_quads(base, lead, stop, start + thread, end_quad, NO_LEAST, self.unroll, self.threads, keys)
-            for u in cutlass.range_constexpr(self.unroll):
-                quad = start + u * self.threads + thread
-                bits = ptx.bits_from(upper, [keys[4 * u + j] for j in range(4)])
-                undecided = ptx.bits_from(lower, [keys[4 * u + j] for j in range(4)]) ^ bits
-                if undecided != 0:
-                    bits = self.settle(storage, quad * 4, bits, undecided, tie_low, tie_high)
-                other = cute.arch.shuffle_sync_bfly(bits, offset=1)
-                if quad % 2 == 0 and quad < end_quad:
-                    ptx.store_byte(bitmap + quad // 2, bits | (other << 4))
-
-    @cute.jit
-    def settle(self, storage, first_column, bits, undecided, tie_low, tie_high):
-        """The undecided columns: below tie_low they are selected, from tie_high on they are not, between them listed."""
-        tickets = storage.tickets.data_ptr().toint()
+        s_scores = storage.scores.get_tensor(cute.make_layout(self.list_entries))
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
-        while undecided != 0:
-            lowest = undecided & -undecided
-            column = first_column + ptx.highest_bit(Uint32(lowest))
-            if column < tie_low:
-                bits = bits | lowest
-            elif column < tie_high:
-                s_columns[ptx.take_ticket(tickets)] = column
-            undecided = undecided ^ lowest
-        return bits
-
-    @cute.jit
-    def refine(self, storage, base, thread, lower, upper, tie_low, tie_high, left, count):
-        """Decides the columns of the list and sets the bits of those that are selected."""
-        bins = storage.bins.data_ptr().toint()
-        bitmap = storage.bitmap.data_ptr().toint()
-        s_keys = storage.kept.get_tensor(cute.make_layout(self.list_entries))  # of no other use by now
-        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
-        listed = count
-        for i in cutlass.range(thread, listed, self.threads, unroll=1):
-            address = base + Int64(s_columns[i]) * self.element_bytes
-            s_keys[i] = ptx.key_of(ptx.load_one(self.is_float32, address, Int32(1)))
-        # Every entry is read by the thread that wrote its key.
-        for step in cutlass.range(4, unroll=1):
-            if left != count:
-                for i in cutlass.range(thread, listed, self.threads, unroll=1):
-                    key, column = s_keys[i], s_columns[i]
-                    if key < upper and column >= tie_low and column < tie_high:
-                        ptx.count_from(bins + 4 * self.digit(step, key, column), key, lower)
-                cute.arch.sync_threads()
-                bin, left, count, _ = self.find(storage, thread, DIGITS, left, True)
-                lower, upper, tie_low, tie_high = self.narrow(step, bin, lower, upper, tie_low, tie_high)
-        for i in cutlass.range(thread, listed, self.threads, unroll=1):
-            key, column = s_keys[i], s_columns[i]
-            if key >= upper or (key >= lower and column < tie_high):
+        for i in cutlass.range(thread, num, self.threads, unroll=2):
+            key, column = ptx.key_of(s_scores[i]), s_columns[i]
+            if key > tie_key or (key == tie_key and column <= last_column):
                 ptx.or_shared(bitmap + column // 32 * 4, Uint32(1) << Uint32(column % 32))
+
+    @cute.jit
+    def mark_read(self, storage, base, lead, stop, thread, tie_key, last_column):
+        """The same, of the row itself."""
+        bitmap = storage.bitmap.data_ptr().toint()
+        scores = cute.make_rmem_tensor(4, Uint32)
+        quads = cute.make_rmem_tensor(1, Int32)
+        for quad in cutlass.range(thread, (stop + 3) // 4, self.threads, unroll=1):
+            quads[0] = quad
+            self.load_quads(base, lead, stop, quads, scores, 1)
+            bits = Uint32(0)
+            for j in cutlass.range_constexpr(4):
+                key = ptx.key_of(scores[j])
+                if key > tie_key or (key == tie_key and quad * 4 + j <= last_column):
+                    bits = bits | Uint32(1 << j)
+            if bits != 0:
+                ptx.or_shared(bitmap + quad // 8 * 4, bits << Uint32(quad % 8 * 4))
 
     @cute.jit
     def sum_before(self, storage, thread, value):
@@ -400,34 +389,31 @@ class TopkRows:
         return running - value + ptx.warp_sum(of_warp), total
 
     @cute.jit
-    def find(self, storage, thread, num_bins: cutlass.Constexpr, wanted, clear: cutlass.Constexpr):
+    def find(self, storage, thread, wanted):
         """The bin of the wanted-th largest entry: (bin, how many of it are wanted, its count, entries in all).
 
-        The first digit's bins of what may not be selected do not count. Bins beyond num_bins stay untouched; the others
-        are zero afterwards where clear. Without that many entries only the last result holds. Two barriers; the counts
+        The bins are zero afterwards. Without that many entries only the last result holds. Two barriers; the counts
         must be complete at the call.
         """
-        s_bins = storage.bins.get_tensor(cute.make_layout(BINS))
+        bins = storage.bins.data_ptr().toint()
         s_found = storage.found.get_tensor(cute.make_layout(4))
-        per_thread = cutlass.const_expr(num_bins // self.threads)
+        per_thread = cutlass.const_expr(BINS // self.threads)
         counts = cute.make_rmem_tensor(per_thread, Int32)
-        last = (num_bins - 1) - thread * per_thread
+        first = (BINS - per_thread) - thread * per_thread
         mine = Int32(0)
-        for i in cutlass.range_constexpr(per_thread):
-            counts[i] = s_bins[last - i]
-            if cutlass.const_expr(num_bins == BINS):
-                if last - i < LEAST_BIN:
-                    counts[i] = Int32(0)
-            mine = mine + counts[i]
+        for i in cutlass.range_constexpr(per_thread // 4):
+            four = ptx.load_four(bins + (first + 4 * i) * 4)
+            ptx.store_zeros(bins + (first + 4 * i) * 4)
+            for j in cutlass.range_constexpr(4):
+                counts[4 * i + j] = four[j]
+                mine = mine + four[j]
         before, total = self.sum_before(storage, thread, mine)
         if before < wanted and wanted <= before + mine:
             for i in cutlass.range_constexpr(per_thread):
-                if before < wanted and wanted <= before + counts[i]:
-                    s_found[0], s_found[1], s_found[2] = last - i, wanted - before, counts[i]
-                before = before + counts[i]
-        if cutlass.const_expr(clear):
-            for i in cutlass.range_constexpr(per_thread):
-                s_bins[last - i] = Int32(0)
+                of_bin = counts[per_thread - 1 - i]
+                if before < wanted and wanted <= before + of_bin:
+                    s_found[0], s_found[1], s_found[2] = first + (per_thread - 1 - i), wanted - before, of_bin
+                before = before + of_bin
         cute.arch.sync_threads()
         return s_found[0], s_found[1], s_found[2], total
 
@@ -466,14 +452,14 @@ class TopkRows:
     @cute.jit
     def sort(self, storage, base, thread, written):
         """columns[:written] by descending score, then ascending column: a bitonic sort of (inverted key, column)."""
-        s_keys = storage.kept.get_tensor(cute.make_layout(self.list_entries))  # of no other use by now
+        s_keys = storage.scores.get_tensor(cute.make_layout(self.list_entries))
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         size = Int32(2)
         while size < written:
             size = size * 2
         for i in cutlass.range(thread, size, self.threads, unroll=1):
             # Beyond the end: behind everything.
-            key, column = Uint32(0), Int32(NO_INDEX)
+            key, column = Uint32(0), Int32(LAST_COLUMN)
             if i < written:
                 column = s_columns[i]
                 key = ptx.key_of(ptx.load_one(self.is_float32, base + Int64(column) * self.element_bytes, Int32(1)))

@@ -19,7 +19,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import DeviceSpec
 from gdn.problems import TopkProblem
 from kernels_cute._build import library
-from kernels_cute._topk_rows import BINS, MOST_COLUMNS, SPARE_QUADS, TopkRows
+from kernels_cute._topk_rows import BINS, MOST_COLUMNS, SPARE_WORDS, TopkRows
 
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
@@ -32,12 +32,11 @@ class Config:
     threads: int  # of a block, which works on one row
     unroll: int  # quads of scores that a thread has in flight
     blocks_per_sm: int  # caps registers so that so many blocks fit
-    kept_columns: int  # of a row whose upper key halves stay in shared memory (2 bytes each); what is beyond is read twice
-    list_entries: int  # undecided columns that the list takes (4 bytes each); more of them cost another read of the row
+    list_entries: int  # scores above the sampled bound that the list takes (8 bytes each); more cost further reads of the row
     max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
 
 
-ANY_SIZE = Config(1024, 4, 1, 0, 8192, MOST_COLUMNS)
+ANY_SIZE = Config(1024, 4, 1, 8192, MOST_COLUMNS)
 
 
 def refusal(problem: TopkProblem) -> str | None:
@@ -51,8 +50,7 @@ def refusal(problem: TopkProblem) -> str | None:
 
 
 def _shared_bytes(config: Config) -> int:
-    kept = 8 * (config.kept_columns // 4 + SPARE_QUADS) if config.kept_columns else 0
-    return max(kept, 4 * config.list_entries) + 4 * BINS + config.max_columns // 8 + 16 + 4 * config.list_entries + 4 * 40 + 64
+    return 8 * config.list_entries + 4 * BINS + config.max_columns // 8 + 4 * SPARE_WORDS + 4 * 40 + 64
 
 
 def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
@@ -62,43 +60,46 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.blocks_per_sm >= 1
         and config.blocks_per_sm * config.threads <= 2048
         and config.list_entries % 2048 == 0
-        # The list also holds what is sorted, and all that one digit of the index leaves undecided.
+        # The list also holds what is sorted.
         and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
-        and config.kept_columns % 32 == 0
         and config.max_columns % 32 == 0
-        and config.kept_columns <= config.max_columns <= MOST_COLUMNS
+        and config.max_columns <= MOST_COLUMNS
         and config.blocks_per_sm * (_shared_bytes(config) + 1024) <= device.shared_bytes_per_block + 1024
     )
 
 
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
-    for config in (
-        Config(256, 1, 4, 2048, 2048, 2048),
-        Config(512, 2, 3, 8192, 4096, 8192),
-        Config(1024, 2, 2, 32768, 6144, 32768),
-        Config(1024, 4, 1, 65536, 8192, 65536),
-        Config(1024, 4, 1, 65536, 8192, 131072),
-    ):
-        if problem.num_columns <= config.max_columns:
-            return config
-    return ANY_SIZE
+    # 1.3 k entries pass a sampled bound, and those of a bin of it.
+    entries = 4096 if problem.k <= 2048 else 8192
+    if problem.num_columns <= 2048:
+        return Config(256, 2, 6, 2048, 2048)
+    for capacity in (8192, 32768, 65536, 131072):
+        if problem.num_columns <= capacity:
+            break
+    else:
+        return ANY_SIZE
+    if problem.num_rows <= device.num_sms:
+        return Config(1024, 4, 1, 8192, capacity)
+    blocks = 2 if entries > 4096 else 4 if capacity <= 32768 else 3
+    return Config(512, 4, blocks, entries, capacity)
 
 
 def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
-    capacity = default.max_columns
     space = [
-        Config(threads, unroll, blocks, kept, entries, capacity)
-        for threads, unroll, blocks, kept, entries in product(
-            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({0, default.kept_columns}), sorted({4096, default.list_entries})
+        Config(threads, unroll, blocks, entries, default.max_columns)
+        for threads, unroll, blocks, entries in product(
+            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4, 6), sorted({default.list_entries, 6144, 8192})
         )
     ]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
 
 
 def suits(problem: TopkProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here: rows beyond their bitmap are served by `ANY_SIZE`, which is slow."""
-    return problem.num_columns <= config.max_columns
+    """Whether tiles tuned at other sizes are a choice here: longer rows are served by `ANY_SIZE`, and a k that the list has
+    little room for by counting whole rows, which both is slow."""
+    is_roomy = problem.num_columns <= config.list_entries or 3 * problem.k <= 2 * config.list_entries
+    return problem.num_columns <= config.max_columns and is_roomy
 
 
 def workspace_bytes(problem: TopkProblem, config: Config) -> int:
@@ -119,7 +120,6 @@ def _kernel(problem: TopkProblem, config: Config) -> TopkRows:
         threads=config.threads,
         unroll=config.unroll,
         blocks_per_sm=config.blocks_per_sm,
-        kept_columns=config.kept_columns,
         list_entries=config.list_entries,
         max_columns=config.max_columns,
     )
