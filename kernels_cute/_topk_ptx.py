@@ -80,34 +80,22 @@ or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, {$r0}, sign;
 }"""
 _COUNT_DIGIT = """{
-.reg .pred counts;
-.reg .b32 digit, address;
+.reg .b32 digit;
 sub.u32 digit, {$r1}, {$r2};
 shr.u32 digit, digit, {$r3};
 min.u32 digit, digit, {$r4};
-setp.lt.u32 counts, digit, 4096;
-setp.ge.and.u32 counts, {$r1}, {$r2}, counts;
-shl.b32 digit, digit, 2;
-add.u32 address, {$r0}, digit;
-@counts red.shared.add.u32 [address], 1;
+mad.lo.u32 digit, digit, 4, {$r0};
+red.shared.add.u32 [digit], 1;
 }"""
-# The rank's standard deviation is about its root; four of them and four more keep the bound below the answer.
+# The rank's standard deviation is about its root where scores are independent; neighbouring ones are alike.
 _SAMPLE_RANK = """{
 .reg .f32 rank, root;
 cvt.rn.f32.s32 rank, {$r0};
 mul.rn.f32 rank, rank, SHARE;
 sqrt.approx.f32 root, rank;
-fma.rn.f32 rank, root, 0f40800000, rank;
+fma.rn.f32 rank, root, 0f40c00000, rank;
 add.rn.f32 rank, rank, 0f40800000;
 cvt.rzi.s32.f32 {$w0}, rank;
-}"""
-_RESERVE = """{
-.reg .pred last;
-.reg .b32 base;
-mov.b32 base, 0;
-setp.eq.s32 last, {$r2}, 31;
-@last atom.shared.add.u32 base, [{$r0}], {$r1};
-shfl.sync.idx.b32 {$w0}, base, 31, 31, 0xffffffff;
 }"""
 
 
@@ -139,15 +127,15 @@ def float_of(key: Any) -> Any:
 
 
 def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None:
-    """bins[min((value - lower) >> shift, top)] += 1 where value >= lower (unsigned) and that bin exists.
+    """bins[min((value - lower) >> shift, top)] += 1; less than lower is very much.
 
-    An increment of one: the lanes of one bin share an access.
+    An increment of one, by all lanes: those of one bin share an access.
     """
     cute.arch.inline_ptx(_COUNT_DIGIT, read_only_args=[bins, value, lower, shift, top])
 
 
 def sample_rank(k: Any, share: float) -> Any:
-    """The rank in a sample of `share` of the scores that the k-th largest of all is above for all practical purposes."""
+    """A rank in a sample of `share` of the scores that the k-th largest of all is almost never below."""
     code = _SAMPLE_RANK.replace("SHARE", "0f" + struct.pack(">f", share).hex())
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[k])
 
@@ -178,9 +166,18 @@ def store_from(least: Any, scores: list[Any], column: Any, slot: Any, columns_of
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=arguments)
 
 
-def reserve(address: Any, running: Any, lane: Any) -> Any:
-    """The last lane adds its `running` to shared[address]; the value before that, to all lanes of the warp."""
-    return cute.arch.inline_ptx(_RESERVE, write_only_types=[Int32], read_only_args=[address, running, lane])
+def reserve(address: Any, count: Any) -> Any:
+    """The value of shared[address], which grows by count. One address for all lanes: ptxas adds up the warp's counts first."""
+    return cute.arch.inline_ptx(
+        "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, count]
+    )
+
+
+def again(value: Any) -> Any:
+    """The same in all lanes, which ptxas does not know: it compares anew, which is less than to keep so many predicates."""
+    return cute.arch.inline_ptx(
+        "shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
+    )
 
 
 def or_shared(address: Any, bits: Any) -> None:
@@ -197,6 +194,13 @@ def load_four(address: Any) -> Any:
     return cute.arch.inline_ptx(
         "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
     )
+
+
+def running_sum(value: Any) -> Any:
+    """The sum over the warp's lanes up to this one."""
+    lines = [f"shfl.sync.up.b32 other|there, sum, {1 << i}, 0, 0xffffffff;\n@there add.s32 sum, sum, other;" for i in range(5)]
+    code = "{\n.reg .pred there;\n.reg .b32 sum, other;\nmov.b32 sum, {$r0};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, sum;\n}"
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[value])
 
 
 def warp_sum(value: Any) -> Any:

@@ -30,13 +30,14 @@ BINS = 1 << DIGIT_BITS
 LEAST_KEY = 0x00800000  # of a score that may be selected; below stand NaN and -inf
 OPEN = 32  # undecided bits of a key with no bound from above
 FIRST_SHIFT = 20  # first digit: sign, exponent, three bits of the mantissa
+FIRST_VALID = BINS - 8  # bins of it that scores can have; in the others is what is less than the bound, NaN and -inf too
 LIST_SHIFT = 9  # first digit of the list: 4096 bins over twice the bin that the threshold is the edge of
 COLUMN_BITS = 21
 LAST_COLUMN = (1 << COLUMN_BITS) - 1
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 SPARE_WORDS = 2  # of the bitmap, for columns before the range
 SAMPLE_EVERY = 8  # one piece of so many is sampled; a power of two
-PIECE_QUADS = 4  # neighbouring quads that are a piece; a power of two
+PIECE_QUADS = 2  # neighbouring quads that are a piece; a power of two
 COUNT_UNROLL = 2  # quads in flight where keys are counted
 
 
@@ -79,7 +80,7 @@ class TopkRows:
         class Storage:
             scores: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]  # float32 bits; sorted: keys
             columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]  # right behind the scores
-            bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS], 16]
+            bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS + 4], 16]  # one more for what is in no bin
             bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
             warp_sums: cute.struct.MemRange[Int32, 32]
             found: cute.struct.MemRange[Int32, 4]
@@ -239,15 +240,17 @@ class TopkRows:
             if bits == 0:
                 # Equal keys: from here on the undecided values are columns, the smaller ones larger.
                 is_tie, tie_key, lower, bits = Int32(1), lower, Uint32(0), Int32(COLUMN_BITS)
-            shift, top = cutlass.max(bits - DIGIT_BITS, 0), Int32(-1)
+            shift, top, valid = cutlass.max(bits - DIGIT_BITS, 0), Int32(BINS), Int32(BINS)
             if bits == OPEN:
-                shift, top = open_shift, Int32(BINS - 1)
+                shift, top, valid = open_shift, Int32(BINS - 1), Int32(BINS)
+                if open_shift == FIRST_SHIFT:
+                    valid = Int32(FIRST_VALID)
             if cutlass.const_expr(from_list):
                 self.count_list(storage, thread, num, lower, shift, top, is_tie, tie_key)
             else:
                 self.count_row(storage, base, lead, stop, thread, every, lower, shift, top, is_tie, tie_key)
             cute.arch.sync_threads()
-            bin, bin_left, bin_count, total = self.find(storage, thread, left)
+            bin, bin_left, bin_count, total = self.find(storage, thread, left, valid)
             if total <= left:
                 # All that there are.
                 left, count = total, total
@@ -278,12 +281,13 @@ class TopkRows:
                 piece = number // PIECE_QUADS
                 quads[u] = number % PIECE_QUADS + piece * span + ((piece * 3) & (every - 1)) * PIECE_QUADS
             self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL)
-            for u in cutlass.range_constexpr(COUNT_UNROLL):
-                for j in cutlass.range_constexpr(4):
-                    key = ptx.key_of(scores[4 * u + j])
-                    if is_tie != 0:
-                        key = self.tie_value(key, 4 * quads[u] + j, tie_key)
-                    ptx.count_digit(bins, key, lower, shift, top)
+            for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
+                scores[i] = ptx.key_of(scores[i])
+            for _ in cutlass.range(is_tie, unroll=1):  # a loop, for a branch: otherwise all rows pay for predicates
+                for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
+                    scores[i] = self.tie_value(scores[i], 4 * quads[i // 4] + i % 4, tie_key)
+            for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
+                ptx.count_digit(bins, scores[i], lower, shift, top)
 
     @cute.jit
     def count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key):
@@ -327,17 +331,13 @@ class TopkRows:
                     quads[u] = start + lane + u * self.threads
                 self.load_quads(base, lead, stop, quads, scores, self.unroll)
             hits = ptx.count_from(least, [scores[i] for i in range(4 * self.unroll)])
-            running = hits
-            for power in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(running, offset=1 << power, mask_and_clamp=0)
-                if lane >= 1 << power:
-                    running = running + other
-            place = ptx.reserve(passed, running, lane) - hits + running
+            place = ptx.reserve(passed, hits)
+            least_again = ptx.again(least)
             if hits > 0 and place + hits <= self.list_entries:
                 slot = places + place * 4
                 for u in cutlass.range_constexpr(self.unroll):
                     column = 4 * (start + lane + u * self.threads)
-                    slot = ptx.store_from(least, [scores[4 * u + j] for j in range(4)], column, slot, 4 * self.list_entries)
+                    slot = ptx.store_from(least_again, [scores[4 * u + j] for j in range(4)], column, slot, 4 * self.list_entries)
 
     @cute.jit
     def mark_listed(self, storage, thread, num, tie_key, last_column):
@@ -372,11 +372,7 @@ class TopkRows:
         """The sum of value over the threads before this one, and over all. One barrier; sums stay until the next."""
         s_sums = storage.warp_sums.get_tensor(cute.make_layout(32))
         lane, warp = thread % 32, thread // 32
-        running = value
-        for power in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(running, offset=1 << power, mask_and_clamp=0)
-            if lane >= 1 << power:
-                running = running + other
+        running = ptx.running_sum(value)
         if lane == 31:
             s_sums[warp] = running
         cute.arch.sync_threads()
@@ -389,10 +385,10 @@ class TopkRows:
         return running - value + ptx.warp_sum(of_warp), total
 
     @cute.jit
-    def find(self, storage, thread, wanted):
+    def find(self, storage, thread, wanted, valid):
         """The bin of the wanted-th largest entry: (bin, how many of it are wanted, its count, entries in all).
 
-        The bins are zero afterwards. Without that many entries only the last result holds. Two barriers; the counts
+        Bins from `valid` on, a multiple of four, do not count. The bins are zero afterwards. Without that many entries only the last result holds. Two barriers; the counts
         must be complete at the call.
         """
         bins = storage.bins.data_ptr().toint()
@@ -405,8 +401,8 @@ class TopkRows:
             four = ptx.load_four(bins + (first + 4 * i) * 4)
             ptx.store_zeros(bins + (first + 4 * i) * 4)
             for j in cutlass.range_constexpr(4):
-                counts[4 * i + j] = four[j]
-                mine = mine + four[j]
+                counts[4 * i + j] = cutlass.select_(first + 4 * i < valid, four[j], Int32(0))
+                mine = mine + counts[4 * i + j]
         before, total = self.sum_before(storage, thread, mine)
         if before < wanted and wanted <= before + mine:
             for i in cutlass.range_constexpr(per_thread):
