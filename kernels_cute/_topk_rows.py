@@ -37,7 +37,7 @@ LAST_COLUMN = (1 << COLUMN_BITS) - 1
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 SPARE_WORDS = 2  # of the bitmap, for columns before the range
 SAMPLE_EVERY = 8  # one piece of so many is sampled; a power of two
-PIECE_QUADS = 2  # neighbouring quads that are a piece; a power of two
+PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
 COUNT_UNROLL = 2  # quads in flight where keys are counted
 
 
@@ -273,17 +273,18 @@ class TopkRows:
         scores = cute.make_rmem_tensor(4 * COUNT_UNROLL, Uint32)
         quads = cute.make_rmem_tensor(COUNT_UNROLL, Int32)
         end_quad = (stop + 3) // 4
-        span = PIECE_QUADS * every
-        counted = (end_quad + span - 1) // span * PIECE_QUADS
+        span = every << PIECE_BITS
+        counted = (end_quad + span - 1) // span << PIECE_BITS
         for start in cutlass.range(thread, counted, self.threads * COUNT_UNROLL, unroll=1):
             for u in cutlass.range_constexpr(COUNT_UNROLL):
                 number = start + u * self.threads
-                piece = number // PIECE_QUADS
-                quads[u] = number % PIECE_QUADS + piece * span + ((piece * 3) & (every - 1)) * PIECE_QUADS
+                piece = number >> PIECE_BITS
+                skipped = piece * (every - 1) + ((piece * 3) & (every - 1))
+                quads[u] = number + (skipped << PIECE_BITS)
             self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL)
             for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
                 scores[i] = ptx.key_of(scores[i])
-            for _ in cutlass.range(is_tie, unroll=1):  # a loop, for a branch: otherwise all rows pay for predicates
+            if is_tie != 0:
                 for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
                     scores[i] = self.tie_value(scores[i], 4 * quads[i // 4] + i % 4, tie_key)
             for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
@@ -298,8 +299,9 @@ class TopkRows:
         for i in cutlass.range(thread, num, self.threads, unroll=2):
             key = ptx.key_of(s_scores[i])
             if is_tie != 0:
-                key = self.tie_value(key, s_columns[i], tie_key)
-            ptx.count_digit(bins, key, lower, shift, top)
+                ptx.count_digit(bins, self.tie_value(key, s_columns[i], tie_key), lower, shift, top)
+            else:
+                ptx.count_digit(bins, key, lower, shift, top)
 
     @cute.jit
     def tie_value(self, key, column, tie_key):
