@@ -240,7 +240,9 @@ class TopkRows:
             if bits == 0:
                 # Equal keys: from here on the undecided values are columns, the smaller ones larger.
                 is_tie, tie_key, lower, bits = Int32(1), lower, Uint32(0), Int32(COLUMN_BITS)
-            shift, top, valid = cutlass.max(bits - DIGIT_BITS, 0), Int32(BINS), Int32(BINS)
+            # What is not undecided goes to the bin behind the digit's, which does not count.
+            shift, top = cutlass.max(bits - DIGIT_BITS, 0), Int32(1) << cutlass.min(bits, DIGIT_BITS)
+            valid = top
             if bits == OPEN:
                 shift, top, valid = open_shift, Int32(BINS - 1), Int32(BINS)
                 if open_shift == FIRST_SHIFT:
