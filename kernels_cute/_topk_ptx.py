@@ -93,7 +93,7 @@ _SAMPLE_RANK = """{
 cvt.rn.f32.s32 rank, {$r0};
 mul.rn.f32 rank, rank, SHARE;
 sqrt.approx.f32 root, rank;
-fma.rn.f32 rank, root, 0f40c00000, rank;
+fma.rn.f32 rank, root, 0f40800000, rank;
 add.rn.f32 rank, rank, 0f40800000;
 cvt.rzi.s32.f32 {$w0}, rank;
 }"""
