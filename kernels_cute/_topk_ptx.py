@@ -204,9 +204,7 @@ def running_sum(value: Any) -> Any:
 
 
 def warp_sum(value: Any) -> Any:
-    return cute.arch.inline_ptx(
-        "redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
-    )
+    return cute.arch.inline_ptx("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value])
 
 
 def highest_bit(word: Any) -> Any:

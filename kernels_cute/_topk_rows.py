@@ -392,8 +392,8 @@ class TopkRows:
     def find(self, storage, thread, wanted, valid):
         """The bin of the wanted-th largest entry: (bin, how many of it are wanted, its count, entries in all).
 
-        Bins from `valid` on, a multiple of four, do not count. The bins are zero afterwards. Without that many entries only the last result holds. Two barriers; the counts
-        must be complete at the call.
+        Bins from `valid` on, a multiple of four, do not count. The bins are zero afterwards. Without that many entries only
+        the last result holds. Two barriers; the counts must be complete at the call.
         """
         bins = storage.bins.data_ptr().toint()
         s_found = storage.found.get_tensor(cute.make_layout(4))
