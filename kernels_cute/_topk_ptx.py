@@ -87,6 +87,14 @@ min.u32 digit, digit, {$r4};
 mad.lo.u32 digit, digit, 4, {$r0};
 red.shared.add.u32 [digit], 1;
 }"""
+_SET_BIT = """{
+.reg .b32 address, bit;
+shr.u32 address, {$r1}, 5;
+mad.lo.u32 address, address, 4, {$r0};
+mov.b32 bit, 1;
+shf.l.wrap.b32 bit, bit, bit, {$r1};
+red.shared.or.b32 [address], bit;
+}"""
 # The rank's standard deviation is about its root where scores are independent; neighbouring ones are alike.
 _SAMPLE_RANK = """{
 .reg .f32 rank, root;
@@ -182,6 +190,11 @@ def again(value: Any) -> Any:
 
 def or_shared(address: Any, bits: Any) -> None:
     cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[address, bits])
+
+
+def set_bit(bitmap: Any, place: Any) -> None:
+    """Bit `place` of the words from shared[bitmap] on."""
+    cute.arch.inline_ptx(_SET_BIT, read_only_args=[bitmap, place])
 
 
 def store_zeros(address: Any) -> None:

@@ -352,7 +352,7 @@ class TopkRows:
         for i in cutlass.range(thread, num, self.threads, unroll=2):
             key, column = ptx.key_of(s_scores[i]), s_columns[i]
             if key > tie_key or (key == tie_key and column <= last_column):
-                ptx.or_shared(bitmap + column // 32 * 4, Uint32(1) << Uint32(column % 32))
+                ptx.set_bit(bitmap, column)
 
     @cute.jit
     def mark_read(self, storage, base, lead, stop, thread, tie_key, last_column):
@@ -369,7 +369,7 @@ class TopkRows:
                 if key > tie_key or (key == tie_key and quad * 4 + j <= last_column):
                     bits = bits | Uint32(1 << j)
             if bits != 0:
-                ptx.or_shared(bitmap + quad // 8 * 4, bits << Uint32(quad % 8 * 4))
+                ptx.or_shared(bitmap + (quad >> 3) * 4, bits << Uint32((quad & 7) * 4))
 
     @cute.jit
     def sum_before(self, storage, thread, value):
