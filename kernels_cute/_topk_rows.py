@@ -36,7 +36,7 @@ COLUMN_BITS = 21
 LAST_COLUMN = (1 << COLUMN_BITS) - 1
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 SPARE_WORDS = 2  # of the bitmap, for columns before the range
-SAMPLE_EVERY = 8  # one piece of so many is sampled; a power of two
+SAMPLE_BITS = 3  # one piece of eight is sampled
 PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
 COUNT_UNROLL = 2  # quads in flight where keys are counted
 
@@ -127,13 +127,13 @@ class TopkRows:
         is_listed, passed = Int32(0), Int32(0)
         lower, tie_key, last_column = Uint32(LEAST_KEY), Uint32(LEAST_KEY), Int32(LAST_COLUMN)
         while attempt < 2:
-            # Of the entries that are counted, one in `every`, more than `wanted` are to be above the bound, and at most `room`.
-            every, wanted, room = Int32(1), k, Int32(self.list_entries)
+            # Of the entries that are counted, one in 2**every_bits, more than `wanted` are to be above the bound, and at most `room`.
+            every_bits, wanted, room = Int32(0), k, Int32(self.list_entries)
             if attempt == 0:
-                every, wanted = Int32(SAMPLE_EVERY), ptx.sample_rank(k, 1.0 / SAMPLE_EVERY)
-                room = Int32(self.list_entries * 7 // 8 // SAMPLE_EVERY)
+                every_bits, wanted = Int32(SAMPLE_BITS), ptx.sample_rank(k, 0.5**SAMPLE_BITS)
+                room = Int32(self.list_entries * 7 // 8 >> SAMPLE_BITS)
             lower, tie_key, last_column, above = self.narrow(
-                storage, base, lead, stop, thread, every, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead, room, False
+                storage, base, lead, stop, thread, every_bits, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead, room, False
             )
             if above <= room:
                 if thread == 0:
@@ -152,7 +152,7 @@ class TopkRows:
             if lower == LEAST_KEY:
                 shift = Int32(FIRST_SHIFT)
             _, tie_key, last_column, _ = self.narrow(
-                storage, base, lead, stop, thread, Int32(1), lower, shift, k, passed, Int32(0), True
+                storage, base, lead, stop, thread, Int32(0), lower, shift, k, passed, Int32(0), True
             )
             self.mark_listed(storage, thread, passed, tie_key, last_column)
         else:
@@ -225,18 +225,18 @@ class TopkRows:
 
     @cute.jit
     def narrow(
-        self, storage, base, lead, stop, thread, every, lower, open_shift, wanted, num, room, from_list: cutlass.Constexpr
+        self, storage, base, lead, stop, thread, every_bits, lower, open_shift, wanted, num, room, from_list: cutlass.Constexpr
     ):
         """Bounds the wanted-th largest of `num` entries from below, digit by digit: until at most `room` are from the bound on,
         or, where room is too small for that, until exactly those that are wanted are.
 
-        Entries: the list's, or one piece in `every` of the row, of keys from `lower` on. The first digit begins at bit
+        Entries: the list's, or one piece in 2**every_bits of the row, of keys from `lower` on. The first digit begins at bit
         `open_shift`. Returns (lower, the bound; tie_key, last_column: selected are keys above tie_key, and of those that are
         equal columns up to last_column; number of entries from the bound on). A sample is not narrowed beyond its keys.
         """
         bits, is_tie, tie_key = Int32(OPEN), Int32(0), lower
         above, left, count = Int32(0), wanted, num
-        while left < count and (above + count > room or is_tie != 0) and (bits > 0 or every == 1):
+        while left < count and (above + count > room or is_tie != 0) and (bits > 0 or every_bits == 0):
             if bits == 0:
                 # Equal keys: from here on the undecided values are columns, the smaller ones larger.
                 is_tie, tie_key, lower, bits = Int32(1), lower, Uint32(0), Int32(COLUMN_BITS)
@@ -250,7 +250,7 @@ class TopkRows:
             if cutlass.const_expr(from_list):
                 self.count_list(storage, thread, num, lower, shift, top, is_tie, tie_key)
             else:
-                self.count_row(storage, base, lead, stop, thread, every, lower, shift, top, is_tie, tie_key)
+                self.count_row(storage, base, lead, stop, thread, every_bits, lower, shift, top, is_tie, tie_key)
             cute.arch.sync_threads()
             bin, bin_left, bin_count, total = self.find(storage, thread, left, valid)
             if total <= left:
@@ -269,19 +269,20 @@ class TopkRows:
         return lower, tie_key, last_column, above + count
 
     @cute.jit
-    def count_row(self, storage, base, lead, stop, thread, every, lower, shift, top, is_tie, tie_key):
-        """Counts a digit of the row's entries, of one piece in `every`; which one of them changes from piece to piece."""
+    def count_row(self, storage, base, lead, stop, thread, every_bits, lower, shift, top, is_tie, tie_key):
+        """Counts a digit of the row's entries, of one piece in 2**every_bits; which one of them changes from piece to piece."""
         bins = storage.bins.data_ptr().toint()
         scores = cute.make_rmem_tensor(4 * COUNT_UNROLL, Uint32)
         quads = cute.make_rmem_tensor(COUNT_UNROLL, Int32)
         end_quad = (stop + 3) // 4
-        span = every << PIECE_BITS
-        counted = (end_quad + span - 1) // span << PIECE_BITS
+        span_bits = every_bits + PIECE_BITS
+        others = (Int32(1) << every_bits) - 1
+        counted = (end_quad + (Int32(1) << span_bits) - 1) >> span_bits << PIECE_BITS
         for start in cutlass.range(thread, counted, self.threads * COUNT_UNROLL, unroll=1):
             for u in cutlass.range_constexpr(COUNT_UNROLL):
                 number = start + u * self.threads
                 piece = number >> PIECE_BITS
-                skipped = piece * (every - 1) + ((piece * 3) & (every - 1))
+                skipped = piece * others + ((piece * 3) & others)
                 quads[u] = number + (skipped << PIECE_BITS)
             self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL)
             for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
@@ -397,23 +398,25 @@ class TopkRows:
         """
         bins = storage.bins.data_ptr().toint()
         s_found = storage.found.get_tensor(cute.make_layout(4))
-        per_thread = cutlass.const_expr(BINS // self.threads)
-        counts = cute.make_rmem_tensor(per_thread, Int32)
-        first = (BINS - per_thread) - thread * per_thread
+        groups = cutlass.const_expr(BINS // 4 // self.threads)  # of four bins each, the last ones first
+        last = (BINS - 4) - thread * (4 * groups)
         mine = Int32(0)
-        for i in cutlass.range_constexpr(per_thread // 4):
-            four = ptx.load_four(bins + (first + 4 * i) * 4)
-            ptx.store_zeros(bins + (first + 4 * i) * 4)
-            for j in cutlass.range_constexpr(4):
-                counts[4 * i + j] = cutlass.select_(first + 4 * i < valid, four[j], Int32(0))
-                mine = mine + counts[4 * i + j]
+        for i in cutlass.range_constexpr(groups):
+            a, b, c, d = ptx.load_four(bins + (last - 4 * i) * 4)
+            mine = mine + cutlass.select_(last - 4 * i < valid, a + b + c + d, Int32(0))
         before, total = self.sum_before(storage, thread, mine)
         if before < wanted and wanted <= before + mine:
-            for i in cutlass.range_constexpr(per_thread):
-                of_bin = counts[per_thread - 1 - i]
-                if before < wanted and wanted <= before + of_bin:
-                    s_found[0], s_found[1], s_found[2] = first + (per_thread - 1 - i), wanted - before, of_bin
-                before = before + of_bin
+            # One thread reads its bins again, which is less than that all keep theirs.
+            for i in cutlass.range(groups, unroll=1):
+                first = last - 4 * i
+                if first < valid:
+                    counts = ptx.load_four(bins + first * 4)
+                    for j in cutlass.range_constexpr(4):
+                        if before < wanted and wanted <= before + counts[3 - j]:
+                            s_found[0], s_found[1], s_found[2] = first + (3 - j), wanted - before, counts[3 - j]
+                        before = before + counts[3 - j]
+        for i in cutlass.range_constexpr(groups):
+            ptx.store_zeros(bins + (last - 4 * i) * 4)
         cute.arch.sync_threads()
         return s_found[0], s_found[1], s_found[2], total
 

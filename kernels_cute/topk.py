@@ -69,10 +69,10 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
-    # 1.3 k entries pass a sampled bound, and those of a bin of it.
+    # Somewhat more than k entries pass a sampled bound; more blocks an SM hide more of each other's serial parts.
     entries = 4096 if problem.k <= 2048 else 8192
     if problem.num_columns <= 2048:
-        return Config(256, 2, 6, 2048, 2048)
+        return Config(256, 2, 4, 2048, 2048)
     for capacity in (8192, 32768, 65536, 131072):
         if problem.num_columns <= capacity:
             break
@@ -81,7 +81,7 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     if problem.num_rows <= device.num_sms:
         return Config(1024, 4, 1, 8192, capacity)
     blocks = 2 if entries > 4096 else 4 if capacity <= 32768 else 3
-    return Config(512, 4, blocks, entries, capacity)
+    return Config(256, 4 if capacity <= 8192 else 8, blocks, entries, capacity)
 
 
 def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
@@ -89,7 +89,7 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     space = [
         Config(threads, unroll, blocks, entries, default.max_columns)
         for threads, unroll, blocks, entries in product(
-            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4, 6), sorted({default.list_entries, 6144, 8192})
+            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({default.list_entries, 6144, 8192})
         )
     ]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
