@@ -127,14 +127,15 @@ class TopkRows:
         is_listed, passed = Int32(0), Int32(0)
         lower, tie_key, last_column = Uint32(LEAST_KEY), Uint32(LEAST_KEY), Int32(LAST_COLUMN)
         while attempt < 2:
-            # Of the entries that are counted, one in 2**every_bits, more than `wanted` are to be above the bound, and at most `room`.
+            # Of the counted entries, one in 2**every_bits, at least `wanted` are to be above the bound, and at most `room`.
             every_bits, wanted, room = Int32(0), k, Int32(self.list_entries)
             if attempt == 0:
                 every_bits, wanted = Int32(SAMPLE_BITS), ptx.sample_rank(k, 0.5**SAMPLE_BITS)
                 room = Int32(self.list_entries * 7 // 8 >> SAMPLE_BITS)
             lower, tie_key, last_column, above = self.narrow(
-                storage, base, lead, stop, thread, every_bits, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead, room, False
-            )
+                storage, base, lead, stop, thread, every_bits, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead,
+                room, False,
+            )  # fmt: skip
             if above <= room:
                 if thread == 0:
                     s_passed[0] = Int32(0)

@@ -25,6 +25,16 @@ def test_configurations_fit(columns: int) -> None:
     assert len(found) == len(set(found)) and all(topk.fits(problem, config, H100) for config in found)
 
 
+@pytest.mark.parametrize("k", [1, 2048, 4096])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_tiles_of_other_sizes_suit_where_the_list_has_room(columns: int, k: int) -> None:
+    problem = replace(PROBLEM, num_columns=columns, k=k)
+    default = topk.default_config(problem, H100)
+    assert topk.suits(problem, default) and topk.fits(problem, default, H100)
+    few = replace(default, list_entries=4096)
+    assert topk.suits(problem, few) == (k < 4096 or columns <= 4096)
+
+
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097)])
 def test_refusals(field: str, value: Any) -> None:
     assert f"got {value}" in (topk.refusal(replace(PROBLEM, **{field: value})) or "")
