@@ -135,17 +135,20 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
 
 
 def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    # The widest tile reads each key least often; a narrower one serves when it already holds every query.
+    fp8 = _row_bytes(problem) >= 128 and problem.dtype == "float8_e4m3fn"
+    few = fp8 and 4 <= problem.num_heads < 8
+    # The widest tile reads each key least often; a narrower one serves when it already holds every query, and where the write
+    # of the scores is the limit (measured: NOTES-logits).
     widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
+    if few:
+        widths = [width for width in widths if width <= 128] or widths
     columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
     # Rows of 64 bytes are not bound by the sums, and below 8 heads the write of the scores is the limit: then not the overlap
     # of sums and products pays but longer runs of columns for a store.
-    whole_rows = _row_bytes(problem) >= 128
-    wide = problem.num_heads >= 8 and whole_rows
+    wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
     two = wide and columns >= 128 and _two_sets(problem, columns)
-    fp8 = whole_rows and problem.dtype == "float8_e4m3fn"
     relu_sum = fp8 and problem.relu
-    segment = 32 if fp8 and 4 <= problem.num_heads < 8 else 8
+    segment = 32 if few else 8
     for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
         # Without a second stage every item waits for its queries once, so items are as long as their keys stay in the L2 cache.
         # With many heads a block has few queries and runs that begin anywhere cost more than the even end gains.
