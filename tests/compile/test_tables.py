@@ -111,7 +111,7 @@ REACH: list[tuple[str, dict[str, int], list[dict[str, int]], list[dict[str, int]
         "recurrent",
         {"num_tokens": 512, "num_sequences": 128},
         [{"num_tokens": 600, "num_sequences": 150}],
-        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 32, "num_sequences": 8}],
+        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 8, "num_sequences": 2}],
     ),
     (
         "topk",  # as many columns as the entry's bitmap has; more would be selected without one
