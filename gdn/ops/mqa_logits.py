@@ -133,7 +133,7 @@ def score_rows(
     num_columns = num_keys if max_seqlen_k is None else check_count("max_seqlen_k", max_seqlen_k)
     check_out(out, [num_queries, num_columns], out_dtype, device)
     if switches.validate and reading_allowed(device):
-        _check_values(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+        check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     problem = MqaLogitsProblem(
         num_heads=num_heads,
@@ -185,8 +185,8 @@ def score_rows(
     return out
 
 
-def _check_values(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
-    """GDN_VALIDATE=1."""
+def check_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
+    """GDN_VALIDATE=1: no range starts before the keys or is longer than the bound."""
     if starts.numel() == 0:
         return
     first = int(starts.min())
