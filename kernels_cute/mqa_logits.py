@@ -143,8 +143,8 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     if few:
         widths = [width for width in widths if width <= 128] or widths
     columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
-    # Rows of 64 bytes are not bound by the sums, and below 8 heads the write of the scores is the limit: then not the overlap
-    # of sums and products pays but longer runs of columns for a store.
+    # With rows of 64 bytes the sums are the limit and below 8 heads the write of the scores is: neither gains where sums and
+    # products overlap, the write gains by longer runs of columns for a store.
     wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
     two = wide and columns >= 128 and _two_sets(problem, columns)
     relu_sum = fp8 and problem.relu
