@@ -204,13 +204,9 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def suits(problem: MqaLogitsProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here. With items by rows a block gets the same few spans of keys in every
-    round where the numbers of spans and blocks share a factor: loads are then equal only where ranges end near each other, as
-    those of few rows before many keys do (8192 x 8192 causal, 64 heads: 682 us for 529). And the keys must stay in the cache."""
-    if not config.rows_first:
-        return True
-    many_keys = problem.num_keys >= 8 * problem.num_queries
-    return many_keys and problem.num_keys <= KEY_ROWS * _cached_tiles(problem, H100)
+    """Whether tiles tuned at other sizes are a choice here: with items by rows all keys are under way at once and must stay in
+    the L2 cache."""
+    return not config.rows_first or problem.num_keys <= KEY_ROWS * _cached_tiles(problem, H100)
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
