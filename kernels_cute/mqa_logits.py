@@ -139,10 +139,10 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     few = fp8 and 4 <= problem.num_heads < 8
     # The widest tile reads each key least often; a narrower one serves when it already holds every query, and where the write
     # of the scores is the limit (measured: NOTES-logits).
-    widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
+    widths = _widths(problem)
     if few:
         widths = [width for width in widths if width <= 128] or widths
-    columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
+    columns = _enough_columns(problem, widths)
     # With rows of 64 bytes the sums are the limit and below 8 heads the write of the scores is: neither gains where sums and
     # products overlap, the write gains by longer runs of columns for a store.
     wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
@@ -169,6 +169,17 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
         if fits(problem, config, device):
             return config
     return None
+
+
+def _widths(problem: MqaLogitsProblem) -> list[int]:
+    """Those of which a block's products are worth their key tile."""
+    widths = _columns(problem)
+    return [width for width in widths if width >= 64 or width == widths[-1]]
+
+
+def _enough_columns(problem: MqaLogitsProblem, widths: list[int]) -> int:
+    """The narrowest that hold every query at once, else the widest."""
+    return next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
 
 
 def _cached_tiles(problem: MqaLogitsProblem, device: DeviceSpec) -> int:
@@ -204,8 +215,10 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def suits(problem: MqaLogitsProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here: with items by rows all keys are under way at once and must stay in
-    the L2 cache."""
+    """Whether tiles tuned at other sizes are a choice here. Wider ones than hold all queries would work on nothing; with items
+    by rows all keys are under way at once and must stay in the L2 cache."""
+    if config.columns > _enough_columns(problem, _widths(problem)):
+        return False
     return not config.rows_first or problem.num_keys <= KEY_ROWS * _cached_tiles(problem, H100)
 
 

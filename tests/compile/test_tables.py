@@ -160,6 +160,16 @@ def test_items_by_rows_serve_keys_that_stay_in_the_cache() -> None:
         assert not any(found(group, 4096, 2**20))
 
 
+def test_few_queries_do_not_run_wide_tiles() -> None:
+    candidate = runtime.candidates("mqa_logits")["cute"]
+    shape = shapes("mqa_logits", "4096 x 32768, 16 heads, fp8")[0]
+    if candidate.refusal(shape.problem) is not None:
+        pytest.skip("needs the DSL")
+    assert candidate.tuned(shape.problem, H100)[0].config.columns == 256
+    few = replace(shape.problem, num_queries=8)  # type: ignore[call-arg]
+    assert all(entry.config.columns < 256 for entry in candidate.tuned(few, H100))
+
+
 def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int) -> Problem:
     shape = next(one for one in shapes("chunk") if one.name == f"{num_k_heads}/{num_v_heads} 8192")
     return replace(shape.problem, num_tokens=num_tokens, num_sequences=num_sequences)  # type: ignore[call-arg]
