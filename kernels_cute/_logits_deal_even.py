@@ -74,8 +74,16 @@ class EvenDeal:
         """(query tile, span of key tiles) of an item."""
         query_tile, span = item % query_tiles, item // query_tiles
         if cutlass.const_expr(self.rows_first):
-            query_tile, span = item // spans, item % spans
+            query_tile = item // spans
+            span = (item + self.turn(query_tile, spans)) % spans
         return query_tile, span
+
+    @cute.jit
+    def turn(self, query_tile, spans):
+        """By how many spans the items of these rows are turned: one more every round, or a block would get the same few spans
+        in every round where the numbers of spans and blocks share a factor."""
+        blocks, _, _ = cute.arch.grid_dim()
+        return query_tile * spans // blocks
 
     @cute.jit
     def first_row(self, item, ranges):
@@ -146,7 +154,7 @@ class EvenDeal:
                 tiles = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first)
                 item = span * query_tiles + query_tile
                 if cutlass.const_expr(self.rows_first):
-                    item = query_tile * spans + span
+                    item = query_tile * spans + (span + spans - self.turn(query_tile, spans) % spans) % spans
                 word = item % blocks
                 if item >= head_items:
                     word = self.num_blocks + (item - head_items) // part_items

@@ -135,17 +135,20 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
 
 
 def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    # The widest tile reads each key least often; a narrower one serves when it already holds every query.
-    widths = [width for width in _columns(problem) if width >= 64 or width == _columns(problem)[-1]]
-    columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
-    # Rows of 64 bytes are not bound by the sums, and below 8 heads the write of the scores is the limit: then not the overlap
-    # of sums and products pays but longer runs of columns for a store.
-    whole_rows = _row_bytes(problem) >= 128
-    wide = problem.num_heads >= 8 and whole_rows
+    fp8 = _row_bytes(problem) >= 128 and problem.dtype == "float8_e4m3fn"
+    few = fp8 and 4 <= problem.num_heads < 8
+    # The widest tile reads each key least often; a narrower one serves when it already holds every query, and where the write
+    # of the scores is the limit (measured: NOTES-logits).
+    widths = _widths(problem)
+    if few:
+        widths = [width for width in widths if width <= 128] or widths
+    columns = _enough_columns(problem, widths)
+    # With rows of 64 bytes the sums are the limit and below 8 heads the write of the scores is: neither gains where sums and
+    # products overlap, the write gains by longer runs of columns for a store.
+    wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
     two = wide and columns >= 128 and _two_sets(problem, columns)
-    fp8 = whole_rows and problem.dtype == "float8_e4m3fn"
     relu_sum = fp8 and problem.relu
-    segment = 32 if fp8 and 4 <= problem.num_heads < 8 else 8
+    segment = 32 if few else 8
     for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
         # Without a second stage every item waits for its queries once, so items are as long as their keys stay in the L2 cache.
         # With many heads a block has few queries and runs that begin anywhere cost more than the even end gains.
@@ -166,6 +169,17 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
         if fits(problem, config, device):
             return config
     return None
+
+
+def _widths(problem: MqaLogitsProblem) -> list[int]:
+    """Those of which a block's products are worth their key tile."""
+    widths = _columns(problem)
+    return [width for width in widths if width >= 64 or width == widths[-1]]
+
+
+def _enough_columns(problem: MqaLogitsProblem, widths: list[int]) -> int:
+    """The narrowest that hold every query at once, else the widest."""
+    return next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
 
 
 def _cached_tiles(problem: MqaLogitsProblem, device: DeviceSpec) -> int:
@@ -198,6 +212,14 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     for segment in segments:
         yield replace(default, segment=segment)
     yield replace(default, relu_sum=not default.relu_sum)
+
+
+def suits(problem: MqaLogitsProblem, config: Config) -> bool:
+    """Whether tiles tuned at other sizes are a choice here. Wider ones than hold all queries would work on nothing; with items
+    by rows all keys are under way at once and must stay in the L2 cache."""
+    if config.columns > _enough_columns(problem, _widths(problem)):
+        return False
+    return not config.rows_first or problem.num_keys <= KEY_ROWS * _cached_tiles(problem, H100)
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:

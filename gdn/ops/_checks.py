@@ -1,6 +1,8 @@
 """Argument checks shared by the public operators: every message names the argument, what was expected and what came."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import NoReturn
 
 import torch
@@ -12,6 +14,22 @@ def bad_value(argument: str, expected: str, got: object) -> NoReturn:
 
 def bad_type(argument: str, expected: str, got: object) -> NoReturn:
     raise TypeError(f"{argument}: expected {expected}, got {got}")
+
+
+def check_number(argument: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        bad_type(argument, "a number", type(value).__name__)
+    number = float(value)
+    if not math.isfinite(number):
+        bad_value(argument, "a finite number", number)
+    return number
+
+
+def check_eps(argument: str, value: object) -> float:
+    number = check_number(argument, value)
+    if number < 0:
+        bad_value(argument, "a number of at least 0", number)
+    return number
 
 
 def check_tensor(

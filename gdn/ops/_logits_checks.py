@@ -1,7 +1,6 @@
 """What the logits operators check alike, and how they bring arguments into the form that kernels take."""
 
 import math
-from numbers import Real
 
 import torch
 
@@ -27,15 +26,6 @@ def check_count(argument: str, value: object, minimum: int = 0) -> int:
     if value < minimum:
         bad_value(argument, f"an int >= {minimum}", value)
     return value
-
-
-def check_scale(argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        bad_type(argument, "a number", type(value).__name__)
-    number = float(value)
-    if not math.isfinite(number):
-        bad_value(argument, "a finite number", number)
-    return number
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -5,8 +5,7 @@ import functools
 import torch
 
 from gdn.ops import _delta_rule, _library, _rows
-from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
-from gdn.ops._logits_checks import check_scale as check_number
+from gdn.ops._checks import bad_type, bad_value, check_eps, check_tensor, dtype_name
 from gdn.ops._memo import Made, Memo, make
 from gdn.ops.norm import check_gate_activation
 from gdn.problems import GdnDecodeProblem
@@ -112,7 +111,7 @@ def fused_gdn_decode(
         bad_value("activation", "'silu', 'swish' or None", repr(activation))
     check_gate_activation("gate_activation", gate_activation)
     _delta_rule.check_scale(scale)
-    check_number("eps", eps)
+    check_eps("eps", eps)
     _delta_rule.check_null_slot(null_slot)
 
     count = length

@@ -9,14 +9,13 @@ import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa, _rows
-from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._checks import bad_type, bad_value, check_eps, check_tensor, dtype_name
 from gdn.ops._logits_checks import (
     FP8,
     INDEX_DTYPES,
     check_cache,
     check_count,
     check_flag,
-    check_scale,
     flat_pages,
     reading_allowed,
 )
@@ -234,7 +233,7 @@ def prepare_indexer(
         check_tensor("weights", weights, shape=[tokens, heads], dtypes=DTYPES, device=device)
     _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check_tensor("q_norm", q_norm, shape=[dim], dtypes=DTYPES, device=device)
-    check_scale("eps", eps)
+    check_eps("eps", eps)
     check_flag("zero_centred", zero_centred)
     if fp8 is not None:
         check_flag("fp8", fp8)
@@ -396,7 +395,7 @@ def compress_indexer_keys(
         if last >= ring.shape[0]:
             bad_value("ring_slots", f"slots below {ring.shape[0]}", last)
     _check_slots(slot_mapping, tokens, device, cache, page_size)
-    check_scale("eps", eps)
+    check_eps("eps", eps)
     check_flag("zero_centred", zero_centred)
     if isinstance(null_slot, bool) or not isinstance(null_slot, int):
         bad_type("null_slot", "an int", type(null_slot).__name__)

@@ -9,9 +9,17 @@ import torch
 
 from gdn.ops import _library_qsa
 from gdn.ops._checks import bad_value, check_tensor
-from gdn.ops._logits_checks import INDEX_DTYPES, QUERY_DTYPES, as_int32, check_cache, check_count, check_weights
-from gdn.ops.mqa_logits import score_rows
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, score_pages
+from gdn.ops._logits_checks import (
+    INDEX_DTYPES,
+    QUERY_DTYPES,
+    as_int32,
+    check_cache,
+    check_count,
+    check_weights,
+    reading_allowed,
+)
+from gdn.ops.mqa_logits import check_ranges, score_rows
+from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_pages, score_pages
 from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
 
@@ -61,6 +69,8 @@ def indexer_topk(
     width = num_keys if max_seqlen_k is None else max_seqlen_k
     step = _units_per_block(workspace_bytes, 4 * width, num_rows)
     check_indices_out(out, num_rows, topk, device)
+    if env.current().validate and reading_allowed(device):  # of all rows, before the first step writes
+        check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     backend = _ordered(backend, "indexer_topk")
 
     starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
@@ -155,6 +165,8 @@ def paged_indexer_topk(
     width = width if max_context_len is None else min(width, max_context_len)
     step = _units_per_block(workspace_bytes, 4 * width * next_n, batch)
     check_indices_out(out, batch * next_n, topk, device)
+    if env.current().validate and reading_allowed(device):  # of all sequences, before the first step writes
+        check_pages(block_tables, context_lens, page_size, cache.shape[0], width)
     backend = _ordered(backend, "paged_indexer_topk")
 
     context_lens = as_int32(context_lens)

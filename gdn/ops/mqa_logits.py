@@ -6,7 +6,7 @@ import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops._checks import bad_type, bad_value, check_number, check_tensor, dtype_name
 from gdn.ops._logits_checks import (
     INDEX_DTYPES,
     QUERY_DTYPES,
@@ -16,7 +16,6 @@ from gdn.ops._logits_checks import (
     check_flag,
     check_heads,
     check_out,
-    check_scale,
     check_weights,
     kernel_weights,
     kernel_weights_dtype,
@@ -128,13 +127,13 @@ def score_rows(
     check_weights(weights, num_queries, num_heads, device)
     check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
     check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-    scale = check_scale("scale", scale)
+    scale = check_number("scale", scale)
     check_flag("relu", relu)
     check_flag("clean_logits", clean_logits)
     num_columns = num_keys if max_seqlen_k is None else check_count("max_seqlen_k", max_seqlen_k)
     check_out(out, [num_queries, num_columns], out_dtype, device)
     if switches.validate and reading_allowed(device):
-        _check_values(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+        check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     problem = MqaLogitsProblem(
         num_heads=num_heads,
@@ -186,8 +185,8 @@ def score_rows(
     return out
 
 
-def _check_values(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
-    """GDN_VALIDATE=1."""
+def check_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
+    """GDN_VALIDATE=1: no range starts before the keys or is longer than the bound."""
     if starts.numel() == 0:
         return
     first = int(starts.min())

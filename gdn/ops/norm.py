@@ -3,7 +3,7 @@
 import torch
 
 from gdn.ops import _library, _rows
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
+from gdn.ops._checks import bad_value, check_eps, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
 from gdn.problems import RmsNormGatedProblem
 from gdn.reference import steps as reference
@@ -17,7 +17,7 @@ def rms_norm_gated(
 ) -> Tensor:
     """x / sqrt(mean(x * x) + eps) * weight * activation(z), over the last dim, in float32.
 
-    Arguments: x, z [..., V] of one shape, weight [V]; any float dtypes and strides; eps > 0 or 0; activation "silu" (or
+    Arguments: x, z [..., V] of one shape, weight [V]; any float dtypes and strides; eps finite, at least 0; activation "silu" (or
     "swish") | "sigmoid"; backend as in chunk_gated_delta_rule. Returns a new tensor like x. Raises TypeError or ValueError,
     naming the argument.
     """
@@ -28,6 +28,7 @@ def rms_norm_gated(
         bad_value("x", "shape [..., V]", "shape []")
     check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
     check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
+    eps = check_eps("eps", eps)
     check_gate_activation("activation", activation)
     dim = x.shape[-1]
     # Contiguous tensors are rows of one head, whatever their shape: the number of heads is compiled in.
@@ -51,7 +52,7 @@ def rms_norm_gated(
             _rows.aligned(name, part.reshape(-1, heads, dim), min(_rows.ACCESS_BYTES, vector * part.element_size()))
             for name, part in (("x", x), ("z", z))
         ]
-        prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), float(eps))
+        prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), eps)
     return out
 
 

@@ -6,7 +6,7 @@ import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
+from gdn.ops._checks import bad_value, check_number, check_tensor, dtype_name
 from gdn.ops._logits_checks import (
     INDEX_DTYPES,
     QUERY_DTYPES,
@@ -17,7 +17,6 @@ from gdn.ops._logits_checks import (
     check_flag,
     check_heads,
     check_out,
-    check_scale,
     check_weights,
     flat_pages,
     kernel_weights,
@@ -120,7 +119,7 @@ def score_pages(
     check_lengths(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
     check_count("max_context_len", max_context_len)
-    scale = check_scale("scale", scale)
+    scale = check_number("scale", scale)
     check_flag("relu", relu)
     check_flag("clean_logits", clean_logits)
     check_out(out, [batch * next_n, max_context_len], out_dtype, device)

@@ -4,8 +4,8 @@ import torch
 
 from gdn import reference, runtime
 from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_type, bad_value, check_tensor
-from gdn.ops._logits_checks import INDEX_DTYPES, check_flag, check_scale, reading_allowed
+from gdn.ops._checks import bad_type, bad_value, check_number, check_tensor
+from gdn.ops._logits_checks import INDEX_DTYPES, check_flag, reading_allowed
 from gdn.runtime import env
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,7 +64,7 @@ def sparse_attention(
     if topk_length is not None:
         check_tensor("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     if scale is not None:
-        scale = check_scale("scale", scale)
+        scale = check_number("scale", scale)
     check_flag("return_lse", return_lse)
     if out is not None:
         check_tensor("out", out, shape=[tokens, heads, dim], dtypes=(q.dtype,), device=device, last_contiguous=True)

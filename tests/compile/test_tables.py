@@ -111,7 +111,7 @@ REACH: list[tuple[str, dict[str, int], list[dict[str, int]], list[dict[str, int]
         "recurrent",
         {"num_tokens": 512, "num_sequences": 128},
         [{"num_tokens": 600, "num_sequences": 150}],
-        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 32, "num_sequences": 8}],
+        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 8, "num_sequences": 2}],
     ),
     (
         "topk",  # as many columns as the entry's bitmap has; more would be selected without one
@@ -139,6 +139,35 @@ def test_an_entry_serves_sizes_near_its_own(
     assert candidate.tuned(problem(tuned_at), H100)[0].sizes == tuple(sorted(tuned_at.items()))
     assert all(candidate.tuned(problem(sizes), H100) for sizes in near)
     assert not any(candidate.tuned(problem(sizes), H100) for sizes in far)
+
+
+def test_items_by_rows_serve_keys_that_stay_in_the_cache() -> None:
+    """Whatever the nearest entry is."""
+    candidate = runtime.candidates("mqa_logits")["cute"]
+    table = tuned.read(tuned.table_path(tuned.SHIPPED, "h100", "mqa_logits", "cute"))
+    groups = [group for group in table.groups if any(entry.config["rows_first"] for entry in group.entries)]
+    assert groups
+
+    def found(group: tuned.Group, num_queries: int, num_keys: int) -> list[bool]:
+        sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_keys}
+        problem = PROBLEMS["mqa_logits"](**group.static, **sizes)
+        if candidate.refusal(problem) is not None:
+            pytest.skip("needs the DSL")
+        return [entry.config.rows_first for entry in candidate.tuned(problem, H100)]
+
+    for group in groups:
+        assert any(found(group, 4096, 32768)) and any(found(group, 1000, 32768))
+        assert not any(found(group, 4096, 2**20))
+
+
+def test_few_queries_do_not_run_wide_tiles() -> None:
+    candidate = runtime.candidates("mqa_logits")["cute"]
+    shape = shapes("mqa_logits", "4096 x 32768, 16 heads, fp8")[0]
+    if candidate.refusal(shape.problem) is not None:
+        pytest.skip("needs the DSL")
+    assert candidate.tuned(shape.problem, H100)[0].config.columns == 256
+    few = replace(shape.problem, num_queries=8)  # type: ignore[call-arg]
+    assert all(entry.config.columns < 256 for entry in candidate.tuned(few, H100))
 
 
 def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int) -> Problem:

@@ -219,6 +219,38 @@ def test_more_than_2_31_scores(backend):
     assert masked == out.numel() - visible
 
 
+@pytest.mark.parametrize("even", [1, 8])
+def test_more_tiles_than_costs_can_count(even):
+    """From 2**30 tiles on nothing is dealt by cost. Each row sees keys of its own, so parts of the problem give its scores."""
+    rows, num_keys, columns, apart = 2**17, 2**22, 128, 250
+    problem = MqaLogitsProblem(64, 1, 128, FP8, False, None, True, True, "float32", True, rows, num_keys, columns)
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def values(*shape):  # finite, of both signs
+        bits = torch.randint(0, 0x60, shape, dtype=torch.uint8, device="cuda", generator=generator)
+        bits[..., ::2] |= 0x80
+        return bits
+
+    q, k = values(rows, 64, 128), values(num_keys, 1, 128)
+    row = torch.arange(rows, dtype=torch.int32, device="cuda")
+    starts = row // 8 * apart + row % 8
+    ends = starts + row % (columns + 1)
+    module = importlib.import_module(registry.operator("mqa_logits").modules["cute"])
+    config = dataclasses.replace(module.default_config(problem, H100), even=even, tiles_per_item=64)
+    out, margin = poisoned(problem)
+    prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
+    prepared.launch(q.view(torch.float8_e4m3fn), k.view(torch.float8_e4m3fn), None, None, starts, ends, out, SCALE)
+    assert bool(margin.isnan().all()), "wrote beyond a row"
+    for first in range(0, rows, 1024):
+        part, low = slice(first, first + 1024), first // 8 * apart
+        keys = k[low : low + 128 * apart + 8].view(torch.float8_e4m3fn)
+        want = gdn.mqa_logits(
+            q[part].view(torch.float8_e4m3fn), keys, None, starts[part] - low, ends[part] - low, scale=SCALE,
+            max_seqlen_k=columns, backend="cute",
+        )  # fmt: skip
+        assert torch.equal(out[part], want), first
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", ["h64-fp8", "h4-cast-packed", "h64-kv4-fp8"])
 def test_the_same_bits_every_time(backend, variant):
@@ -229,9 +261,10 @@ def test_the_same_bits_every_time(backend, variant):
         assert torch.equal(run(problem, inputs, backend), first)
 
 
+@pytest.mark.parametrize("sizes", [(130, 1000), (1500, 4000)])  # the larger one has rounds before the even end of the deal
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_follows_changed_ranges_and_contents(backend):
-    problem = problem_of("h64-fp8", 130, 1000)
+def test_a_graph_follows_changed_ranges_and_contents(backend, sizes):
+    problem = problem_of("h64-fp8", *sizes)
     inputs = make_mqa_inputs(problem, "cuda", ranges="causal", poison=False)
     out, _ = poisoned(problem)
     run(problem, inputs, backend, out)  # compiled before the capture

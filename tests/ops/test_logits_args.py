@@ -200,6 +200,30 @@ def test_device_values_are_checked_on_request(monkeypatch):
         gdn.write_indexer_cache(torch.zeros(1, D), torch.zeros(2, 16, D + 4, dtype=torch.uint8), torch.tensor([32]))
 
 
+@pytest.mark.parametrize("topk", [3, 64])  # in steps; nothing to score
+def test_combined_operators_check_device_values_before_they_write(topk, switch):
+    switch(GDN_VALIDATE="1")
+    arguments, _ = ragged()
+    starts = torch.cat([torch.zeros(M - 1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)])
+    out = torch.full((M, topk), 7, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^cu_seqlen_ks: expected starts >= 0, got -1"):
+        gdn.indexer_topk(**arguments | {"cu_seqlen_ks": starts}, topk=topk, workspace_bytes=2 * NK * 4, out=out)
+    assert bool((out == 7).all())
+    gdn.indexer_topk(**arguments, topk=topk, workspace_bytes=2 * NK * 4, out=out)
+    assert not bool((out == 7).all())
+
+    arguments, _ = paged()
+    del arguments["max_context_len"]
+    tables = arguments["block_tables"].clone()
+    tables[1, 0] = 10**6  # of the second sequence; a step is one
+    out, step = torch.full((6, topk), 7, dtype=torch.int32), 2 * 16 * tables.shape[1] * 4
+    with pytest.raises(ValueError, match=r"^block_tables\[1, 0\]: expected a page in"):
+        gdn.paged_indexer_topk(**arguments | {"block_tables": tables}, topk=topk, workspace_bytes=step, out=out)
+    assert bool((out == 7).all())
+    gdn.paged_indexer_topk(**arguments, topk=topk, workspace_bytes=step, out=out)
+    assert not bool((out == 7).all())
+
+
 def test_good_calls_of_every_form():
     for dtype in ("float8_e4m3fn", "bfloat16"):
         arguments, inputs = ragged(dtype)
