@@ -207,18 +207,19 @@ class _TopkCase:
     def __init__(self, problem: TopkProblem, device: torch.device, copies: int) -> None:
         self._problem, self._device, self._copies = problem, device, copies
 
-    def _inputs(self, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _inputs(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         problem = self._problem
         generator = torch.Generator(self._device).manual_seed(seed)
         shape = (problem.num_rows, problem.num_columns)
         logits = torch.zeros(shape, device=self._device)
         for _ in range(4):
             logits += torch.randn(shape, device=self._device, generator=generator).relu_()
-        starts = torch.zeros(problem.num_rows, dtype=torch.int32, device=self._device)
-        return logits.to(getattr(torch, problem.dtype)), starts, torch.full_like(starts, problem.num_columns)
+        ends = torch.full((problem.num_rows,), problem.num_columns, dtype=torch.int32, device=self._device)
+        starts = None if problem.starts_dtype is None else torch.zeros_like(ends)
+        return logits.to(getattr(torch, problem.dtype)), starts, ends
 
     @cached_property
-    def _checked(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _checked(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         return self._inputs(seed=0)
 
     @cached_property
@@ -227,7 +228,7 @@ class _TopkCase:
         return reference.topk_indices(logits, self._problem.k, starts, ends, sorted_by=self._problem.sorted_by)
 
     @cached_property
-    def _timed(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _timed(self) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
         return [self._inputs(seed=1 + copy) for copy in range(self._copies)]
 
     def _out(self) -> torch.Tensor:
@@ -245,7 +246,7 @@ class _TopkCase:
         return [launch_of(prepared, (*made, self._out())) for made in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
-        def call(made: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Call:
+        def call(made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> Call:
             return lambda: gdn.topk_indices(
                 made[0], self._problem.k, made[1], made[2], sorted_by=self._problem.sorted_by, backend=backend
             )

@@ -165,9 +165,11 @@ def _paged(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool
     return Shape(f"batch {batch}, context {context}, {num_heads} heads, next_n {next_n}, {kind}", problem)
 
 
-def _topk(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32") -> Shape:
-    problem = TopkProblem(dtype, "int32", "int32", "index", k=k, num_rows=num_rows, num_columns=num_columns)
-    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+def _topk(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32", starts: bool = True) -> Shape:
+    """starts: without, rows begin at column 0, as those of paged logits do."""
+    bound = "int32" if starts else None
+    problem = TopkProblem(dtype, bound, "int32", "index", k=k, num_rows=num_rows, num_columns=num_columns)
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype] + ("" if starts else ", no starts")
     return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
 
 
@@ -345,6 +347,7 @@ _SHAPES: dict[str, tuple[Shape, ...]] = {
 
 # Tuned, and measured where they are named: they would make the README's table long.
 _TUNED_TOO: dict[str, tuple[Shape, ...]] = {
+    "topk": (_topk(64, 65536, starts=False), _topk(64, 131072, starts=False)),
     "mqa_logits": (
         _ragged(4096, 32768, 8),
         *(_ragged(queries, 32768, heads, clean=False) for heads in (16, 64) for queries in (2048, 4096)),
