@@ -58,7 +58,7 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         config.threads in (256, 512, 1024)
         and config.unroll in (1, 2, 4, 8)
         and config.blocks_per_sm >= 1
-        and config.blocks_per_sm * config.threads <= 2048
+        and _registers_suffice(config, device)
         and config.list_entries % 2048 == 0
         # The list also holds what is sorted.
         and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
@@ -68,8 +68,14 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
     )
 
 
+def _registers_suffice(config: Config, device: DeviceSpec) -> bool:
+    """Compiled variants do with 32 registers at up to 4 quads in flight, and with 64; with 40 ptxas spills in all of them."""
+    registers = device.registers_per_sm // (config.threads * config.blocks_per_sm) // 8 * 8
+    return registers >= 64 or (registers == 32 and config.unroll <= 4)
+
+
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
-    # Somewhat more than k entries pass a sampled bound; more blocks an SM hide more of each other's serial parts.
+    # Somewhat more than k entries pass a sampled bound. Blocks, threads and unrolling as measured (NOTES-topk).
     entries = 4096 if problem.k <= 2048 else 8192
     if problem.num_columns <= 2048:
         return Config(256, 2, 4, 2048, 2048)
@@ -78,10 +84,13 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
             break
     else:
         return ANY_SIZE
-    if problem.num_rows <= device.num_sms:
-        return Config(1024, 4, 1, 8192, capacity)
-    blocks = 2 if entries > 4096 else 4 if capacity <= 32768 else 3
-    return Config(256, 4 if capacity <= 8192 else 8, blocks, entries, capacity)
+    if problem.num_rows <= device.num_sms or capacity > 32768:
+        return Config(1024, 8, 1, 8192 if entries > 4096 else 6144, capacity)
+    if entries > 4096:
+        return Config(512, 4, 2, entries, capacity)
+    if capacity <= 8192 or problem.dtype == "bfloat16":
+        return Config(512, 4, 4, entries, capacity)
+    return Config(512, 8, 2, entries, capacity)
 
 
 def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
