@@ -63,3 +63,12 @@ def test_defaults(num_heads: int, dtype: str, halves: int, relu_sum: bool, even:
     config = mqa_logits.default_config(problem, H100)
     assert (config.halves, config.relu_sum, config.even) == (halves, relu_sum, even)
     assert config in mqa_logits.configs(problem, H100)
+
+
+def test_items_by_rows_serve_keys_that_stay_in_the_cache() -> None:
+    """Whatever sizes they were tuned at."""
+    problem = problem_of(64)
+    rows = replace(mqa_logits.default_config(problem, H100), rows_first=True)
+    far = replace(problem, num_keys=2**20, num_columns=2**20)
+    assert mqa_logits.suits(problem, rows) and not mqa_logits.suits(far, rows)
+    assert mqa_logits.suits(far, replace(rows, rows_first=False))

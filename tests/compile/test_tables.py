@@ -141,25 +141,6 @@ def test_an_entry_serves_sizes_near_its_own(
     assert not any(candidate.tuned(problem(sizes), H100) for sizes in far)
 
 
-def test_items_by_rows_serve_keys_that_stay_in_the_cache() -> None:
-    """Whatever the nearest entry is."""
-    candidate = runtime.candidates("mqa_logits")["cute"]
-    table = tuned.read(tuned.table_path(tuned.SHIPPED, "h100", "mqa_logits", "cute"))
-    groups = [group for group in table.groups if any(entry.config["rows_first"] for entry in group.entries)]
-    assert groups
-
-    def found(group: tuned.Group, num_queries: int, num_keys: int) -> list[bool]:
-        sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_keys}
-        problem = PROBLEMS["mqa_logits"](**group.static, **sizes)
-        if candidate.refusal(problem) is not None:
-            pytest.skip("needs the DSL")
-        return [entry.config.rows_first for entry in candidate.tuned(problem, H100)]
-
-    for group in groups:
-        assert any(found(group, 4096, 32768)) and any(found(group, 1000, 32768))
-        assert not any(found(group, 4096, 2**20))
-
-
 def test_few_queries_do_not_run_wide_tiles() -> None:
     candidate = runtime.candidates("mqa_logits")["cute"]
     shape = shapes("mqa_logits", "4096 x 32768, 16 heads, fp8")[0]
