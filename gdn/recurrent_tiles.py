@@ -25,6 +25,7 @@ class Config:
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
     resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
+    ahead: bool = True
 
     @property
     def block_v(self) -> int:
