@@ -59,11 +59,6 @@ class InTurn:
         write_slot = read_slot
         if cutlass.const_expr(self.write_pool and not self.every_token and self.has_final_indices):
             write_slot = Int64(gFinalIndices[sequence])
-        minus_decay = Float32(0.0)
-        bias = Float32(0.0)
-        if cutlass.const_expr(self.use_gate):
-            minus_decay = gALog[head]
-            bias = gBias[head]
         seed = Int32(0)
         if cutlass.const_expr(self.rounds):
             seed = mixed_seed(gSeed)
@@ -86,6 +81,8 @@ class InTurn:
         rG.fill(0.0)
         rBeta.fill(0.0)
         rGates.fill(0.0)
+        minus_decay = Float32(0.0)
+        bias = Float32(0.0)
 
         # A padding sequence has no slot: its rows become zero and nothing else happens.
         live_count = cutlass.max(count, 0)
@@ -96,6 +93,9 @@ class InTurn:
             self.load_state(read_slot, head, lane, v_start, gPool, rState)
         if live_count > 0:
             # One block of code from the loads to the gates: what another block uses waits for all that is under way.
+            if cutlass.const_expr(self.use_gate):
+                minus_decay = gALog[head]
+                bias = gBias[head]
             self.load_token(begin, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
             if cutlass.const_expr(self.read_state and self.pooled):
                 self.load_state(read_slot, head, lane, v_start, gPool, rState)
