@@ -50,6 +50,9 @@ class InTurn:
         v_start = (block % self.v_tiles * self.groups + group) * rows
 
         # Everything that the slot depends on, at once, and what else needs nothing to be known.
+        q_start = self.start_of(gQ, head // self.q_group, lane * self.vec)
+        k_start = self.start_of(gK, head // self.k_group, lane * self.vec)
+        v_part = self.start_of(gV, head // self.v_group, v_start)
         begin = Int32(gOffsets[sequence])
         count = Int32(gOffsets[sequence + 1]) - begin
         written_tokens = Int32(gOffsets[num_sequences])
@@ -96,7 +99,7 @@ class InTurn:
             if cutlass.const_expr(self.use_gate):
                 minus_decay = gALog[head]
                 bias = gBias[head]
-            self.load_token(begin, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
+            self.load_rows(begin, head, lane, v_start, q_start, k_start, v_part, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
             if cutlass.const_expr(self.read_state and self.pooled):
                 self.load_state(read_slot, head, lane, v_start, gPool, rState)
             if cutlass.const_expr(self.use_gate):
@@ -120,7 +123,9 @@ class InTurn:
             self.store_out(token, head, lane, v_start, o_value, gOut)
             self.update(rGates[0], rU, rK, rState)
             if token + 1 < begin + live_count:
-                self.load_token(token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
+                self.load_rows(
+                    token + 1, head, lane, v_start, q_start, k_start, v_part, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta
+                )
                 rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
             if cutlass.const_expr(self.write_pool and self.every_token):
                 if write_slot > null_slot:
@@ -137,6 +142,47 @@ class InTurn:
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
             self.store_state(Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState, seed)
+
+    @cute.jit
+    def start_of(self, gX: cute.Tensor, head: Int32, within: Int32):
+        """Address of a thread's first element of a head's row of token 0, computed here and not where it is used."""
+        address = gX.iterator.toint() + (Int64(head) * gX.stride[1] + within) * (gX.element_type.width // 8)
+        return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
+
+    @cute.jit
+    def load_rows(
+        self, token: Int32, head: Int32, lane: Int32, v_start: Int32, q_start: Int64, k_start: Int64, v_part: Int64, gQ, gK, gV,
+        gG, gBeta, rQ, rK, rV, rG, rBeta,
+    ):  # fmt: skip
+        """A token's q, k, v and gates."""
+        k_source = self.row_of(gK, k_start, token, self.vec)
+        q_source = self.row_of(gQ, q_start, token, self.vec)
+        v_source = self.row_of(gV, v_part, token, self.rows)
+        for c in cutlass.range_constexpr(self.chunks):
+            step = cutlass.const_expr(c * self.lanes * self.vec)
+            if cutlass.const_expr(self.mask_k):
+                if step + lane * self.vec < self.K:
+                    self.load(k_source + step, self.vec, False, rK, c * self.vec)
+                    self.load(q_source + step, self.vec, False, rQ, c * self.vec)
+            else:
+                self.load(k_source + step, self.vec, False, rK, c * self.vec)
+                self.load(q_source + step, self.vec, False, rQ, c * self.vec)
+        if cutlass.const_expr(self.mask_v):
+            if v_start < self.V:
+                self.load(v_source, self.rows, False, rV, 0)
+        else:
+            self.load(v_source, self.rows, False, rV, 0)
+        if cutlass.const_expr(self.has_gate):
+            rG[0] = gG[token, head]
+        if cutlass.const_expr(self.has_beta):
+            rBeta[0] = gBeta[token, head]
+
+    @cute.jit
+    def row_of(self, gX: cute.Tensor, start: Int64, token: Int32, width: cutlass.Constexpr):
+        """`start` of a token, at which accesses of `width` elements begin."""
+        dtype = gX.element_type
+        address = start + Int64(token) * gX.stride[0] * (dtype.width // 8)
+        return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=width * dtype.width // 8)
 
     @cute.jit
     def slot_to_read(
