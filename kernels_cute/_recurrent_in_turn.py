@@ -6,10 +6,13 @@ state follow together: two dependent trips to memory, whatever the form of the c
 is under way. A later token is loaded when the one before it is done.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from kernels_cute._chunk_ptx import unpack
 from kernels_cute._rounding import mixed_seed
 
 _LANES = 32  # of a warp
@@ -67,19 +70,18 @@ class InTurn:
             seed = mixed_seed(gSeed)
 
         rState = cute.make_rmem_tensor(rows * entries, Float32)
-        rQ = cute.make_rmem_tensor(entries, self.dtype)
-        rKIn = cute.make_rmem_tensor(entries, self.dtype)
+        rQ = cute.make_rmem_tensor(entries // 2, Int32)
+        rK = cute.make_rmem_tensor(entries // 2, Int32)
         rVIn = cute.make_rmem_tensor(rows, self.dtype)
         rG = cute.make_rmem_tensor(1, self.gate_dtype)
         rBeta = cute.make_rmem_tensor(1, self.beta_dtype)
         rGates = cute.make_rmem_tensor(2, Float32)  # decay and beta of the current token
-        rK = cute.make_rmem_tensor(entries, Float32)
         rV = cute.make_rmem_tensor(rows, Float32)
         rSums = cute.make_rmem_tensor(self.num_sums, Float32)
         rU = cute.make_rmem_tensor(rows, Float32)
         rState.fill(0.0)
-        rQ.fill(0.0)
-        rKIn.fill(0.0)
+        rQ.fill(0)
+        rK.fill(0)
         rVIn.fill(0.0)
         rG.fill(0.0)
         rBeta.fill(0.0)
@@ -99,7 +101,7 @@ class InTurn:
             if cutlass.const_expr(self.use_gate):
                 minus_decay = gALog[head]
                 bias = gBias[head]
-            self.load_rows(begin, head, lane, v_start, q_start, k_start, v_part, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
+            self.load_words(begin, head, lane, v_start, q_start, k_start, v_part, gQ, gK, gV, gG, gBeta, rQ, rK, rVIn, rG, rBeta)
             if cutlass.const_expr(self.read_state and self.pooled):
                 self.load_state(read_slot, head, lane, v_start, gPool, rState)
             if cutlass.const_expr(self.use_gate):
@@ -118,14 +120,16 @@ class InTurn:
                 write_slot = self.slot_to_write(sequence, token - begin, null_slot, gIndices, gFinalIndices)
             for r in cutlass.range_constexpr(rows):
                 rV[r] = rVIn[r].to(Float32)
-            self.products(rQ, rKIn, rState, rK, rSums)
+            self.dot_products(rQ, rK, rState, rSums)
             o_value = self.combine(rGates[0], rGates[1], scale, lane, rV, rSums, rU)
             self.store_out(token, head, lane, v_start, o_value, gOut)
-            self.update(rGates[0], rU, rK, rState)
+            self.move_on(rGates[0], rU, rK, rState)
             if token + 1 < begin + live_count:
-                self.load_rows(
-                    token + 1, head, lane, v_start, q_start, k_start, v_part, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta
-                )
+                # Addresses are made here: from values known outside the loop they would take registers all along.
+                self.load_later(
+                    self.copy_of(token + 1), self.copy_of(head), self.copy_of(lane), self.copy_of(v_start), gQ, gK, gV, gG,
+                    gBeta, rQ, rK, rVIn, rG, rBeta,
+                )  # fmt: skip
                 rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
             if cutlass.const_expr(self.write_pool and self.every_token):
                 if write_slot > null_slot:
@@ -149,24 +153,39 @@ class InTurn:
         address = gX.iterator.toint() + (Int64(head) * gX.stride[1] + within) * (gX.element_type.width // 8)
         return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
 
+    def copy_of(self, value: Any) -> Any:
+        """A copy that the compiler takes for another value, so that nothing made of it moves from here."""
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
     @cute.jit
-    def load_rows(
+    def load_later(
+        self, token: Int32, head: Int32, lane: Int32, v_start: Int32, gQ, gK, gV, gG, gBeta, rQ, rK, rV, rG, rBeta
+    ):  # fmt: skip
+        q_start = self.start_of(gQ, head // self.q_group, lane * self.vec)
+        k_start = self.start_of(gK, head // self.k_group, lane * self.vec)
+        v_part = self.start_of(gV, head // self.v_group, v_start)
+        self.load_words(token, head, lane, v_start, q_start, k_start, v_part, gQ, gK, gV, gG, gBeta, rQ, rK, rV, rG, rBeta)
+
+    @cute.jit
+    def load_words(
         self, token: Int32, head: Int32, lane: Int32, v_start: Int32, q_start: Int64, k_start: Int64, v_part: Int64, gQ, gK, gV,
         gG, gBeta, rQ, rK, rV, rG, rBeta,
     ):  # fmt: skip
-        """A token's q, k, v and gates."""
-        k_source = self.row_of(gK, k_start, token, self.vec)
-        q_source = self.row_of(gQ, q_start, token, self.vec)
-        v_source = self.row_of(gV, v_part, token, self.rows)
+        """A token's gates, v, and q and k as words of two values."""
+        width = cutlass.const_expr(self.vec // 2)
+        k_source = cute.make_ptr(Int32, self.row_of(gK, k_start, token), cute.AddressSpace.gmem, assumed_align=4 * width)
+        q_source = cute.make_ptr(Int32, self.row_of(gQ, q_start, token), cute.AddressSpace.gmem, assumed_align=4 * width)
+        v_align = cutlass.const_expr(self.rows * self.dtype.width // 8)
+        v_source = cute.make_ptr(self.dtype, self.row_of(gV, v_part, token), cute.AddressSpace.gmem, assumed_align=v_align)
         for c in cutlass.range_constexpr(self.chunks):
-            step = cutlass.const_expr(c * self.lanes * self.vec)
+            step = cutlass.const_expr(c * self.lanes * width)
             if cutlass.const_expr(self.mask_k):
-                if step + lane * self.vec < self.K:
-                    self.load(k_source + step, self.vec, False, rK, c * self.vec)
-                    self.load(q_source + step, self.vec, False, rQ, c * self.vec)
+                if 2 * step + lane * self.vec < self.K:
+                    self.load(k_source + step, width, False, rK, c * width)
+                    self.load(q_source + step, width, False, rQ, c * width)
             else:
-                self.load(k_source + step, self.vec, False, rK, c * self.vec)
-                self.load(q_source + step, self.vec, False, rQ, c * self.vec)
+                self.load(k_source + step, width, False, rK, c * width)
+                self.load(q_source + step, width, False, rQ, c * width)
         if cutlass.const_expr(self.mask_v):
             if v_start < self.V:
                 self.load(v_source, self.rows, False, rV, 0)
@@ -177,12 +196,46 @@ class InTurn:
         if cutlass.const_expr(self.has_beta):
             rBeta[0] = gBeta[token, head]
 
+    def row_of(self, gX: cute.Tensor, start: Any, token: Any) -> Any:
+        """`start` of a token."""
+        return start + Int64(token) * gX.stride[0] * (gX.element_type.width // 8)
+
     @cute.jit
-    def row_of(self, gX: cute.Tensor, start: Int64, token: Int32, width: cutlass.Constexpr):
-        """`start` of a token, at which accesses of `width` elements begin."""
-        dtype = gX.element_type
-        address = start + Int64(token) * gX.stride[0] * (dtype.width // 8)
-        return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=width * dtype.width // 8)
+    def dot_products(self, rQ: cute.Tensor, rK: cute.Tensor, rState: cute.Tensor, rSums: cute.Tensor):
+        """`products` of words."""
+        rows = cutlass.const_expr(self.rows)
+        rSums.fill(0.0)
+        for word in cutlass.range_constexpr(self.entries // 2):
+            q_values = unpack(self.dtype, rQ[word])
+            k_values = unpack(self.dtype, rK[word])
+            for half in cutlass.range_constexpr(2):
+                q_value = q_values[half]
+                k_value = k_values[half]
+                rSums[2 * rows] += q_value * k_value
+                if cutlass.const_expr(self.use_l2norm):
+                    rSums[2 * rows + 1] += k_value * k_value
+                    rSums[2 * rows + 2] += q_value * q_value
+                for r in cutlass.range_constexpr(rows):
+                    s_value = rState[self.at(r, 2 * word + half)]
+                    rSums[2 * r] += s_value * k_value
+                    rSums[2 * r + 1] += s_value * q_value
+
+    @cute.jit
+    def move_on(self, alpha: Float32, rU: cute.Tensor, rK: cute.Tensor, rState: cute.Tensor):
+        """`update` of words: k is unpacked once more, so that it takes half the registers in between."""
+        for word in cutlass.range_constexpr(self.entries // 2):
+            k_values = self.unpack_anew(rK[word])
+            for half in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(self.rows):
+                    at = cutlass.const_expr(self.at(r, 2 * word + half))
+                    rState[at] = alpha * rState[at] + rU[r] * k_values[half]
+
+    def unpack_anew(self, word: Any) -> Any:
+        """`unpack` in other instructions: of the same ones the assembler would keep the results."""
+        if self.dtype is not cutlass.BFloat16:
+            return unpack(self.dtype, word)
+        code = "{prmt.b32 {$w0}, {$r0}, 0, 0x1044;\nprmt.b32 {$w1}, {$r0}, 0, 0x3244;}"
+        return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
 
     @cute.jit
     def slot_to_read(
