@@ -121,8 +121,9 @@ class InTurn:
             for r in cutlass.range_constexpr(rows):
                 rV[r] = rVIn[r].to(Float32)
             self.dot_products(rQ, rK, rState, rSums)
-            o_value = self.combine(rGates[0], rGates[1], scale, lane, rV, rSums, rU)
-            self.store_out(token, head, lane, v_start, o_value, gOut)
+            own = self.copy_of(lane)  # what follows from it is made here too, not kept in predicates
+            o_value = self.combine(rGates[0], rGates[1], scale, own, rV, rSums, rU)
+            self.store_out(token, head, own, v_start, o_value, gOut)
             self.move_on(rGates[0], rU, rK, rState)
             if token + 1 < begin + live_count:
                 # Addresses are made here: from values known outside the loop they would take registers all along.
