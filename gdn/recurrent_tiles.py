@@ -13,6 +13,7 @@ from gdn.problems import RecurrentProblem, unserved_dtypes
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
+_OTHER_IN_TURN = 30  # without a token ahead
 _RESIDENT = (512, 384, 256)
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit. One bound for both kernels: of unequal ones the wider would win by its reach.
@@ -20,17 +21,23 @@ TUNED_WITHIN = 1.5
 
 
 @dataclass(frozen=True)
-class Config:
+class Tiles:
     threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
     resident: int  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
-    ahead: bool = True
 
     @property
     def block_v(self) -> int:
         """Columns of V per block."""
         return self.threads // self.lanes * self.rows
+
+
+@dataclass(frozen=True)
+class Config(Tiles):
+    # Whether a token's q, k, v and gates are loaded while the one before it is computed. Without, a thread needs fewer registers
+    # and the state's loads wait for one trip to memory less; a call of several tokens a sequence waits for each one's inputs.
+    ahead: bool = True
 
 
 def refusal(problem: RecurrentProblem) -> str | None:
@@ -68,6 +75,8 @@ def k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
 def _registers(problem: RecurrentProblem, config: Config) -> int:
     """Estimate of the registers that a thread cannot do without."""
     entries = k_per_thread(problem, config.lanes)
+    if not config.ahead:
+        return _registers_in_turn(problem, config, entries)
     per_entry = 2 * entries  # k; the next token's q and k, two in a register
     per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
@@ -77,9 +86,19 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     return state + per_entry + per_column + 4 * masked + 2 * write_slots + noise + _OTHER_REGISTERS
 
 
-def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
+def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) -> int:
+    masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
+    per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
+    # Gates that come as they are, and few lanes, leave ptxas with less in uniform registers; noise keeps its keys.
+    more = 6 * (not problem.use_gate) + 6 * (config.lanes < 8) + 6 * (problem.has_rounding and problem.write_every_token) + 4 * masked
+    return (config.rows + 1) * entries + per_column + more + _OTHER_IN_TURN  # q and k are two values in a register
+
+
+def _most_resident(
+    problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec, ahead: bool = True
+) -> Config | None:
     """With the tightest cap on registers that the estimate allows."""
-    configs = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
+    configs = (Config(threads, lanes, rows, resident, ahead) for resident in _RESIDENT)
     return next((config for config in configs if fits(problem, config, device)), None)
 
 
@@ -93,6 +112,8 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
+    if not config.ahead and (problem.has_parent or config.resident != _RESIDENT[0]):
+        return False  # the nodes of a tree are loaded in turn anyway; more registers than this form is made for spill as well
     if k_per_thread(problem, config.lanes) * config.rows * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
         return False
     if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
@@ -116,21 +137,43 @@ def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     space = [config for config in found if config is not None]
     # The compiler overlaps more of a large state where it has more registers than it needs.
     roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
-    return space + [config for config in roomy if fits(problem, config, device)]
+    space += [config for config in roomy if fits(problem, config, device)]
+    if not _is_single(problem):
+        return space
+    least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
+    shapes = [(t, n, r) for t in threads for n in lanes for r in rows if k_per_thread(problem, n) * r >= least]
+    in_turn = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
+    return space + [config for config in in_turn if config is not None]
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """As much state per thread as registers for 384 threads an SM allow, then smaller blocks until every SM has two."""
+    """As much state per thread as registers allow, then smaller blocks until every SM has two: without a token ahead where
+    there is none and the whole state is then on the device at once, else for 384 threads an SM."""
+    if _is_single(problem):
+        config = _choice(problem, device, ahead=False)
+        blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)
+        if blocks <= device.num_sms * (config.resident // config.threads):
+            return config
+    return _choice(problem, device, ahead=True)
+
+
+def _is_single(problem: RecurrentProblem) -> bool:
+    """At most one token a sequence (of those that have any, where the lengths are as even as they can be)."""
+    return problem.num_tokens <= problem.num_sequences and not problem.has_parent
+
+
+def _choice(problem: RecurrentProblem, device: DeviceSpec, ahead: bool) -> Config:
+    resident = 384 if ahead else 512
     lanes = 16 if problem.head_k_dim > 128 else 8
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
         lanes //= 2
-    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
-    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, 384), device):
+    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, resident, ahead), device))
+    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, resident, ahead), device):
         lanes, rows = 2 * lanes, 4
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
     narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
     shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
-    found = [_most_resident(problem, threads, lanes, r, device) for threads, r in shapes]
+    found = [_most_resident(problem, threads, lanes, r, device, ahead) for threads, r in shapes]
     feasible = [config for config in found if config is not None]
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
     return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
