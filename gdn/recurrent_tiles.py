@@ -128,41 +128,56 @@ def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) ->
 
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, and all that fit into an SM."""
+    """The feasible configurations worth measuring: those with a token ahead, and for single tokens those without."""
+    found = configs_ahead(problem, device)
+    if not _is_single(problem):
+        return found
+    least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
+    shapes = [(t, n, r) for t, n, r in _shapes(problem, device) if k_per_thread(problem, n) * r >= least]
+    in_turn = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
+    return found + [config for config in in_turn if config is not None]
+
+
+def configs_ahead(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
+    """Of these, the ones with a token ahead."""
+    found = [_most_resident(problem, *shape, device) for shape in _shapes(problem, device)]
+    space = [config for config in found if config is not None]
+    # The compiler overlaps more of a large state where it has more registers than it needs.
+    roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
+    return space + [config for config in roomy if fits(problem, config, device)]
+
+
+def _shapes(problem: RecurrentProblem, device: DeviceSpec) -> list[tuple[int, int, int]]:
+    """Threads, lanes, rows worth trying: 8 to 16 entries of K a thread."""
     threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
     lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= k_per_thread(problem, n)]
     lanes = [n for n in lanes if k_per_thread(problem, n) <= 16] or lanes[-1:]
     rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
-    found = [_most_resident(problem, t, n, r, device) for t in threads for n in lanes for r in rows]
-    space = [config for config in found if config is not None]
-    # The compiler overlaps more of a large state where it has more registers than it needs.
-    roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
-    space += [config for config in roomy if fits(problem, config, device)]
-    if not _is_single(problem):
-        return space
-    least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
-    shapes = [(t, n, r) for t in threads for n in lanes for r in rows if k_per_thread(problem, n) * r >= least]
-    in_turn = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
-    return space + [config for config in in_turn if config is not None]
+    return [(t, n, r) for t in threads for n in lanes for r in rows]
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """As much state per thread as registers allow, then smaller blocks until every SM has two: without a token ahead where
-    there is none and the whole state is then on the device at once, else for 384 threads an SM."""
+    """Without a token ahead where there is none and the whole state is then on the device at once."""
     if _is_single(problem):
         config = _choice(problem, device, ahead=False)
         blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)
         if blocks <= device.num_sms * (config.resident // config.threads):
             return config
+    return default_ahead(problem, device)
+
+
+def default_ahead(problem: RecurrentProblem, device: DeviceSpec) -> Config:
     return _choice(problem, device, ahead=True)
 
 
 def _is_single(problem: RecurrentProblem) -> bool:
-    """At most one token a sequence (of those that have any, where the lengths are as even as they can be)."""
+    """At most one token a sequence, where all have as many."""
     return problem.num_tokens <= problem.num_sequences and not problem.has_parent
 
 
 def _choice(problem: RecurrentProblem, device: DeviceSpec, ahead: bool) -> Config:
+    """As much state per thread as registers for 384 threads an SM allow (512 without a token ahead), then smaller blocks until
+    every SM has two."""
     resident = 384 if ahead else 512
     lanes = 16 if problem.head_k_dim > 128 else 8
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
