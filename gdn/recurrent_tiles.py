@@ -90,7 +90,8 @@ def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) 
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
     per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
     # Gates that come as they are, and few lanes, leave ptxas with less in uniform registers; noise keeps its keys.
-    more = 6 * (not problem.use_gate) + 6 * (config.lanes < 8) + 6 * (problem.has_rounding and problem.write_every_token) + 4 * masked
+    rounds = problem.has_rounding and problem.write_every_token
+    more = 6 * (not problem.use_gate) + 6 * (config.lanes < 8) + 6 * rounds + 4 * masked
     return (config.rows + 1) * entries + per_column + more + _OTHER_IN_TURN  # q and k are two values in a register
 
 
