@@ -89,9 +89,10 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
 def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) -> int:
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
     per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
-    # Gates that come as they are, and few lanes, leave ptxas with less in uniform registers; noise keeps its keys.
-    rounds = problem.has_rounding and problem.write_every_token
-    more = 6 * (not problem.use_gate) + 6 * (config.lanes < 8) + 6 * rounds + 4 * masked
+    # What spilled a value or two in some variants: gates that come as they are, few lanes, float16 (k stays as float32 for the
+    # update too, see `unpack_anew`), noise for every token.
+    found = (not problem.use_gate, config.lanes < 8, problem.dtype != "bfloat16", problem.has_rounding and problem.write_every_token)
+    more = 6 * sum(found) + 4 * masked
     return (config.rows + 1) * entries + per_column + more + _OTHER_IN_TURN  # q and k are two values in a register
 
 

@@ -16,7 +16,7 @@ A block owns (sequence, state head, block_v columns of V). `lanes` threads share
 dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
 (rows * K / lanes values in flight) and every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the
 gates of the next token are loaded while the current one is computed; those of the first token before the state's slot is
-even known.
+even known. For single tokens there is a form without a token ahead: `_recurrent_in_turn`.
 """
 
 from typing import Any

@@ -63,7 +63,9 @@ def test_the_wave_is_chosen_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"use_gate": False}, {"has_parent": True, "write_every_token": True}, {"head_v_dim": 96}], ids=str
+    "changes",
+    [{"use_gate": False}, {"has_parent": True, "write_every_token": True}, {"head_v_dim": 96}, {"dtype": "float16"}],
+    ids=str,
 )
 def test_what_would_spill_does_not_fit(changes: dict[str, Any]) -> None:
     assert not recurrent_tiles.fits(replace(MAIN, **changes), WAVE, H100)
