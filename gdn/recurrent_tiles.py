@@ -91,7 +91,8 @@ def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) 
     per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
     # What spilled a value or two in some variants: gates that come as they are, few lanes, float16 (k stays as float32 for the
     # update too, see `unpack_anew`), noise for every token.
-    found = (not problem.use_gate, config.lanes < 8, problem.dtype != "bfloat16", problem.has_rounding and problem.write_every_token)
+    noise = problem.has_rounding and problem.write_every_token
+    found = (not problem.use_gate, config.lanes < 8, problem.dtype != "bfloat16", noise)
     more = 6 * sum(found) + 4 * masked
     return (config.rows + 1) * entries + per_column + more + _OTHER_IN_TURN  # q and k are two values in a register
 
