@@ -13,6 +13,7 @@ from gdn.problems import RecurrentProblem, unserved_dtypes
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
+_OTHER_IN_TURN = 30  # without a token ahead
 _RESIDENT = (512, 384, 256)
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit. One bound for both kernels: of unequal ones the wider would win by its reach.
@@ -20,7 +21,7 @@ TUNED_WITHIN = 1.5
 
 
 @dataclass(frozen=True)
-class Config:
+class Tiles:
     threads: int  # threads of a block; more share one set of index loads, fewer make more blocks
     lanes: int  # threads that share one column of V: each holds K / lanes of its entries
     rows: int  # columns of V per thread: more bytes in flight and fewer shuffles per byte, more registers
@@ -30,6 +31,13 @@ class Config:
     def block_v(self) -> int:
         """Columns of V per block."""
         return self.threads // self.lanes * self.rows
+
+
+@dataclass(frozen=True)
+class Config(Tiles):
+    # Whether a token's q, k, v and gates are loaded while the one before it is computed. Without, a thread needs fewer registers
+    # and the state's loads wait for one trip to memory less; a call of several tokens a sequence waits for each one's inputs.
+    ahead: bool = True
 
 
 def refusal(problem: RecurrentProblem) -> str | None:
@@ -67,6 +75,8 @@ def k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
 def _registers(problem: RecurrentProblem, config: Config) -> int:
     """Estimate of the registers that a thread cannot do without."""
     entries = k_per_thread(problem, config.lanes)
+    if not config.ahead:
+        return _registers_in_turn(problem, config, entries)
     per_entry = 2 * entries  # k; the next token's q and k, two in a register
     per_column = 9 * config.rows // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
@@ -76,9 +86,22 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     return state + per_entry + per_column + 4 * masked + 2 * write_slots + noise + _OTHER_REGISTERS
 
 
-def _most_resident(problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec) -> Config | None:
+def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) -> int:
+    masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
+    per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
+    # What spilled a value or two in some variants: gates that come as they are, few lanes, float16 (k stays as float32 for the
+    # update too, see `unpack_anew`), noise for every token.
+    noise = problem.has_rounding and problem.write_every_token
+    found = (not problem.use_gate, config.lanes < 8, problem.dtype != "bfloat16", noise)
+    more = 6 * sum(found) + 4 * masked
+    return (config.rows + 1) * entries + per_column + more + _OTHER_IN_TURN  # q and k are two values in a register
+
+
+def _most_resident(
+    problem: RecurrentProblem, threads: int, lanes: int, rows: int, device: DeviceSpec, ahead: bool = True
+) -> Config | None:
     """With the tightest cap on registers that the estimate allows."""
-    configs = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
+    configs = (Config(threads, lanes, rows, resident, ahead) for resident in _RESIDENT)
     return next((config for config in configs if fits(problem, config, device)), None)
 
 
@@ -92,6 +115,8 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if config.lanes * _k_vector(problem) >= 2 * problem.head_k_dim and config.lanes > 4:
         return False  # half of the lanes would hold nothing
+    if not config.ahead and (problem.has_parent or config.resident != _RESIDENT[0]):
+        return False  # the nodes of a tree are loaded in turn anyway; more registers than this form is made for spill as well
     if k_per_thread(problem, config.lanes) * config.rows * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
         return False
     if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
@@ -106,30 +131,67 @@ def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) ->
 
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, and all that fit into an SM."""
-    threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
-    lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= k_per_thread(problem, n)]
-    lanes = [n for n in lanes if k_per_thread(problem, n) <= 16] or lanes[-1:]
-    rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
-    found = [_most_resident(problem, t, n, r, device) for t in threads for n in lanes for r in rows]
+    """The feasible configurations worth measuring: those with a token ahead, and for single tokens those without."""
+    found = configs_ahead(problem, device)
+    if not _is_single(problem):
+        return found
+    least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
+    shapes = [(t, n, r) for t, n, r in _shapes(problem, device) if k_per_thread(problem, n) * r >= least]
+    in_turn = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
+    return found + [config for config in in_turn if config is not None]
+
+
+def configs_ahead(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
+    """Of these, the ones with a token ahead."""
+    found = [_most_resident(problem, *shape, device) for shape in _shapes(problem, device)]
     space = [config for config in found if config is not None]
     # The compiler overlaps more of a large state where it has more registers than it needs.
     roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
     return space + [config for config in roomy if fits(problem, config, device)]
 
 
+def _shapes(problem: RecurrentProblem, device: DeviceSpec) -> list[tuple[int, int, int]]:
+    """Threads, lanes, rows worth trying: 8 to 16 entries of K a thread."""
+    threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
+    lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= k_per_thread(problem, n)]
+    lanes = [n for n in lanes if k_per_thread(problem, n) <= 16] or lanes[-1:]
+    rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
+    return [(t, n, r) for t in threads for n in lanes for r in rows]
+
+
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """As much state per thread as registers for 384 threads an SM allow, then smaller blocks until every SM has two."""
+    """Without a token ahead where there is none and the whole state is then on the device at once."""
+    if _is_single(problem):
+        config = _choice(problem, device, ahead=False)
+        blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)
+        if blocks <= device.num_sms * (config.resident // config.threads):
+            return config
+    return default_ahead(problem, device)
+
+
+def default_ahead(problem: RecurrentProblem, device: DeviceSpec) -> Config:
+    return _choice(problem, device, ahead=True)
+
+
+def _is_single(problem: RecurrentProblem) -> bool:
+    """At most one token a sequence, where all have as many."""
+    return problem.num_tokens <= problem.num_sequences and not problem.has_parent
+
+
+def _choice(problem: RecurrentProblem, device: DeviceSpec, ahead: bool) -> Config:
+    """As much state per thread as registers for 384 threads an SM allow (512 without a token ahead), then smaller blocks until
+    every SM has two."""
+    resident = 384 if ahead else 512
     lanes = 16 if problem.head_k_dim > 128 else 8
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
         lanes //= 2
-    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, 384), device))
-    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, 384), device):
+    rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, resident, ahead), device))
+    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, resident, ahead), device):
         lanes, rows = 2 * lanes, 4
     # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
     narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
     shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
-    found = [_most_resident(problem, threads, lanes, r, device) for threads, r in shapes]
+    found = [_most_resident(problem, threads, lanes, r, device, ahead) for threads, r in shapes]
     feasible = [config for config in found if config is not None]
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
     return enough[0] if enough else min(feasible, key=lambda config: config.block_v)

@@ -27,7 +27,8 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
-from gdn.recurrent_tiles import Config, k_vector
+from gdn.recurrent_tiles import Tiles as Config
+from gdn.recurrent_tiles import k_vector
 from kernels_cute._decode_step import CHANNELS, DecodeStep
 from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake
 

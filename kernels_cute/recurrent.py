@@ -16,7 +16,7 @@ A block owns (sequence, state head, block_v columns of V). `lanes` threads share
 dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
 (rows * K / lanes values in flight) and every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the
 gates of the next token are loaded while the current one is computed; those of the first token before the state's slot is
-even known.
+even known. For single tokens there is a form without a token ahead: `_recurrent_in_turn`.
 """
 
 from typing import Any
@@ -32,6 +32,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.problems import RecurrentProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
 from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._recurrent_in_turn import InTurn
 from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile
@@ -164,7 +165,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
     ]
 
 
-class _Recurrent(StateTile, DraftTree):
+class _Recurrent(StateTile, DraftTree, InTurn):
     """The kernel for one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: RecurrentProblem, config: Config) -> None:
@@ -174,6 +175,7 @@ class _Recurrent(StateTile, DraftTree):
         )  # fmt: skip
         self.HS = problem.num_state_heads
         self.min_blocks = config.resident // config.threads
+        self.entry = self.kernel if config.ahead else self.kernel_in_turn
         self.q_group = self.HS // problem.num_q_heads
         self.k_group = self.HS // problem.num_k_heads
         self.v_group = self.HS // problem.num_v_heads
@@ -219,7 +221,7 @@ class _Recurrent(StateTile, DraftTree):
         stream: CUstream,
     ):
         blocks = (cu_seqlens.shape[0] - 1) * (self.HS * self.v_tiles)
-        self.kernel(
+        self.entry(
             q,
             k,
             v,
@@ -402,9 +404,15 @@ class _Recurrent(StateTile, DraftTree):
         rSums: cute.Tensor,
     ):
         """The thread's parts of a token's dot products in rSums, v and k as float32 in rV and rK; returns decay and beta."""
-        rows = cutlass.const_expr(self.rows)
-        for r in cutlass.range_constexpr(rows):
+        for r in cutlass.range_constexpr(self.rows):
             rV[r] = rVIn[r].to(cutlass.Float32)
+        alpha, beta = self.gates(rG, rBeta, minus_decay, bias)
+        self.products(rQ, rKIn, rState, rK, rSums)
+        return alpha, beta
+
+    @cute.jit
+    def gates(self, rG: cute.Tensor, rBeta: cute.Tensor, minus_decay: cutlass.Float32, bias: cutlass.Float32):
+        """Decay and beta of a token."""
         alpha = cutlass.Float32(1.0)
         if cutlass.const_expr(self.has_gate):
             alpha = self.decay(rG[0].to(cutlass.Float32), minus_decay, bias)
@@ -413,7 +421,12 @@ class _Recurrent(StateTile, DraftTree):
             beta = rBeta[0].to(cutlass.Float32)
             if cutlass.const_expr(self.use_sigmoid):
                 beta = 1.0 / (1.0 + cute.math.exp(-beta))
+        return alpha, beta
 
+    @cute.jit
+    def products(self, rQ: cute.Tensor, rKIn: cute.Tensor, rState: cute.Tensor, rK: cute.Tensor, rSums: cute.Tensor):
+        """The thread's parts of a token's dot products in rSums, k as float32 in rK."""
+        rows = cutlass.const_expr(self.rows)
         rSums.fill(0.0)
         for i in cutlass.range_constexpr(self.entries):
             q_value = rQ[i].to(cutlass.Float32)
@@ -427,7 +440,6 @@ class _Recurrent(StateTile, DraftTree):
                 s_value = rState[self.at(r, i)]
                 rSums[2 * r] += s_value * k_value
                 rSums[2 * r + 1] += s_value * q_value
-        return alpha, beta
 
     @cute.jit
     def combine(

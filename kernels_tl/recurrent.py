@@ -22,13 +22,22 @@ from typing import Any
 
 import tilelang.language as T
 
+from gdn import recurrent_tiles
+from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, k_per_thread, k_vector, refusal
+from gdn.recurrent_tiles import TUNED_WITHIN, Config, k_per_thread, k_vector, refusal
+from gdn.recurrent_tiles import configs_ahead as configs
+from gdn.recurrent_tiles import default_ahead as default_config
 from kernels_tl import _build
 from kernels_tl._recurrent_tree import ancestor, start_path
 from kernels_tl._rounding import make_key, mix_seed, round_value
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+
+
+def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled, without spills, and launched; a token ahead is always loaded."""
+    return config.ahead and recurrent_tiles.fits(problem, config, device)
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:

@@ -1,0 +1,79 @@
+"""The recurrent kernel without a token ahead: which calls get it, and that 64 values of the state a thread spill nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gdn import recurrent_tiles
+from gdn.device import H100
+from gdn.problems import RecurrentProblem
+from gdn.recurrent_tiles import Config
+from tests.compile import checks, session
+
+MAIN = RecurrentProblem(
+    num_q_heads=16, num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, dtype="bfloat16", state_dtype="float32",
+    gate_dtype="bfloat16", beta_dtype="bfloat16", cu_seqlens_dtype="int32", index_dtype="int32", state_v_first=True,
+    use_qk_l2norm=True, use_gate=True, use_beta_sigmoid=True, has_initial_state=True, has_final_state=True,
+    has_final_indices=False, write_every_token=False, has_accepted=False, has_parent=False, has_rounding=False, num_tokens=8,
+    num_sequences=8,
+)  # fmt: skip
+QUARTER = replace(MAIN, num_q_heads=4, num_k_heads=4, num_v_heads=8)
+DRAFTS = replace(MAIN, state_dtype="bfloat16", write_every_token=True, has_accepted=True)
+WAVE = Config(threads=128, lanes=8, rows=4, resident=512, ahead=False)
+VARIANTS = [(MAIN, WAVE), (DRAFTS, replace(WAVE, threads=256))]
+
+
+def _tasks() -> list[session.Task]:
+    return checks.tasks_of("kernels_cute.recurrent", VARIANTS)
+
+
+@checks.compiles(_tasks)
+def test_whole_wave_in_registers() -> None:
+    assert all(recurrent_tiles.fits(problem, config, H100) for problem, config in VARIANTS)
+    failed = checks.failures("kernels_cute.recurrent", "cute", VARIANTS, H100)
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    ("problem", "batch", "tokens", "ahead"),
+    [
+        (MAIN, 1, 1, False),
+        (MAIN, 8, 8, False),
+        (MAIN, 8, 9, True),  # more than one token a sequence
+        (MAIN, 32, 32, True),  # several waves
+        (QUARTER, 32, 32, False),
+        (QUARTER, 128, 128, True),
+        (DRAFTS, 8, 32, True),
+        (replace(DRAFTS, has_parent=True), 8, 8, True),
+    ],
+)
+def test_choice(problem: RecurrentProblem, batch: int, tokens: int, ahead: bool) -> None:
+    call = replace(problem, num_sequences=batch, num_tokens=tokens)
+    assert recurrent_tiles.default_config(call, H100).ahead == ahead
+    assert recurrent_tiles.default_ahead(call, H100).ahead
+    space = recurrent_tiles.configs(call, H100)
+    assert all(recurrent_tiles.fits(call, config, H100) for config in space) and len(space) <= 40
+    assert any(not config.ahead for config in space) == (tokens <= batch and not problem.has_parent)
+
+
+def test_the_wave_is_chosen_for_it() -> None:
+    assert recurrent_tiles.default_config(MAIN, H100) == WAVE
+    assert recurrent_tiles.default_config(replace(QUARTER, num_tokens=32, num_sequences=32), H100) == WAVE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"use_gate": False}, {"has_parent": True, "write_every_token": True}, {"head_v_dim": 96}, {"dtype": "float16"}],
+    ids=str,
+)
+def test_what_would_spill_does_not_fit(changes: dict[str, Any]) -> None:
+    assert not recurrent_tiles.fits(replace(MAIN, **changes), WAVE, H100)
+    assert not recurrent_tiles.fits(MAIN, replace(WAVE, resident=384), H100)
+
+
+def test_tilelang_has_a_token_ahead() -> None:
+    recurrent = pytest.importorskip("kernels_tl.recurrent")
+    assert recurrent.fits(MAIN, replace(WAVE, resident=384, ahead=True), H100) and not recurrent.fits(MAIN, WAVE, H100)
+    assert recurrent.default_config(MAIN, H100).ahead
+    assert all(config.ahead for config in recurrent.configs(MAIN, H100))
