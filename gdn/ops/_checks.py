@@ -19,7 +19,10 @@ def bad_type(argument: str, expected: str, got: object) -> NoReturn:
 def check_number(argument: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         bad_type(argument, "a number", type(value).__name__)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a fraction that no float holds
+        number = math.inf
     if not math.isfinite(number):
         bad_value(argument, "a finite number", number)
     return number
