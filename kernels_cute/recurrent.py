@@ -37,7 +37,14 @@ from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile
 
-__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+__all__ = [
+    "TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "suits", "workspace_bytes",
+]  # fmt: skip
+
+
+def suits(problem: RecurrentProblem, config: Config) -> bool:
+    """Whether tiles tuned at other sizes are a choice here: without a token ahead each further token waits for its loads."""
+    return config.ahead or problem.num_tokens <= problem.num_sequences
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops._checks import bad_type, bad_value, check_number, check_tensor
 from gdn.ops._checks import dtype_name as _dtype_name
 from gdn.ops._memo import ALIGNMENT, Made, make
 from gdn.runtime import log
@@ -115,8 +115,8 @@ def check_tokens(
 
 
 def check_scale(scale: object) -> None:
-    if scale is not None and not isinstance(scale, float | int):
-        bad_type("scale", "a float or None", type(scale).__name__)
+    if scale is not None:
+        check_number("scale", scale)
 
 
 def check_null_slot(null_slot: object) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gdn import recurrent_tiles
+from gdn import recurrent_tiles, runtime
 from gdn.device import H100
 from gdn.problems import RecurrentProblem
 from gdn.recurrent_tiles import Config
@@ -55,6 +55,15 @@ def test_choice(problem: RecurrentProblem, batch: int, tokens: int, ahead: bool)
     space = recurrent_tiles.configs(call, H100)
     assert all(recurrent_tiles.fits(call, config, H100) for config in space) and len(space) <= 40
     assert any(not config.ahead for config in space) == (tokens <= batch and not problem.has_parent)
+
+
+def test_a_tuned_entry_of_single_tokens_serves_single_tokens() -> None:
+    candidate = runtime.candidates("recurrent")["cute"]
+    if candidate.refusal(MAIN) is not None:
+        pytest.skip("needs the DSL")
+    assert not candidate.tuned(MAIN, H100)[0].config.ahead
+    more = candidate.tuned(replace(MAIN, num_tokens=12), H100)
+    assert all(entry.config.ahead for entry in more)
 
 
 def test_the_wave_is_chosen_for_it() -> None:
