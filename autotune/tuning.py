@@ -17,7 +17,7 @@ from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import compiled, registry, tuned
+from gdn.runtime import KernelCandidate, compiled, registry, tuned
 from gdn.testing import machine_code
 
 HANG_S = 300  # one candidate's check or timing, the exact answer of its shape included
@@ -101,7 +101,7 @@ class Plan:
 
 
 def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int | None = None) -> Plan:
-    """limit: most configurations of a shape; where the space is larger, the default, what the shipped table names for these
+    """limit: most configurations of a shape; where the space is larger, the default, what the table in use names for these
     very sizes, and a sample spread evenly over the rest."""
     made = Plan(kernel)
     problems: dict[str, Problem] = {}
@@ -124,13 +124,10 @@ def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int |
 
 
 def _shipped(kernel: Kernel, problem: Problem, spec: DeviceSpec) -> list[Any]:
-    """What the shipped table names for these very sizes: a sample of the space would lose it."""
-    module = kernel.module
-    found = tuned.usable(
-        (tuned.SHIPPED,), spec.key, kernel.op, kernel.backend, problem.static_fields(), frozenset(problem.sizes()), module.Config,
-        lambda config: bool(module.fits(problem, config, spec)),
-    )  # fmt: skip
-    return [one.config for one in found if one.entry.sizes == problem.sizes()]
+    """What the table in use names for these very sizes: a sample of the space would lose it."""
+    candidate = KernelCandidate(kernel.op, kernel.backend, kernel.module_name)
+    sizes = tuple(sorted(problem.sizes().items()))
+    return [found.config for found in candidate.tuned(problem, spec) if found.sizes == sizes]
 
 
 def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
