@@ -133,7 +133,7 @@ def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) ->
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """The feasible configurations worth measuring: those with a token ahead, and for single tokens those without."""
     found = configs_ahead(problem, device)
-    if not _is_single(problem):
+    if not is_single(problem):
         return found
     least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
     shapes = [(t, n, r) for t, n, r in _shapes(problem, device) if k_per_thread(problem, n) * r >= least]
@@ -161,7 +161,7 @@ def _shapes(problem: RecurrentProblem, device: DeviceSpec) -> list[tuple[int, in
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
     """Without a token ahead where there is none and the whole state is then on the device at once."""
-    if _is_single(problem):
+    if is_single(problem):
         config = _choice(problem, device, ahead=False)
         blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)
         if blocks <= device.num_sms * (config.resident // config.threads):
@@ -173,7 +173,7 @@ def default_ahead(problem: RecurrentProblem, device: DeviceSpec) -> Config:
     return _choice(problem, device, ahead=True)
 
 
-def _is_single(problem: RecurrentProblem) -> bool:
+def is_single(problem: RecurrentProblem) -> bool:
     """At most one token a sequence, where all have as many."""
     return problem.num_tokens <= problem.num_sequences and not problem.has_parent
 

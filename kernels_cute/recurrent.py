@@ -30,7 +30,7 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.problems import RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
+from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, is_single, refusal
 from kernels_cute._memory import CUTE_DTYPES, fake
 from kernels_cute._recurrent_in_turn import InTurn
 from kernels_cute._recurrent_tree import DraftTree
@@ -44,7 +44,7 @@ __all__ = [
 
 def suits(problem: RecurrentProblem, config: Config) -> bool:
     """Whether tiles tuned at other sizes are a choice here: without a token ahead each further token waits for its loads."""
-    return config.ahead or problem.num_tokens <= problem.num_sequences
+    return config.ahead or is_single(problem)
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
