@@ -49,7 +49,6 @@ class StateRole:
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
         sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
-        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
         decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
@@ -119,23 +118,22 @@ class StateRole:
                 cute.arch.mbarrier_wait(ready + buffer, turn)
                 factors = self.load_factors(vector, STATE_KEY)
 
-                # W and M
+                # W and M; W itself is what the product adds to
                 for i in cutlass.range_constexpr(CHUNK // 16):
                     for m in cutlass.range_constexpr(2):
                         n = 2 * i + m
                         for side in cutlass.range_constexpr(2):
                             value0, value1 = ptx.unpack(self.dtype, values[i][2 * m + side])
-                            operand_words[2 * n + side] = ptx.pack(
-                                self.dtype,
-                                value0 - factors[n][0] * sums[4 * n + 2 * side],
-                                value1 - factors[n][1] * sums[4 * n + 2 * side + 1],
-                            )
+                            place = 4 * n + 2 * side
+                            sums[place] = value0 - factors[n][0] * sums[place]
+                            sums[place + 1] = value1 - factors[n][1] * sums[place + 1]
                     if valid < 16 * (i + 1):
-                        self.mask_words(operand_words, i, valid, pair)
-                    warpgroup.fence()
-                    for part in cutlass.range_constexpr(parts):
-                        tile = m_operand[None, None, None, part, buffer]
-                        self.multiply_step(by_key, new, operand, tile, i, i == 0 and part == 0)
+                        self.mask_sums(sums, i, valid, pair)
+                    for j in cutlass.range_constexpr(4):
+                        operand_words[4 * i + j] = ptx.pack(self.dtype, sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1])
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(CHUNK // 16):
+                    self.multiply_step(by_key, sums, operand, m_operand[None, None, None, 0, buffer], i, False)
                 warpgroup.commit_group()
                 for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
                     self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
@@ -159,7 +157,7 @@ class StateRole:
                         for side in cutlass.range_constexpr(2):
                             place = 4 * n + 2 * side
                             decayed_words[2 * n + side] = ptx.pack(
-                                self.dtype, new[place] * factors[n][0], new[place + 1] * factors[n][1]
+                                self.dtype, sums[place] * factors[n][0], sums[place + 1] * factors[n][1]
                             )
                     warpgroup.fence()
                     self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
@@ -168,7 +166,7 @@ class StateRole:
                 # O
                 factors = self.load_factors(vector, STATE_QUERY)
                 for i in cutlass.range_constexpr(CHUNK // 4):
-                    operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
+                    operand_words[i] = ptx.pack(self.dtype, sums[2 * i], sums[2 * i + 1])
                 warpgroup.wait_group(1)
                 for n in cutlass.range_constexpr(CHUNK // 8):
                     for side in cutlass.range_constexpr(2):
@@ -261,6 +259,15 @@ class StateRole:
                     if column >= valid:
                         word = Int32(0)
                     words[place] = word
+
+    @cute.jit
+    def mask_sums(self, sums, i: cutlass.Constexpr, valid, pair):
+        """Zero in columns from valid on of 16: they come from rows of the next sequence and may be anything."""
+        for m in cutlass.range_constexpr(2):
+            for odd in cutlass.range_constexpr(2):
+                if 16 * i + 8 * m + 2 * pair + odd >= valid:
+                    for side in cutlass.range_constexpr(2):
+                        sums[8 * i + 4 * m + 2 * side + odd] = Float32(0.0)
 
     @cute.jit
     def right(self, mma, field, layout):

@@ -22,6 +22,7 @@ from kernels_cute._chunk_shape import (
     CUM,
     HALF,
     INVERSE_BARRIER,
+    KEY_BETA,
     KEY_FACTOR,
     KEY_TO_LAST,
     NORM_EPS,
@@ -68,7 +69,7 @@ class TileRoles:
         matrix_row = lane % 16
         unit = lane // 16
         lane_column = Float32(lane % HALF)
-        keeps_diagonal = (row >= 2 * pair, row >= 2 * pair + 1)
+        keeps_below = (row > 2 * pair, row > 2 * pair + 1)
         row0 = warp * 16 + row
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
@@ -100,9 +101,8 @@ class TileRoles:
 
             # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_cum = self.row_values(rows, CUM, row0)
-            row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
-            row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
+            row_scale = (-row_key[0], -row_key[1])
             self.store_lower(kk, lower, columns, row_scale, tile_row, unit, warp)
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
                               lane_column, lane, row, pair)  # fmt: skip
@@ -116,7 +116,7 @@ class TileRoles:
                     for i in cutlass.range_constexpr(4):
                         left[4 * w + i] = words[i]
             self.sync_inverse()
-            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_diagonal, warp)
+            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_below, warp)
             self.keep_parts(m_words, rest_words, 3, values)
             reference, row_decay = self.row_decays(rows, row_cum, warp)
             for back in cutlass.range_constexpr(3):
@@ -201,7 +201,7 @@ class TileRoles:
                 values = [None] * 8
                 for m in cutlass.range_constexpr(2):
                     n = 2 * u + m
-                    keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
+                    keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + n * 32)
                     cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
                     for odd in cutlass.range_constexpr(2):
                         column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
@@ -210,7 +210,7 @@ class TileRoles:
                 self.keep_block(p_words, u, values)
         values = [None] * 8
         for m in cutlass.range_constexpr(2):
-            keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
+            keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + warp * 64 + m * 32)
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
             for i in cutlass.range_constexpr(4):
                 gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
@@ -230,7 +230,7 @@ class TileRoles:
             if u < warp:
                 values = [None] * 8
                 for m in cutlass.range_constexpr(2):
-                    keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + (2 * u + m) * 32)
+                    keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + (2 * u + m) * 32)
                     for i in cutlass.range_constexpr(4):
                         values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
                 self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
@@ -255,10 +255,9 @@ class TileRoles:
             left[4 * u + i] = words[i]
         values = [None] * 8
         for m in cutlass.range_constexpr(2):
-            betas = ptx.load_pair(columns + BETA * CHUNK * 4 + (2 * u + m) * 32)
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
             for odd in cutlass.range_constexpr(2):
-                column_part = betas[odd] * ptx.exp2(reference - cums[odd])
+                column_part = ptx.exp2(reference - cums[odd])
                 for side in cutlass.range_constexpr(2):
                     place = 4 * m + 2 * side + odd
                     values[place] = products[place] * (column_part * row_decay[side])
@@ -268,11 +267,10 @@ class TileRoles:
         """The warp's diagonal block of M, from that of A."""
         values = [None] * 8
         for m in range(2):
-            betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
             for i in range(4):
                 gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
-                values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap)
+                values[4 * m + i] = inverse[4 * m + i] * gap
         return values
 
     def row_decays(self, rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
@@ -374,6 +372,10 @@ class TileRoles:
             place = rows + KEY_FACTOR * CHUNK * 4 + row0 * 4
             ptx.store_one(place, first)
             ptx.store_one(place + 32, second)
+            betas = self.row_values(rows, BETA, row0)
+            place = rows + KEY_BETA * CHUNK * 4 + row0 * 4
+            ptx.store_one(place, first * betas[0])
+            ptx.store_one(place + 32, second * betas[1])
 
     @cute.jit
     def invert_block(
@@ -384,7 +386,7 @@ class TileRoles:
         column, side by side; then -C^-1 N B^-1 as two products of float16."""
         below = [None] * 2
         for m in cutlass.range_constexpr(2):
-            keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + m * 32)
+            keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + m * 32)
             for odd in cutlass.range_constexpr(2):
                 # What lies above the diagonal is stored with the rest, and never read.
                 place = scratch + (8 * m + 2 * pair + odd) * COLUMN_PITCH + (row + 8 * m) * 4
@@ -427,10 +429,11 @@ class TileRoles:
         cum = ptx.load_one(rows + CUM * CHUNK * 4 + thread * 4)
         total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)
         key = ptx.load_one(rows + KEY_FACTOR * CHUNK * 4 + thread * 4)
+        key_beta = ptx.load_one(rows + KEY_BETA * CHUNK * 4 + thread * 4)
         query = ptx.load_one(rows + QUERY_FACTOR * CHUNK * 4 + thread * 4)
         grown = cute.math.exp2(cum, fastmath=True)
         ptx.store_one(vectors + STATE_KEY * CHUNK * 4 + thread * 4, grown * key)
-        ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + thread * 4, self.decay(total - cum) * key)
+        ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + thread * 4, self.decay(total - cum) * key_beta)
         ptx.store_one(vectors + STATE_QUERY * CHUNK * 4 + thread * 4, grown * query)
         if thread == 0:
             ptx.store_one(vectors + VECTORS * CHUNK * 4, cute.math.exp2(total, fastmath=True))
