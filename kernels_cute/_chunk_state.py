@@ -3,6 +3,7 @@
 The maths, the barriers and who waits for whom stand in `_chunk_fused`.
 """
 
+import os
 from typing import Any
 
 import cutlass
@@ -24,6 +25,9 @@ from kernels_cute._chunk_shape import (
     VECTORS,
     WARPGROUP,
 )
+
+
+TRIAL = os.environ.get("TRIAL", "").split("+")
 
 
 class StateRole:
@@ -49,6 +53,7 @@ class StateRole:
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
         sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
+        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
         decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
@@ -112,7 +117,7 @@ class StateRole:
                     ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
                 ]
                 warpgroup.fence()
-                for i in cutlass.range_constexpr(half_steps):
+                for i in cutlass.range_constexpr(2 * half_steps if "qs" in TRIAL else half_steps):
                     self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
                 warpgroup.commit_group()
                 cute.arch.mbarrier_wait(ready + buffer, turn)
@@ -127,17 +132,23 @@ class StateRole:
                             place = 4 * n + 2 * side
                             sums[place] = value0 - factors[n][0] * sums[place]
                             sums[place + 1] = value1 - factors[n][1] * sums[place + 1]
-                    if valid < 16 * (i + 1):
-                        self.mask_sums(sums, i, valid, pair)
+                if valid < CHUNK:
+                    self.mask_sums(sums, valid, pair)
+                for i in cutlass.range_constexpr(CHUNK // 16):
                     for j in cutlass.range_constexpr(4):
                         operand_words[4 * i + j] = ptx.pack(self.dtype, sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1])
-                warpgroup.fence()
-                for i in cutlass.range_constexpr(CHUNK // 16):
-                    self.multiply_step(by_key, sums, operand, m_operand[None, None, None, 0, buffer], i, False)
+                    if cutlass.const_expr("add" in TRIAL):
+                        warpgroup.fence()
+                        self.multiply_step(by_key, new, operand, m_operand[None, None, None, 0, buffer], i, i == 0)
+                if cutlass.const_expr("add" not in TRIAL):
+                    warpgroup.fence()
+                    for i in cutlass.range_constexpr(CHUNK // 16):
+                        self.multiply_step(by_key, sums, operand, m_operand[None, None, None, 0, buffer], i, False)
                 warpgroup.commit_group()
-                for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
-                    self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
-                warpgroup.commit_group()
+                if cutlass.const_expr("qs" not in TRIAL):
+                    for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
+                        self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
+                    warpgroup.commit_group()
                 last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
                 if cutlass.const_expr(self.paired):
                     if valid < CHUNK:
@@ -148,7 +159,13 @@ class StateRole:
                 factors = self.load_factors(vector, KEY_TO_LAST)
                 for i in cutlass.range_constexpr(dim // 2):
                     state[i] = state[i] * last
-                warpgroup.wait_group(1)
+                if cutlass.const_expr("qs" in TRIAL):
+                    warpgroup.wait_group(0)
+                else:
+                    warpgroup.wait_group(1)
+                if cutlass.const_expr("add" in TRIAL):
+                    for i in cutlass.range_constexpr(CHUNK // 2):
+                        sums[i] = sums[i] + new[i]
 
                 # S
                 for i in cutlass.range_constexpr(CHUNK // 16):
@@ -261,13 +278,13 @@ class StateRole:
                     words[place] = word
 
     @cute.jit
-    def mask_sums(self, sums, i: cutlass.Constexpr, valid, pair):
-        """Zero in columns from valid on of 16: they come from rows of the next sequence and may be anything."""
-        for m in cutlass.range_constexpr(2):
+    def mask_sums(self, sums, valid, pair):
+        """Zero in columns from valid on: they come from rows of the next sequence and may be anything."""
+        for n in cutlass.range_constexpr(CHUNK // 8):
             for odd in cutlass.range_constexpr(2):
-                if 16 * i + 8 * m + 2 * pair + odd >= valid:
+                if 8 * n + 2 * pair + odd >= valid:
                     for side in cutlass.range_constexpr(2):
-                        sums[8 * i + 4 * m + 2 * side + odd] = Float32(0.0)
+                        sums[4 * n + 2 * side + odd] = Float32(0.0)
 
     @cute.jit
     def right(self, mma, field, layout):

@@ -347,18 +347,18 @@ class TileRoles:
         """scale / |q| of this lane's two rows, whose columns four lanes share."""
         if not self.normalize:
             return scale, scale
+        # The squares are the diagonals of two products of the rows with eight of them each: an eighth of the instructions.
+        lane = cute.arch.lane_idx()
+        row = lane // 4
+        holder = lane // 4 * 4 + row // 2  # of the four lanes of a row
         factors = []
         for side in range(2):
-            sums = [Float32(0.0)] * 2
+            sums = (Float32(0.0),) * 4
             for step in range(self.dim // 16):
-                for part in range(2):
-                    low, high = ptx.unpack(self.dtype, words[4 * step + side + 2 * part])
-                    sums[part] = sums[part] + low * low
-                    sums[part] = sums[part] + high * high
-            total = sums[0] + sums[1]
-            total = total + cute.arch.shuffle_sync_bfly(total, 1)
-            total = total + cute.arch.shuffle_sync_bfly(total, 2)
-            factors.append(cute.math.rsqrt(total + NORM_EPS) * scale)
+                operand = [words[4 * step + i] for i in range(4)]
+                sums = ptx.multiply_small(self.dtype, sums, operand, operand[side], operand[side + 2])
+            square = self.where(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
+            factors.append(cute.math.rsqrt(cute.arch.shuffle_sync(square, holder) + NORM_EPS) * scale)
         return factors[0], factors[1]
 
     @cute.jit
