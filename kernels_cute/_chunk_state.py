@@ -3,7 +3,6 @@
 The maths, the barriers and who waits for whom stand in `_chunk_fused`.
 """
 
-import os
 from typing import Any
 
 import cutlass
@@ -27,9 +26,6 @@ from kernels_cute._chunk_shape import (
 )
 
 
-TRIAL = os.environ.get("TRIAL", "").split("+")
-
-
 class StateRole:
     """Methods of the state warpgroup; `self` is the FusedChunk."""
 
@@ -39,7 +35,7 @@ class StateRole:
         segment, only,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
-        dim, parts = self.dim, self.parts
+        dim = self.dim
         by_key = self.product(CHUNK, True)
         by_token = self.product(dim, True, True)
         key_layout = layouts.by_rows(self.dtype, CHUNK, dim, self.stages)
@@ -47,13 +43,12 @@ class StateRole:
         keys = self.right(by_key, storage.k, key_layout)
         queries = self.right(by_key, storage.q, key_layout)
         tokens = self.right(by_token, storage.k, token_layout)
-        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS))
+        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
         p_operand = self.right(by_key, storage.p, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
 
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
         sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
-        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
         decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
@@ -117,7 +112,7 @@ class StateRole:
                     ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
                 ]
                 warpgroup.fence()
-                for i in cutlass.range_constexpr(2 * half_steps if "qs" in TRIAL else half_steps):
+                for i in cutlass.range_constexpr(half_steps):
                     self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
                 warpgroup.commit_group()
                 cute.arch.mbarrier_wait(ready + buffer, turn)
@@ -137,18 +132,12 @@ class StateRole:
                 for i in cutlass.range_constexpr(CHUNK // 16):
                     for j in cutlass.range_constexpr(4):
                         operand_words[4 * i + j] = ptx.pack(self.dtype, sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1])
-                    if cutlass.const_expr("add" in TRIAL):
-                        warpgroup.fence()
-                        self.multiply_step(by_key, new, operand, m_operand[None, None, None, 0, buffer], i, i == 0)
-                if cutlass.const_expr("add" not in TRIAL):
-                    warpgroup.fence()
-                    for i in cutlass.range_constexpr(CHUNK // 16):
-                        self.multiply_step(by_key, sums, operand, m_operand[None, None, None, 0, buffer], i, False)
+                warpgroup.fence()
+                self.multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
                 warpgroup.commit_group()
-                if cutlass.const_expr("qs" not in TRIAL):
-                    for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
-                        self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
-                    warpgroup.commit_group()
+                for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
+                    self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
+                warpgroup.commit_group()
                 last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
                 if cutlass.const_expr(self.paired):
                     if valid < CHUNK:
@@ -159,13 +148,7 @@ class StateRole:
                 factors = self.load_factors(vector, KEY_TO_LAST)
                 for i in cutlass.range_constexpr(dim // 2):
                     state[i] = state[i] * last
-                if cutlass.const_expr("qs" in TRIAL):
-                    warpgroup.wait_group(0)
-                else:
-                    warpgroup.wait_group(1)
-                if cutlass.const_expr("add" in TRIAL):
-                    for i in cutlass.range_constexpr(CHUNK // 2):
-                        sums[i] = sums[i] + new[i]
+                warpgroup.wait_group(1)
 
                 # S
                 for i in cutlass.range_constexpr(CHUNK // 16):
@@ -263,19 +246,6 @@ class StateRole:
                 warpgroup.fence()
             self.multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
         warpgroup.commit_group()
-
-    @cute.jit
-    def mask_words(self, words, i: cutlass.Constexpr, valid, pair):
-        """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
-        for m in cutlass.range_constexpr(2):
-            column = 16 * i + 8 * m + 2 * pair
-            for side in cutlass.range_constexpr(2):
-                place = 4 * i + 2 * m + side
-                if column + 1 >= valid:
-                    word = words[place] & 0xFFFF
-                    if column >= valid:
-                        word = Int32(0)
-                    words[place] = word
 
     @cute.jit
     def mask_sums(self, sums, valid, pair):

@@ -15,7 +15,6 @@ from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
-    BETA,
     BLOCK,
     CHUNK,
     COLUMN_PITCH,
@@ -59,7 +58,6 @@ class TileRoles:
         inverse = cute.make_rmem_tensor(cute.make_layout(8), Float32)
         left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
         m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of M, to be stored when there is room
-        rest_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         k_base, m_base = storage.k.data_ptr().toint(), storage.m.data_ptr().toint()
         lower = storage.lower.data_ptr().toint()
@@ -116,22 +114,19 @@ class TileRoles:
                     for i in cutlass.range_constexpr(4):
                         left[4 * w + i] = words[i]
             self.sync_inverse()
-            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_below, warp)
-            self.keep_parts(m_words, rest_words, 3, values)
+            values = self.decayed_diagonal(inverse, columns, row_cum, keeps_below, warp)
+            self.keep_block(m_words, 3, values)
             reference, row_decay = self.row_decays(rows, row_cum, warp)
             for back in cutlass.range_constexpr(3):
                 u = 2 - back
                 if u < warp:
                     values = self.next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u)
-                    self.keep_parts(m_words, rest_words, u, values)
+                    self.keep_block(m_words, u, values)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
-            m_tile = m_base + buffer * (self.parts * TILE_BYTES)
-            self.store_blocks(m_tile, tile_row, unit, warp, m_words)
-            if cutlass.const_expr(self.parts == 2):
-                self.store_blocks(m_tile + TILE_BYTES, tile_row, unit, warp, rest_words)
+            self.store_blocks(m_base + buffer * TILE_BYTES, tile_row, unit, warp, m_words)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
 
@@ -237,7 +232,7 @@ class TileRoles:
 
     @cute.jit
     def next_block(self, left, lower, columns, reference, row_decay, matrix_row, unit, u: cutlass.Constexpr):
-        """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays and beta, as M has it."""
+        """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
         sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
         for x in cutlass.range_constexpr(u + 1, 4):
             b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
@@ -263,13 +258,13 @@ class TileRoles:
                     values[place] = products[place] * (column_part * row_decay[side])
         return values
 
-    def diagonal_of_m(self, inverse: Any, columns: Any, row_cum: Any, keeps_diagonal: Any, warp: Any) -> list[Any]:
-        """The warp's diagonal block of M, from that of A."""
+    def decayed_diagonal(self, inverse: Any, columns: Any, row_cum: Any, keeps: Any, warp: Any) -> list[Any]:
+        """The warp's diagonal block of A with decays; keeps: of a square on the diagonal, what is not zeroed."""
         values = [None] * 8
         for m in range(2):
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
             for i in range(4):
-                gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
+                gap = self.gap(row_cum, cums, keeps, m, i)
                 values[4 * m + i] = inverse[4 * m + i] * gap
         return values
 
@@ -320,16 +315,6 @@ class TileRoles:
         for i in range(4):
             words[4 * u + i] = ptx.pack(self.dtype, values[2 * i], values[2 * i + 1])
 
-    def keep_parts(self, words: Any, rests: Any, u: int, values: Any) -> None:
-        """keep_block of M; rests takes what rounding took away."""
-        self.keep_block(words, u, values)
-        if self.parts == 2:
-            differences = []
-            for i in range(4):
-                low, high = ptx.unpack(self.dtype, words[4 * u + i])
-                differences += [values[2 * i] - low, values[2 * i + 1] - high]
-            self.keep_block(rests, u, differences)
-
     def half_words(self, values: Any) -> list[Any]:
         return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
 
@@ -363,7 +348,7 @@ class TileRoles:
 
     @cute.jit
     def key_factors(self, diagonal, rows, row, pair, row0):
-        """1 / |k| from the diagonal of K K^T, by the lanes that hold it."""
+        """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was."""
         first, second = Float32(1.0), Float32(1.0)
         if cutlass.const_expr(self.normalize):
             first = cute.math.rsqrt(self.where(row % 2 == 1, diagonal[1], diagonal[0]) + NORM_EPS)
@@ -372,7 +357,7 @@ class TileRoles:
             place = rows + KEY_FACTOR * CHUNK * 4 + row0 * 4
             ptx.store_one(place, first)
             ptx.store_one(place + 32, second)
-            betas = self.row_values(rows, BETA, row0)
+            betas = self.row_values(rows, KEY_BETA, row0)
             place = rows + KEY_BETA * CHUNK * 4 + row0 * 4
             ptx.store_one(place, first * betas[0])
             ptx.store_one(place + 32, second * betas[1])
