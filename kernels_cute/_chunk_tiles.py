@@ -332,19 +332,24 @@ class TileRoles:
         """scale / |q| of this lane's two rows, whose columns four lanes share."""
         if not self.normalize:
             return scale, scale
-        # The squares are the diagonals of two products of the rows with eight of them each: an eighth of the instructions.
+        first, second = self.query_squares(words)
+        return cute.math.rsqrt(first + NORM_EPS) * scale, cute.math.rsqrt(second + NORM_EPS) * scale
+
+    def query_squares(self, words: Any) -> list[Any]:
+        """|q|^2 of this lane's two rows: from the diagonals of the products of the warp's rows with the first and the last eight
+        of them, an eighth of the instructions that single elements take."""
         lane = cute.arch.lane_idx()
         row = lane // 4
-        holder = lane // 4 * 4 + row // 2  # of the four lanes of a row
-        factors = []
+        holder = row * 4 + row // 2  # of the four lanes of a row
+        squares = []
         for side in range(2):
             sums = (Float32(0.0),) * 4
             for step in range(self.dim // 16):
                 operand = [words[4 * step + i] for i in range(4)]
                 sums = ptx.multiply_small(self.dtype, sums, operand, operand[side], operand[side + 2])
-            square = self.where(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
-            factors.append(cute.math.rsqrt(cute.arch.shuffle_sync(square, holder) + NORM_EPS) * scale)
-        return factors[0], factors[1]
+            own = self.where(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
+            squares.append(cute.arch.shuffle_sync(own, holder))
+        return squares
 
     @cute.jit
     def key_factors(self, diagonal, rows, row, pair, row0):

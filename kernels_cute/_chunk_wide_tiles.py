@@ -200,6 +200,21 @@ class MakerRoles:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.made.data_ptr() + group)
 
+    def query_squares(self, words: Any) -> list[Any]:
+        """As TileRoles has it, but by single elements: this warpgroup has no registers for more products."""
+        squares = []
+        for side in range(2):
+            sums = [Float32(0.0)] * 2
+            for step in range(self.dim // 16):
+                for part in range(2):
+                    low, high = ptx.unpack(self.dtype, words[4 * step + side + 2 * part])
+                    sums[part] = sums[part] + low * low
+                    sums[part] = sums[part] + high * high
+            total = sums[0] + sums[1]
+            total = total + cute.arch.shuffle_sync_bfly(total, 1)
+            squares.append(total + cute.arch.shuffle_sync_bfly(total, 2))
+        return squares
+
     @cute.jit
     def wide_fold(self, storage, p_words, stage, group, parity, tile_row, unit, warp, lane):
         """Z = (M exp(c_last - c) f beta)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with."""

@@ -59,7 +59,7 @@ _HEAD_DIMS = (64, 128)
 _BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
-_REGISTERS = (240, 128, 104, 40)
+_REGISTERS = (232, 128, 112, 40)
 _ALL_PLACES = 2**31 - 1
 
 
