@@ -41,7 +41,7 @@ class MakerRoles:
 
     @cute.jit
     def wide_inverse_warpgroup(self, storage, length, number, group, warp):
-        """M of a set's chunks to `plain`, as TileRoles.inverse_warpgroup makes it, but with the diagonal; and with rows decayed to
+        """M of a set's chunks, as TileRoles.inverse_warpgroup makes it but with the diagonal, to `plain`; and with rows decayed to
         the last token and scaled by norms and beta, in parts, to `m`."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
