@@ -12,9 +12,9 @@ from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
-    BETA,
     CHUNK,
     CUM,
+    KEY_BETA,
     LOG2E,
     LOWEST_LOG_DECAY,
     SOFTPLUS_THRESHOLD,
@@ -134,10 +134,8 @@ class CopyRoles:
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, 2, unroll=1):
             cute.arch.mbarrier_wait(own, (base + step) >> 1 & 1)
             with cute.arch.elect_one():
-                ptx.expect_in_cluster(barrier, Int32((self.parts + 1) * TILE_BYTES + VECTOR_BYTES))
-                for field, size in (
-                    (storage.m, self.parts * TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES)
-                ):  # fmt: skip
+                ptx.expect_in_cluster(barrier, Int32(2 * TILE_BYTES + VECTOR_BYTES))
+                for field, size in ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES)):
                     source = field.data_ptr().toint() + rank * size
                     ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
 
@@ -214,4 +212,4 @@ class CopyRoles:
             before = Float32(0.0)
         first = before + logs[0]
         ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, first, first + logs[1])
-        ptx.store_pair(rows + BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])
+        ptx.store_pair(rows + KEY_BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])

@@ -4,14 +4,18 @@ other (`_chunk_items`).
 With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms (1 where none are asked for)
 and all of M, P and the vectors computed here and never written to memory:
 
-    A    = (I + strict_lower(beta_i f_i f_j k_i . k_j))^-1
-    M    = A_ij exp(c_i - c_j) beta_j                     16-bit, as `parts` summands
-    P    = lower(scale fq_i f_j exp(c_i - c_j) q_i . k_j) 16-bit
+    A    = (I + strict_lower(f_i f_j beta_j k_i . k_j))^-1
+    M    = strict_lower(A_ij exp(c_i - c_j))                     16-bit
+    P    = lower(scale fq_i f_j beta_j exp(c_i - c_j) q_i . k_j) 16-bit
     U^T  = S^T K^T              O^T = S^T Q^T             S^T rounded to 16 bits, from registers
-    W^T  = V^T - exp(c) f U^T
-    Vn^T = W^T M^T
-    S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c) f) K
-    O^T  = exp(c) fq scale O^T + Vn^T P^T
+    W^T  = V^T - exp(c) f U^T                                    float32
+    Y^T  = W^T + W^T M^T
+    S^T  = exp(c_last) S^T + (Y^T exp(c_last - c) f beta) K
+    O^T  = exp(c) fq scale O^T + Y^T P^T
+
+Y is the new values over beta. With beta in the columns of L, the diagonal of A is exactly 1: it is left out of M, the product
+adds to W in float32, and 16 bits of M are enough. With beta in the rows, A's columns times beta are what W is multiplied with,
+and rounding their diagonal costs more than all the rest.
 
 Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
 depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. With `paired` the two
@@ -90,7 +94,6 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         paired: bool,
         stages: int,
         prefetch: int,
-        parts: int,
         registers: tuple[int, int, int, int],
         deals: bool = False,
     ):
@@ -102,7 +105,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
         self.has_checkpoints = has_checkpoints
-        self.num_state, self.stages, self.prefetch, self.parts = num_state, stages, prefetch, parts
+        self.num_state, self.stages, self.prefetch = num_state, stages, prefetch
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.deals = deals  # blocks take item after item, else one is all that a block works on
         self.columns = 64 * num_state
@@ -179,7 +182,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
-            m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
+            m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
 
@@ -279,8 +282,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             is_sorted = self.is_sorted(bounds)
             if is_sorted:
                 self.write_keys(storage, bounds, indices, null_slot, thread)
-        # Above the diagonal M and P stay zero.
-        for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
+        # Above the diagonal, and M on it, they stay zero.
+        for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
         for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)

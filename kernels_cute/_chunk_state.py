@@ -35,7 +35,7 @@ class StateRole:
         segment, only,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
-        dim, parts = self.dim, self.parts
+        dim = self.dim
         by_key = self.product(CHUNK, True)
         by_token = self.product(dim, True, True)
         key_layout = layouts.by_rows(self.dtype, CHUNK, dim, self.stages)
@@ -43,13 +43,12 @@ class StateRole:
         keys = self.right(by_key, storage.k, key_layout)
         queries = self.right(by_key, storage.q, key_layout)
         tokens = self.right(by_token, storage.k, token_layout)
-        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS))
+        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
         p_operand = self.right(by_key, storage.p, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
 
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
         sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
-        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         outputs = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
         decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
@@ -119,23 +118,22 @@ class StateRole:
                 cute.arch.mbarrier_wait(ready + buffer, turn)
                 factors = self.load_factors(vector, STATE_KEY)
 
-                # W and M
+                # W and M; W itself is what the product adds to
                 for i in cutlass.range_constexpr(CHUNK // 16):
                     for m in cutlass.range_constexpr(2):
                         n = 2 * i + m
                         for side in cutlass.range_constexpr(2):
                             value0, value1 = ptx.unpack(self.dtype, values[i][2 * m + side])
-                            operand_words[2 * n + side] = ptx.pack(
-                                self.dtype,
-                                value0 - factors[n][0] * sums[4 * n + 2 * side],
-                                value1 - factors[n][1] * sums[4 * n + 2 * side + 1],
-                            )
-                    if valid < 16 * (i + 1):
-                        self.mask_words(operand_words, i, valid, pair)
-                    warpgroup.fence()
-                    for part in cutlass.range_constexpr(parts):
-                        tile = m_operand[None, None, None, part, buffer]
-                        self.multiply_step(by_key, new, operand, tile, i, i == 0 and part == 0)
+                            place = 4 * n + 2 * side
+                            sums[place] = value0 - factors[n][0] * sums[place]
+                            sums[place + 1] = value1 - factors[n][1] * sums[place + 1]
+                if valid < CHUNK:
+                    self.mask_sums(sums, valid, pair)
+                for i in cutlass.range_constexpr(CHUNK // 16):
+                    for j in cutlass.range_constexpr(4):
+                        operand_words[4 * i + j] = ptx.pack(self.dtype, sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1])
+                warpgroup.fence()
+                self.multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
                 warpgroup.commit_group()
                 for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
                     self.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
@@ -159,7 +157,7 @@ class StateRole:
                         for side in cutlass.range_constexpr(2):
                             place = 4 * n + 2 * side
                             decayed_words[2 * n + side] = ptx.pack(
-                                self.dtype, new[place] * factors[n][0], new[place + 1] * factors[n][1]
+                                self.dtype, sums[place] * factors[n][0], sums[place + 1] * factors[n][1]
                             )
                     warpgroup.fence()
                     self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
@@ -168,7 +166,7 @@ class StateRole:
                 # O
                 factors = self.load_factors(vector, STATE_QUERY)
                 for i in cutlass.range_constexpr(CHUNK // 4):
-                    operand_words[i] = ptx.pack(self.dtype, new[2 * i], new[2 * i + 1])
+                    operand_words[i] = ptx.pack(self.dtype, sums[2 * i], sums[2 * i + 1])
                 warpgroup.wait_group(1)
                 for n in cutlass.range_constexpr(CHUNK // 8):
                     for side in cutlass.range_constexpr(2):
@@ -250,17 +248,13 @@ class StateRole:
         warpgroup.commit_group()
 
     @cute.jit
-    def mask_words(self, words, i: cutlass.Constexpr, valid, pair):
-        """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
-        for m in cutlass.range_constexpr(2):
-            column = 16 * i + 8 * m + 2 * pair
-            for side in cutlass.range_constexpr(2):
-                place = 4 * i + 2 * m + side
-                if column + 1 >= valid:
-                    word = words[place] & 0xFFFF
-                    if column >= valid:
-                        word = Int32(0)
-                    words[place] = word
+    def mask_sums(self, sums, valid, pair):
+        """Zero in columns from valid on: they come from rows of the next sequence and may be anything."""
+        for n in cutlass.range_constexpr(CHUNK // 8):
+            for odd in cutlass.range_constexpr(2):
+                if 8 * n + 2 * pair + odd >= valid:
+                    for side in cutlass.range_constexpr(2):
+                        sums[4 * n + 2 * side + odd] = Float32(0.0)
 
     @cute.jit
     def right(self, mma, field, layout):

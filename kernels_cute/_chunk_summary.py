@@ -41,6 +41,7 @@ from kernels_cute._chunk_shape import (
     BUFFERS,
     CHUNK,
     CUM,
+    KEY_BETA,
     KEY_FACTOR,
     KEY_TO_LAST,
     SCRATCH_BYTES,
@@ -87,7 +88,7 @@ class SummaryChunk(Segments, FusedChunk):
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             zeros: cute.struct.Align[cute.struct.MemRange[self.dtype, tile], 1024]
-            m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.parts * BUFFERS], 1024]
+            m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
 
         return Storage
@@ -130,7 +131,7 @@ class SummaryChunk(Segments, FusedChunk):
                 self.init_barriers(storage, rank)
         thread, _, _ = cute.arch.thread_idx()
         # Above the diagonal M stays zero.
-        for i in cutlass.range(thread, BUFFERS * self.parts * TILE_BYTES // 16, self.threads, unroll=1):
+        for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
         for i in cutlass.range(thread, TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.zeros.data_ptr().toint() + i * 16)
@@ -188,17 +189,16 @@ class SummaryChunk(Segments, FusedChunk):
     def summary_warpgroup(self, storage, initial, mask, head, segment, rank, half, warp):
         """64 columns of h or of P."""
         lane = cute.arch.lane_idx()
-        dim, parts = self.dim, self.parts
+        dim = self.dim
         by_key = self.product(CHUNK, True)
         by_token = self.product(dim, True, True)
         keys = self.right(by_key, storage.k, layouts.by_rows(self.dtype, CHUNK, dim, self.stages))
         tokens = self.right(by_token, storage.k, layouts.by_columns(self.dtype, CHUNK, dim, self.stages))
-        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, parts, BUFFERS))
+        m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
 
         state = cute.make_rmem_tensor(by_token.partition_shape_C((64, dim)), Float32)
         state_operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, dim)), self.dtype)
         sums = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
-        new = cute.make_rmem_tensor(by_key.partition_shape_C((64, CHUNK)), Float32)
         operand = cute.make_rmem_tensor(by_key.partition_shape_A((64, CHUNK)), self.dtype)
         decayed = cute.make_rmem_tensor(by_token.partition_shape_A((64, CHUNK)), self.dtype)
         state_words = cute.recast_tensor(state_operand, Int32)
@@ -234,7 +234,7 @@ class SummaryChunk(Segments, FusedChunk):
             vector = vectors + buffer * VECTOR_BYTES
             cute.arch.mbarrier_wait(ready + buffer, turn)
 
-            # W and M
+            # W and M; W is what the product adds to
             for i in cutlass.range_constexpr(CHUNK // 16):
                 values = ptx.load_matrices(value_lane + stage * values_step + i * 16 * layouts.ROW_BYTES, True)
                 for m in cutlass.range_constexpr(2):
@@ -242,15 +242,12 @@ class SummaryChunk(Segments, FusedChunk):
                     factors = ptx.load_pair(vector + STATE_KEY * CHUNK * 4 + n * 32)
                     for side in cutlass.range_constexpr(2):
                         value0, value1 = ptx.unpack(self.dtype, values[2 * m + side])
-                        operand_words[2 * n + side] = ptx.pack(
-                            self.dtype,
-                            value0 - factors[0] * sums[4 * n + 2 * side],
-                            value1 - factors[1] * sums[4 * n + 2 * side + 1],
-                        )
-                warpgroup.fence()
-                for part in cutlass.range_constexpr(parts):
-                    tile = m_operand[None, None, None, part, buffer]
-                    self.multiply_step(by_key, new, operand, tile, i, i == 0 and part == 0)
+                        place = 4 * n + 2 * side
+                        sums[place] = value0 - factors[0] * sums[place]
+                        sums[place + 1] = value1 - factors[1] * sums[place + 1]
+                        operand_words[2 * n + side] = ptx.pack(self.dtype, sums[place], sums[place + 1])
+            warpgroup.fence()
+            self.multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
             warpgroup.commit_group()
             last = ptx.load_one(vector + VECTORS * CHUNK * 4 - pair * 8)
             for i in cutlass.range_constexpr(dim // 2):
@@ -265,7 +262,7 @@ class SummaryChunk(Segments, FusedChunk):
                     for side in cutlass.range_constexpr(2):
                         place = 4 * n + 2 * side
                         decayed_words[2 * n + side] = ptx.pack(
-                            self.dtype, new[place] * factors[n][0], new[place + 1] * factors[n][1]
+                            self.dtype, sums[place] * factors[n][0], sums[place + 1] * factors[n][1]
                         )
                 warpgroup.fence()
                 self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
@@ -364,8 +361,9 @@ class SummaryChunk(Segments, FusedChunk):
                 token = lane + 32 * i
                 cum = ptx.load_one(rows + CUM * CHUNK * 4 + token * 4)
                 key = ptx.load_one(rows + KEY_FACTOR * CHUNK * 4 + token * 4)
+                key_beta = ptx.load_one(rows + KEY_BETA * CHUNK * 4 + token * 4)
                 ptx.store_one(vectors + STATE_KEY * CHUNK * 4 + token * 4, cute.math.exp2(cum, fastmath=True) * key)
-                ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + token * 4, self.decay(total - cum) * key)
+                ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + token * 4, self.decay(total - cum) * key_beta)
             if lane == 0:
                 ptx.store_one(vectors + VECTORS * CHUNK * 4, cute.math.exp2(total, fastmath=True))
             cute.arch.sync_warp()
@@ -383,7 +381,7 @@ class SummaryChunk(Segments, FusedChunk):
         for step in cutlass.range(rank, length // CHUNK, 2, unroll=1):
             cute.arch.mbarrier_wait(own, step // BUFFERS & 1)
             with cute.arch.elect_one():
-                ptx.expect_in_cluster(barrier, Int32(self.parts * TILE_BYTES + VECTOR_BYTES))
-                for field, size in ((storage.m, self.parts * TILE_BYTES), (storage.vectors, VECTOR_BYTES)):
+                ptx.expect_in_cluster(barrier, Int32(TILE_BYTES + VECTOR_BYTES))
+                for field, size in ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES)):
                     source = field.data_ptr().toint() + rank * size
                     ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)

@@ -15,13 +15,13 @@ from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
-    BETA,
     BLOCK,
     CHUNK,
     COLUMN_PITCH,
     CUM,
     HALF,
     INVERSE_BARRIER,
+    KEY_BETA,
     KEY_FACTOR,
     KEY_TO_LAST,
     NORM_EPS,
@@ -58,7 +58,6 @@ class TileRoles:
         inverse = cute.make_rmem_tensor(cute.make_layout(8), Float32)
         left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
         m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of M, to be stored when there is room
-        rest_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         k_base, m_base = storage.k.data_ptr().toint(), storage.m.data_ptr().toint()
         lower = storage.lower.data_ptr().toint()
@@ -68,7 +67,7 @@ class TileRoles:
         matrix_row = lane % 16
         unit = lane // 16
         lane_column = Float32(lane % HALF)
-        keeps_diagonal = (row >= 2 * pair, row >= 2 * pair + 1)
+        keeps_below = (row > 2 * pair, row > 2 * pair + 1)
         row0 = warp * 16 + row
 
         num_chunks = (length + (CHUNK - 1)) // CHUNK
@@ -100,9 +99,8 @@ class TileRoles:
 
             # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_cum = self.row_values(rows, CUM, row0)
-            row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
-            row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
+            row_scale = (-row_key[0], -row_key[1])
             self.store_lower(kk, lower, columns, row_scale, tile_row, unit, warp)
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
                               lane_column, lane, row, pair)  # fmt: skip
@@ -116,22 +114,19 @@ class TileRoles:
                     for i in cutlass.range_constexpr(4):
                         left[4 * w + i] = words[i]
             self.sync_inverse()
-            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_diagonal, warp)
-            self.keep_parts(m_words, rest_words, 3, values)
+            values = self.decayed_diagonal(inverse, columns, row_cum, keeps_below, warp)
+            self.keep_block(m_words, 3, values)
             reference, row_decay = self.row_decays(rows, row_cum, warp)
             for back in cutlass.range_constexpr(3):
                 u = 2 - back
                 if u < warp:
                     values = self.next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u)
-                    self.keep_parts(m_words, rest_words, u, values)
+                    self.keep_block(m_words, u, values)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
             cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
-            m_tile = m_base + buffer * (self.parts * TILE_BYTES)
-            self.store_blocks(m_tile, tile_row, unit, warp, m_words)
-            if cutlass.const_expr(self.parts == 2):
-                self.store_blocks(m_tile + TILE_BYTES, tile_row, unit, warp, rest_words)
+            self.store_blocks(m_base + buffer * TILE_BYTES, tile_row, unit, warp, m_words)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(ready + buffer)
 
@@ -201,7 +196,7 @@ class TileRoles:
                 values = [None] * 8
                 for m in cutlass.range_constexpr(2):
                     n = 2 * u + m
-                    keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + n * 32)
+                    keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + n * 32)
                     cums = ptx.load_pair(columns + CUM * CHUNK * 4 + n * 32)
                     for odd in cutlass.range_constexpr(2):
                         column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
@@ -210,7 +205,7 @@ class TileRoles:
                 self.keep_block(p_words, u, values)
         values = [None] * 8
         for m in cutlass.range_constexpr(2):
-            keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + warp * 64 + m * 32)
+            keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + warp * 64 + m * 32)
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
             for i in cutlass.range_constexpr(4):
                 gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
@@ -230,14 +225,14 @@ class TileRoles:
             if u < warp:
                 values = [None] * 8
                 for m in cutlass.range_constexpr(2):
-                    keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + (2 * u + m) * 32)
+                    keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + (2 * u + m) * 32)
                     for i in cutlass.range_constexpr(4):
                         values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
                 self.store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
 
     @cute.jit
     def next_block(self, left, lower, columns, reference, row_decay, matrix_row, unit, u: cutlass.Constexpr):
-        """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays and beta, as M has it."""
+        """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
         sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
         for x in cutlass.range_constexpr(u + 1, 4):
             b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
@@ -255,24 +250,22 @@ class TileRoles:
             left[4 * u + i] = words[i]
         values = [None] * 8
         for m in cutlass.range_constexpr(2):
-            betas = ptx.load_pair(columns + BETA * CHUNK * 4 + (2 * u + m) * 32)
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
             for odd in cutlass.range_constexpr(2):
-                column_part = betas[odd] * ptx.exp2(reference - cums[odd])
+                column_part = ptx.exp2(reference - cums[odd])
                 for side in cutlass.range_constexpr(2):
                     place = 4 * m + 2 * side + odd
                     values[place] = products[place] * (column_part * row_decay[side])
         return values
 
-    def diagonal_of_m(self, inverse: Any, columns: Any, row_cum: Any, keeps_diagonal: Any, warp: Any) -> list[Any]:
-        """The warp's diagonal block of M, from that of A."""
+    def decayed_diagonal(self, inverse: Any, columns: Any, row_cum: Any, keeps: Any, warp: Any) -> list[Any]:
+        """The warp's diagonal block of A with decays; keeps: of a square on the diagonal, what is not zeroed."""
         values = [None] * 8
         for m in range(2):
-            betas = ptx.load_pair(columns + BETA * CHUNK * 4 + warp * 64 + m * 32)
             cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
             for i in range(4):
-                gap = self.gap(row_cum, cums, keeps_diagonal, m, i)
-                values[4 * m + i] = inverse[4 * m + i] * (betas[i % 2] * gap)
+                gap = self.gap(row_cum, cums, keeps, m, i)
+                values[4 * m + i] = inverse[4 * m + i] * gap
         return values
 
     def row_decays(self, rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
@@ -322,16 +315,6 @@ class TileRoles:
         for i in range(4):
             words[4 * u + i] = ptx.pack(self.dtype, values[2 * i], values[2 * i + 1])
 
-    def keep_parts(self, words: Any, rests: Any, u: int, values: Any) -> None:
-        """keep_block of M; rests takes what rounding took away."""
-        self.keep_block(words, u, values)
-        if self.parts == 2:
-            differences = []
-            for i in range(4):
-                low, high = ptx.unpack(self.dtype, words[4 * u + i])
-                differences += [values[2 * i] - low, values[2 * i + 1] - high]
-            self.keep_block(rests, u, differences)
-
     def half_words(self, values: Any) -> list[Any]:
         return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
 
@@ -349,23 +332,28 @@ class TileRoles:
         """scale / |q| of this lane's two rows, whose columns four lanes share."""
         if not self.normalize:
             return scale, scale
-        factors = []
+        first, second = self.query_squares(words)
+        return cute.math.rsqrt(first + NORM_EPS) * scale, cute.math.rsqrt(second + NORM_EPS) * scale
+
+    def query_squares(self, words: Any) -> list[Any]:
+        """|q|^2 of this lane's two rows: from the diagonals of the products of the warp's rows with the first and the last eight
+        of them, an eighth of the instructions that single elements take."""
+        lane = cute.arch.lane_idx()
+        row = lane // 4
+        holder = row * 4 + row // 2  # of the four lanes of a row
+        squares = []
         for side in range(2):
-            sums = [Float32(0.0)] * 2
+            sums = (Float32(0.0),) * 4
             for step in range(self.dim // 16):
-                for part in range(2):
-                    low, high = ptx.unpack(self.dtype, words[4 * step + side + 2 * part])
-                    sums[part] = sums[part] + low * low
-                    sums[part] = sums[part] + high * high
-            total = sums[0] + sums[1]
-            total = total + cute.arch.shuffle_sync_bfly(total, 1)
-            total = total + cute.arch.shuffle_sync_bfly(total, 2)
-            factors.append(cute.math.rsqrt(total + NORM_EPS) * scale)
-        return factors[0], factors[1]
+                operand = [words[4 * step + i] for i in range(4)]
+                sums = ptx.multiply_small(self.dtype, sums, operand, operand[side], operand[side + 2])
+            own = self.where(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
+            squares.append(cute.arch.shuffle_sync(own, holder))
+        return squares
 
     @cute.jit
     def key_factors(self, diagonal, rows, row, pair, row0):
-        """1 / |k| from the diagonal of K K^T, by the lanes that hold it."""
+        """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was."""
         first, second = Float32(1.0), Float32(1.0)
         if cutlass.const_expr(self.normalize):
             first = cute.math.rsqrt(self.where(row % 2 == 1, diagonal[1], diagonal[0]) + NORM_EPS)
@@ -374,6 +362,10 @@ class TileRoles:
             place = rows + KEY_FACTOR * CHUNK * 4 + row0 * 4
             ptx.store_one(place, first)
             ptx.store_one(place + 32, second)
+            betas = self.row_values(rows, KEY_BETA, row0)
+            place = rows + KEY_BETA * CHUNK * 4 + row0 * 4
+            ptx.store_one(place, first * betas[0])
+            ptx.store_one(place + 32, second * betas[1])
 
     @cute.jit
     def invert_block(
@@ -384,7 +376,7 @@ class TileRoles:
         column, side by side; then -C^-1 N B^-1 as two products of float16."""
         below = [None] * 2
         for m in cutlass.range_constexpr(2):
-            keys_of = ptx.load_pair(columns + KEY_FACTOR * CHUNK * 4 + m * 32)
+            keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + m * 32)
             for odd in cutlass.range_constexpr(2):
                 # What lies above the diagonal is stored with the rest, and never read.
                 place = scratch + (8 * m + 2 * pair + odd) * COLUMN_PITCH + (row + 8 * m) * 4
@@ -427,10 +419,11 @@ class TileRoles:
         cum = ptx.load_one(rows + CUM * CHUNK * 4 + thread * 4)
         total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)
         key = ptx.load_one(rows + KEY_FACTOR * CHUNK * 4 + thread * 4)
+        key_beta = ptx.load_one(rows + KEY_BETA * CHUNK * 4 + thread * 4)
         query = ptx.load_one(rows + QUERY_FACTOR * CHUNK * 4 + thread * 4)
         grown = cute.math.exp2(cum, fastmath=True)
         ptx.store_one(vectors + STATE_KEY * CHUNK * 4 + thread * 4, grown * key)
-        ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + thread * 4, self.decay(total - cum) * key)
+        ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + thread * 4, self.decay(total - cum) * key_beta)
         ptx.store_one(vectors + STATE_QUERY * CHUNK * 4 + thread * 4, grown * query)
         if thread == 0:
             ptx.store_one(vectors + VECTORS * CHUNK * 4, cute.math.exp2(total, fastmath=True))

@@ -1,8 +1,9 @@
 """The wide chunk kernel: four SMs for a sequence and state head of D = 128, where the fused kernel would leave SMs idle.
 
-With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms, M and P as in `_chunk_fused`,
+With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms, P as in `_chunk_fused` and M so
+too, but with its diagonal of ones,
 
-    Z    = (exp(c_last - c) f M)^T K          16-bit, of M in `parts` 16-bit summands; so is P M
+    Z    = (exp(c_last - c) f beta M)^T K     16-bit, of the scaled M in `parts` 16-bit summands; P M is 16-bit, too
     U^T  = S^T K^T      O^T = S^T Q^T         S^T rounded to 16 bits, from registers
     W^T  = V^T - exp(c) f U^T
     S^T  = exp(c_last) S^T + W^T Z

@@ -30,6 +30,7 @@ from kernels_cute._chunk_wide_shape import (
     WARPGROUPS,
     chain_bytes,
     maker_bytes,
+    scaled_parts,
 )
 from kernels_cute._chunk_wide_tiles import MakerRoles
 
@@ -51,6 +52,7 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         super().__init__(**options)
         assert self.dim == DIM and self.num_state == 1
         self.threads = WARPGROUPS * WARPGROUP
+        self.parts = scaled_parts(self.dtype is cutlass.BFloat16)
 
     def copy_in(self, x: Any, columns: int) -> Any:
         if columns != self.dim:

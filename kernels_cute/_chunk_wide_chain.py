@@ -122,6 +122,19 @@ class ChainRoles:
         self.zero_rows_beyond(out, Int32(bounds[sequences]), sequences, sequence, head, piece * self.columns, warp, lane)
 
     @cute.jit
+    def mask_words(self, words, i: cutlass.Constexpr, valid, pair):
+        """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
+        for m in cutlass.range_constexpr(2):
+            column = 16 * i + 8 * m + 2 * pair
+            for side in cutlass.range_constexpr(2):
+                place = 4 * i + 2 * m + side
+                if column + 1 >= valid:
+                    word = words[place] & 0xFFFF
+                    if column >= valid:
+                        word = Int32(0)
+                    words[place] = word
+
+    @cute.jit
     def issue_keys(self, by_key, sums, state, operand, words, keys, stage):
         """U, while the state is being rounded. A group for every step: with one for all ptxas has each step counted all the same,
         and a wait that leaves one group in flight leaves one step."""

@@ -41,6 +41,11 @@ def chain_bytes(stages: int) -> int:
     return rows + stages * (2 * KEY_BYTES + TILE_BYTES) + SLOTS * (KEY_BYTES + TILE_BYTES)
 
 
+def scaled_parts(is_bfloat16: bool) -> int:
+    """16-bit summands of the scaled M: bfloat16 needs two for Z to have no more than its own rounding error."""
+    return 2 if is_bfloat16 else 1
+
+
 def maker_bytes(parts: int) -> int:
     """Shared memory of a maker block: for every set stages of K, one of Q, M plain and in parts, L, and what is handed over."""
     rows = _whole(SETS * (VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES) + BARRIER_BYTES)

@@ -14,10 +14,10 @@ from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
 from kernels_cute._chunk_shape import (
     AUX_BYTES,
-    BETA,
     CHUNK,
     CUM,
     HALF,
+    KEY_BETA,
     KEY_FACTOR,
     QUERY_FACTOR,
     SCRATCH_BYTES,
@@ -41,8 +41,8 @@ class MakerRoles:
 
     @cute.jit
     def wide_inverse_warpgroup(self, storage, length, number, group, warp):
-        """M of a set's chunks, as TileRoles.inverse_warpgroup makes it, to `plain`; and with rows decayed to the last token and
-        scaled by the norms, in parts, to `m`."""
+        """M of a set's chunks, as TileRoles.inverse_warpgroup makes it but with the diagonal, to `plain`; and with rows decayed to
+        the last token and scaled by norms and beta, in parts, to `m`."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
@@ -96,9 +96,8 @@ class MakerRoles:
 
             # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
             row_cum = self.row_values(rows, CUM, row0)
-            row_beta = self.row_values(rows, BETA, row0)
             row_key = self.row_values(rows, KEY_FACTOR, row0)
-            row_scale = (-row_beta[0] * row_key[0], -row_beta[1] * row_key[1])
+            row_scale = (-row_key[0], -row_key[1])
             self.store_lower(kk, lower, columns, row_scale, tile_row, unit, warp)
             self.invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
                               lane_column, lane, row, pair)  # fmt: skip
@@ -113,9 +112,10 @@ class MakerRoles:
                         left[4 * w + i] = words[i]
             self.sync_wide(WIDE_INVERSE_BARRIER, group)
             cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, turn & 1 ^ 1)
-            values = self.diagonal_of_m(inverse, columns, row_cum, keeps_diagonal, warp)
+            values = self.decayed_diagonal(inverse, columns, row_cum, keeps_diagonal, warp)
             total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)
-            to_last = [self.decay(total - row_cum[side]) * row_key[side] for side in range(2)]
+            row_key_beta = self.row_values(rows, KEY_BETA, row0)
+            to_last = [self.decay(total - row_cum[side]) * row_key_beta[side] for side in range(2)]
             self.store_m(plain, m_tile, tile_row, 2 * warp + unit, values, to_last)
             reference, row_decay = self.row_decays(rows, row_cum, warp)
             for back in cutlass.range_constexpr(3):
@@ -200,9 +200,24 @@ class MakerRoles:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(storage.made.data_ptr() + group)
 
+    def query_squares(self, words: Any) -> list[Any]:
+        """As TileRoles has it, but by single elements: this warpgroup has no registers for more products."""
+        squares = []
+        for side in range(2):
+            sums = [Float32(0.0)] * 2
+            for step in range(self.dim // 16):
+                for part in range(2):
+                    low, high = ptx.unpack(self.dtype, words[4 * step + side + 2 * part])
+                    sums[part] = sums[part] + low * low
+                    sums[part] = sums[part] + high * high
+            total = sums[0] + sums[1]
+            total = total + cute.arch.shuffle_sync_bfly(total, 1)
+            squares.append(total + cute.arch.shuffle_sync_bfly(total, 2))
+        return squares
+
     @cute.jit
     def wide_fold(self, storage, p_words, stage, group, parity, tile_row, unit, warp, lane):
-        """Z = (M exp(c_last - c) f)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with."""
+        """Z = (M exp(c_last - c) f beta)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with."""
         pieces = self.dim // 64
         mma = self.product(64, True, True)
         keys = self.right(mma, storage.k, layouts.by_columns(self.dtype, CHUNK, 64, pieces * SETS * KEY_STAGES))

@@ -50,7 +50,7 @@ from kernels_cute._chunk_plan import (
 from kernels_cute._chunk_segments import num_slots, summary_bytes
 from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute._chunk_wide import WideChunk
-from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes, ring_bytes
+from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute._memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
@@ -59,7 +59,7 @@ _HEAD_DIMS = (64, 128)
 _BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
-_REGISTERS = (240, 136, 96, 40)
+_REGISTERS = (232, 128, 112, 40)
 _ALL_PLACES = 2**31 - 1
 
 
@@ -73,7 +73,6 @@ class Config:
     paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
     stages: int  # chunks of q, k, v in shared memory: more hide the way from memory through M and P
     prefetch: int  # chunks ahead of a copy that the L2 cache is asked for; 0 = none
-    m_parts: int  # 16-bit summands of A * G * beta: 2 keeps 16 bits of it in bfloat16, for one more 64-wide matmul a chunk
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
     segment: int = field(default=0, metadata={"compiled": bool})
@@ -109,20 +108,20 @@ def note(problem: ChunkProblem) -> str | None:
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     stage = CHUNK * 2 * (2 * problem.head_k_dim + 64)
-    tiles = BUFFERS * (config.m_parts + 1) + 1
+    tiles = BUFFERS * 2 + 1  # M and P, and L
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
     return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
 def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
     stage = CHUNK * 2 * 2 * problem.head_k_dim
-    tiles = BUFFERS * config.m_parts + 2
+    tiles = BUFFERS + 2  # M, and L and zeros
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
     return _chunk_summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
-def _wide_shared_bytes(config: Config) -> int:
-    return max(chain_bytes(config.stages), maker_bytes(config.m_parts))
+def _wide_shared_bytes(problem: ChunkProblem, config: Config) -> int:
+    return max(chain_bytes(config.stages), maker_bytes(scaled_parts(problem.dtype == "bfloat16")))
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
@@ -134,18 +133,16 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
             and problem.head_v_dim == DIM
             and config.stages >= 2
             and config.prefetch >= 0
-            and config.m_parts in (1, 2)
             and config.segment == 0
             and config.places >= 0
             and config.ringed >= 0
             and config.places + config.ringed > 0
-            and _wide_shared_bytes(config) <= device.shared_bytes_per_block
+            and _wide_shared_bytes(problem, config) <= device.shared_bytes_per_block
         )
     return (
         (not config.paired or problem.head_v_dim == 128)
         and config.stages >= 2
         and config.prefetch >= 0
-        and config.m_parts in (1, 2)
         and config.segment >= 0
         and 0 <= config.places <= places_limit(config.paired)
         and config.ringed == 0
@@ -173,7 +170,6 @@ def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
         paired=paired,
         stages=4,
         prefetch=default_prefetch(problem, segment, places),
-        m_parts=2 if problem.dtype == "bfloat16" else 1,
         segment=segment,
         places=places,
     )
@@ -185,7 +181,6 @@ def _wide(narrow: Config, device: DeviceSpec) -> Config:
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
-    """m_parts is not searched: it decides accuracy, not only time."""
     if problem.head_k_dim not in _HEAD_DIMS:
         return list(_chunk_stand_in.kernel(problem).configs(_chunk_stand_in.stand_in(problem), device))
     return [config for config in _space(problem, device) if fits(problem, config, device)]
@@ -195,7 +190,7 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     narrow = _narrow_config(problem, device)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
         for places in sorted({0, default_places(problem, paired, device)}):
-            yield Config(paired, stages, prefetch, narrow.m_parts, 0, 0, places)
+            yield Config(paired, stages, prefetch, 0, 0, places)
     for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
         yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
     if problem.head_v_dim == DIM:
@@ -259,7 +254,6 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         paired=config.paired,
         stages=config.stages,
         prefetch=config.prefetch,
-        parts=config.m_parts,
         registers=_REGISTERS,
         deals=config.places > 0 and config.segment == 0 and config.makers == 0,
     )
