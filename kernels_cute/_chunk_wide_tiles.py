@@ -41,8 +41,8 @@ class MakerRoles:
 
     @cute.jit
     def wide_inverse_warpgroup(self, storage, length, number, group, warp):
-        """M of a set's chunks, as TileRoles.inverse_warpgroup makes it but with the diagonal, to `plain`; and with rows decayed to
-        the last token and scaled by norms and beta, in parts, to `m`."""
+        """M of a set's chunks, as TileRoles.inverse_warpgroup makes it but with the diagonal, to `plain`; and with rows decayed
+        to the last token and scaled by norms and beta, in parts, to `m`."""
         lane = cute.arch.lane_idx()
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
