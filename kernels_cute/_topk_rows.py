@@ -40,6 +40,16 @@ SAMPLE_BITS = 3  # one piece of eight is sampled
 PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
 COUNT_UNROLL = 2  # quads in flight where keys are counted
 
+# Not measured yet, and off: see NOTES-topk, "Switches".
+RANKED = 0  # so many entries of the list or fewer that one bin holds are ranked by comparison, without further digits
+STAGED = False  # the result is gathered in shared memory and written in whole lines
+FEWER_BARRIERS = False  # the count of what passed is cleared with the bins
+ASKED_AHEAD = False  # the L2 is asked for all of the row before the sample is read
+ASKED_NEXT = 0  # bytes asked for of the row that follows in this block's place, once this one has been read
+NUM_SMS = 132  # for the distance to that row: a hint
+PAIRED = False  # the list is pairs of score and column, each stored at once
+PACKED = False  # bf16 is filtered two scores a word, and read 16 bytes an access
+
 
 class TopkRows:
     """Everything here is known at compile time; sizes, strides, ranges and k arrive at launch."""
@@ -60,6 +70,9 @@ class TopkRows:
         self.has_starts, self.has_ends, self.by_score = has_starts, has_ends, by_score
         self.threads, self.unroll, self.blocks_per_sm = threads, unroll, blocks_per_sm
         self.warps = threads // 32
+        self.is_packed = PACKED and not is_float32
+        self.is_paired = PAIRED or self.is_packed
+        self.aligned = 16 if self.is_packed else 4 * self.element_bytes  # bytes, of column 0
         self.list_entries = list_entries
         self.bitmap_words = max_columns // 32 + SPARE_WORDS
 
@@ -112,11 +125,15 @@ class TopkRows:
     @cute.jit
     def select(self, storage, logits, out, row, first, end, thread, k):
         address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
-        lead = Int32(address & (4 * self.element_bytes - 1)) // self.element_bytes
+        lead = Int32(address & (self.aligned - 1)) // self.element_bytes
         base = address - lead * self.element_bytes
         stop = lead + (end - first)  # the row is columns [lead, stop) of base
         words = (stop + 31) // 32
         s_passed = storage.passed.get_tensor(cute.make_layout(4))
+        if cutlass.const_expr(ASKED_AHEAD):
+            self.ask_for(base, stop * self.element_bytes, thread)
+        if thread == 0:
+            s_passed[0], s_passed[1] = Int32(0), Int32(0)
         self.clear(storage, thread, words)
         cute.arch.sync_threads()
 
@@ -132,34 +149,67 @@ class TopkRows:
             if attempt == 0:
                 every_bits, wanted = Int32(SAMPLE_BITS), ptx.sample_rank(k, 0.5**SAMPLE_BITS)
                 room = Int32(self.list_entries * 7 // 8 >> SAMPLE_BITS)
-            lower, tie_key, last_column, above = self.narrow(
+            lower, tie_key, last_column, above, _, _ = self.narrow(
                 storage, base, lead, stop, thread, every_bits, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead,
                 room, False,
             )  # fmt: skip
             if above <= room:
-                if thread == 0:
-                    s_passed[0] = Int32(0)
-                cute.arch.sync_threads()
-                self.filter(storage, base, lead, stop, thread, lower)
+                if cutlass.const_expr(not FEWER_BARRIERS):
+                    if thread == 0:
+                        s_passed[0] = Int32(0)
+                    cute.arch.sync_threads()
+                if cutlass.const_expr(self.is_packed):
+                    self.filter_packed(storage, base, lead, stop, thread, lower)
+                else:
+                    self.filter(storage, base, lead, stop, thread, lower)
                 cute.arch.sync_threads()
                 passed = s_passed[0]
                 if passed <= self.list_entries and (passed >= k or lower == LEAST_KEY):
                     is_listed, attempt = Int32(1), Int32(1)
                 # Nobody counts anew before all have read the count.
-                cute.arch.sync_threads()
+                if cutlass.const_expr(not FEWER_BARRIERS):
+                    cute.arch.sync_threads()
+                elif is_listed == 0:
+                    cute.arch.sync_threads()
+                    if thread == 0:
+                        s_passed[0] = Int32(0)
+                    cute.arch.sync_threads()
             attempt = attempt + 1
+        if cutlass.const_expr(ASKED_NEXT > 0):
+            following = row + NUM_SMS * self.blocks_per_sm
+            if following < Int32(logits.shape[0]):
+                distance = Int64(following - row) * logits.stride[0] * self.element_bytes
+                self.ask_for(base + distance, cutlass.min(stop * self.element_bytes, ASKED_NEXT), thread)
         if is_listed != 0:
             shift = Int32(LIST_SHIFT)
             if lower == LEAST_KEY:
                 shift = Int32(FIRST_SHIFT)
-            _, tie_key, last_column, _ = self.narrow(
+            _, tie_key, last_column, _, wanted, highest = self.narrow(
                 storage, base, lead, stop, thread, Int32(0), lower, shift, k, passed, Int32(0), True
             )
-            self.mark_listed(storage, thread, passed, tie_key, last_column)
+            if cutlass.const_expr(RANKED > 0):
+                if wanted > 0:
+                    self.mark_ranked(storage, thread, passed, tie_key, highest, wanted)
+                else:
+                    self.mark_listed(storage, thread, passed, tie_key, last_column)
+            else:
+                self.mark_listed(storage, thread, passed, tie_key, last_column)
         else:
             self.mark_read(storage, base, lead, stop, thread, tie_key, last_column)
         cute.arch.sync_threads()
-        self.write(storage, base, out, row, lead, words, thread, k)
+        if cutlass.const_expr(STAGED):
+            self.write_staged(storage, base, out, row, lead, words, thread, k)
+        else:
+            self.write(storage, base, out, row, lead, words, thread, k)
+
+    @cute.jit
+    def ask_for(self, address, num_bytes, thread):
+        """Asks the L2 for these bytes, and the others of the accesses of 16 that they begin and end in. A hint."""
+        if thread == 0:
+            first = address & Int64(-16)
+            end = (address + num_bytes + 15) & Int64(-16)
+            if num_bytes > 0:
+                ptx.ask_l2(first, Int32(end - first))
 
     @cute.jit
     def clear(self, storage, thread, words):
@@ -233,11 +283,16 @@ class TopkRows:
 
         Entries: the list's, or one piece in 2**every_bits of the row, of keys from `lower` on. The first digit begins at bit
         `open_shift`. Returns (lower, the bound; tie_key, last_column: selected are keys above tie_key, and of those that are
-        equal columns up to last_column; number of entries from the bound on). A sample is not narrowed beyond its keys.
+        equal columns up to last_column; number of entries from the bound on; wanted, highest: as many of keys between the
+        bound and highest are selected, which of them is left open, see RANKED). A sample is not narrowed beyond its keys.
         """
         bits, is_tie, tie_key = Int32(OPEN), Int32(0), lower
         above, left, count = Int32(0), wanted, num
-        while left < count and (above + count > room or is_tie != 0) and (bits > 0 or every_bits == 0):
+        few = cutlass.const_expr(RANKED if from_list else 0)  # are left undecided, if not among equal keys
+        while (
+            left < count and (above + count > room or is_tie != 0) and (bits > 0 or every_bits == 0)
+            and (count > few or is_tie != 0)
+        ):  # fmt: skip
             if bits == 0:
                 # Equal keys: from here on the undecided values are columns, the smaller ones larger.
                 is_tie, tie_key, lower, bits = Int32(1), lower, Uint32(0), Int32(COLUMN_BITS)
@@ -267,7 +322,13 @@ class TopkRows:
             last_column = LAST_COLUMN - Int32(lower)
         else:
             tie_key = lower
-        return lower, tie_key, last_column, above + count
+        # Of keys from the bound to `highest`, so many are selected that have to be found out; 0: all of them.
+        undecided, highest = Int32(0), Uint32(0xFFFFFFFF)
+        if left < count and is_tie == 0:
+            undecided = left
+            if bits < OPEN:
+                highest = lower + ((Uint32(1) << Uint32(bits)) - 1)
+        return lower, tie_key, last_column, above + count, undecided, highest
 
     @cute.jit
     def count_row(self, storage, base, lead, stop, thread, every_bits, lower, shift, top, is_tie, tie_key):
@@ -298,14 +359,26 @@ class TopkRows:
     def count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key):
         """The same of the list's entries."""
         bins = storage.bins.data_ptr().toint()
-        s_scores = storage.scores.get_tensor(cute.make_layout(self.list_entries))
-        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         for i in cutlass.range(thread, num, self.threads, unroll=2):
-            key = ptx.key_of(s_scores[i])
+            key, column = self.entry(storage, i)
             if is_tie != 0:
-                ptx.count_digit(bins, self.tie_value(key, s_columns[i], tie_key), lower, shift, top)
+                ptx.count_digit(bins, self.tie_value(key, column, tie_key), lower, shift, top)
             else:
                 ptx.count_digit(bins, key, lower, shift, top)
+
+    @cute.jit
+    def entry(self, storage, i):
+        """(key, column) of the list's entry i."""
+        places = storage.scores.data_ptr().toint()
+        if cutlass.const_expr(self.is_paired):
+            score, column = ptx.load_pair(places + 8 * i)
+            if cutlass.const_expr(self.is_packed):
+                score = ptx.half_of(score, column)
+        else:
+            s_scores = storage.scores.get_tensor(cute.make_layout(self.list_entries))
+            s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+            score, column = s_scores[i], s_columns[i]
+        return ptx.key_of(score), column
 
     @cute.jit
     def tie_value(self, key, column, tie_key):
@@ -340,21 +413,88 @@ class TopkRows:
             place = ptx.reserve(passed, hits)
             least_again = ptx.again(least)
             if hits > 0 and place + hits <= self.list_entries:
-                slot = places + place * 4
+                columns_offset = cutlass.const_expr(0 if self.is_paired else 4 * self.list_entries)
+                slot = places + place * (8 if self.is_paired else 4)
                 for u in cutlass.range_constexpr(self.unroll):
                     column = 4 * (start + lane + u * self.threads)
-                    slot = ptx.store_from(least_again, [scores[4 * u + j] for j in range(4)], column, slot, 4 * self.list_entries)
+                    slot = ptx.store_from(least_again, [scores[4 * u + j] for j in range(4)], column, slot, columns_offset)
+
+    @cute.jit
+    def filter_packed(self, storage, base, lead, stop, thread, lower):
+        """The same of bf16: eight scores an access, compared two at a time. Listed are their words as they are."""
+        passed = storage.passed.data_ptr().toint()
+        places = storage.scores.data_ptr().toint()
+        accesses = cutlass.const_expr((self.unroll + 1) // 2)
+        words = cute.make_rmem_tensor(4 * accesses, Uint32)
+        scores = cute.make_rmem_tensor(8, Uint32)
+        quads = cute.make_rmem_tensor(2, Int32)
+        least = ptx.two_of(ptx.float_of(self.next_bfloat16(lower)))
+        lane = thread % 32
+        first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
+        for start in cutlass.range(thread - lane, end, self.threads * accesses, unroll=1):
+            if start >= first_whole and start + ((accesses - 1) * self.threads + 32) <= end_whole:
+                address = base + Int64(start + lane) * 16
+                for u in cutlass.range_constexpr(accesses):
+                    a, b, c, d = ptx.load_whole(True, address + u * self.threads * 16)
+                    words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+            else:
+                for u in cutlass.range_constexpr(accesses):
+                    first = start + lane + u * self.threads
+                    quads[0], quads[1] = 2 * first, 2 * first + 1
+                    self.load_quads(base, lead, stop, quads, scores, 2)
+                    for i in cutlass.range_constexpr(4):
+                        words[4 * u + i] = (scores[2 * i] >> 16) | (scores[2 * i + 1] & Uint32(0xFFFF0000))
+            hits = ptx.count_two_from(least, [words[i] for i in range(4 * accesses)])
+            place = ptx.reserve(passed, hits)
+            least_again = ptx.again(least)
+            if hits > 0 and place + hits <= self.list_entries:
+                slot = places + place * 8
+                for u in cutlass.range_constexpr(accesses):
+                    column = 8 * (start + lane + u * self.threads)
+                    slot = ptx.store_two_from(least_again, [words[4 * u + j] for j in range(4)], column, slot)
+
+    @cute.jit
+    def next_bfloat16(self, key):
+        """The least key from this one on that a bf16 has: of positive ones the lower half is zero, of negative ones all ones."""
+        rounded = key | Uint32(0xFFFF)
+        if key >= Uint32(0x80000000):
+            rounded = (key + Uint32(0xFFFF)) & Uint32(0xFFFF0000)
+        return rounded
 
     @cute.jit
     def mark_listed(self, storage, thread, num, tie_key, last_column):
         """Sets the bits of what is selected: keys above tie_key, and equal ones of columns up to last_column."""
         bitmap = storage.bitmap.data_ptr().toint()
-        s_scores = storage.scores.get_tensor(cute.make_layout(self.list_entries))
-        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         for i in cutlass.range(thread, num, self.threads, unroll=2):
-            key, column = ptx.key_of(s_scores[i]), s_columns[i]
+            key, column = self.entry(storage, i)
             if key > tie_key or (key == tie_key and column <= last_column):
                 ptx.set_bit(bitmap, column)
+
+    @cute.jit
+    def mark_ranked(self, storage, thread, num, lower, highest, wanted):
+        """The same where keys above `highest` are selected and, of at most RANKED from `lower` to there, the first `wanted`.
+
+        Those are put aside where the bins were, and then each is compared with all. One barrier.
+        """
+        bitmap, aside = storage.bitmap.data_ptr().toint(), storage.bins.data_ptr().toint()
+        counter = storage.passed.data_ptr().toint() + 4
+        for i in cutlass.range(thread, num, self.threads, unroll=2):
+            key, column = self.entry(storage, i)
+            if key > highest:
+                ptx.set_bit(bitmap, column)
+            else:
+                if key >= lower:
+                    ptx.store_pair(aside + 8 * ptx.reserve(counter, Int32(1)), LAST_COLUMN - column, key)
+        cute.arch.sync_threads()
+        s_passed = storage.passed.get_tensor(cute.make_layout(4))
+        crowd = s_passed[1]
+        if thread < crowd:
+            own, rank = aside + 8 * thread, Int32(0)
+            for i in cutlass.range(crowd, unroll=4):
+                rank = ptx.count_if_greater(rank, aside + 8 * i, own)
+            if rank < wanted:
+                column, _ = ptx.load_pair(own)
+                ptx.set_bit(bitmap, LAST_COLUMN - column)
 
     @cute.jit
     def mark_read(self, storage, base, lead, stop, thread, tie_key, last_column):
@@ -450,6 +590,43 @@ class TopkRows:
             self.sort(storage, base, thread, written)
             for i in cutlass.range(thread, written, self.threads, unroll=1):
                 line[i] = s_columns[i] - lead
+        for i in cutlass.range(written + thread, k, self.threads, unroll=1):
+            line[i] = Int32(-1)
+
+    @cute.jit
+    def write_staged(self, storage, base, out, row, lead, words, thread, k):
+        """The same in one turn: each thread takes neighbouring words, and places go to memory side by side."""
+        s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
+        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
+        line = out.iterator + Int64(row) * out.stride[0]
+        each = (words + (self.threads - 1)) // self.threads
+        if each > 4:
+            each = each | 1  # an odd distance: lanes meet in no bank
+        first = thread * each
+        end = cutlass.min(first + each, words)
+        mine = Int32(0)
+        for i in cutlass.range(first, end, unroll=1):
+            mine = mine + Int32(cute.arch.popc(s_bitmap[i]))
+        place, written = self.sum_before(storage, thread, mine)
+        less = Int32(0) if cutlass.const_expr(self.by_score) else lead
+        for i in cutlass.range(first, end, unroll=1):
+            word = s_bitmap[i]
+            while word != 0:
+                lowest = word & (~word + 1)
+                column = i * 32 + ptx.highest_bit(lowest) - less
+                if written <= self.list_entries:
+                    s_columns[place] = column
+                else:
+                    line[place] = column
+                word = word ^ lowest
+                place = place + 1
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.by_score):
+            self.sort(storage, base, thread, written)
+            less = lead
+        if written <= self.list_entries:
+            for i in cutlass.range(thread, written, self.threads, unroll=2):
+                line[i] = s_columns[i] - (less if cutlass.const_expr(self.by_score) else 0)
         for i in cutlass.range(written + thread, k, self.threads, unroll=1):
             line[i] = Int32(-1)
 
