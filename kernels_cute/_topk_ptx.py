@@ -124,6 +124,12 @@ def load_whole(is_float32: bool, address: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
 
 
+def load_two_each(address: Any, there: Any) -> Any:
+    """Four words of two bf16 each; NaN where `there` is 0, and then nothing is read."""
+    code = _QUAD_FLOAT32.replace("0x7fffffff", "0x7fff7fff")
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
+
+
 def key_of(bits: Any) -> Any:
     """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf."""
     return cute.arch.inline_ptx(_KEY, write_only_types=[Uint32], read_only_args=[bits])

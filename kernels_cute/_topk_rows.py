@@ -43,7 +43,7 @@ COUNT_UNROLL = 2  # quads in flight where keys are counted
 # Not measured yet, and off: see NOTES-topk, "Switches".
 RANKED = 0  # so many entries of the list or fewer that one bin holds are ranked by comparison, without further digits
 STAGED = False  # the result is gathered in shared memory and written in whole lines
-FEWER_BARRIERS = False  # the count of what passed is cleared with the bins
+LEAN = False  # the count of what passed is cleared with the bins (two barriers less), accesses outside of a row cost nothing
 ASKED_AHEAD = False  # the L2 is asked for all of the row before the sample is read
 ASKED_NEXT = 0  # bytes asked for of the row that follows in this block's place, once this one has been read
 NUM_SMS = 132  # for the distance to that row: a hint
@@ -154,7 +154,7 @@ class TopkRows:
                 room, False,
             )  # fmt: skip
             if above <= room:
-                if cutlass.const_expr(not FEWER_BARRIERS):
+                if cutlass.const_expr(not LEAN):
                     if thread == 0:
                         s_passed[0] = Int32(0)
                     cute.arch.sync_threads()
@@ -167,7 +167,7 @@ class TopkRows:
                 if passed <= self.list_entries and (passed >= k or lower == LEAST_KEY):
                     is_listed, attempt = Int32(1), Int32(1)
                 # Nobody counts anew before all have read the count.
-                if cutlass.const_expr(not FEWER_BARRIERS):
+                if cutlass.const_expr(not LEAN):
                     cute.arch.sync_threads()
                 elif is_listed == 0:
                     cute.arch.sync_threads()
@@ -267,7 +267,10 @@ class TopkRows:
             scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
         for u in cutlass.range_constexpr(quads):
             quad = quad_of[u]
-            if Uint32(quad - first_whole) >= num_whole:
+            is_cut = Uint32(quad - first_whole) >= num_whole
+            if cutlass.const_expr(LEAN):
+                is_cut = is_cut and Uint32(quad - lead // 4) < Uint32((stop + 3) // 4 - lead // 4)
+            if is_cut:
                 for j in cutlass.range_constexpr(4):
                     column = quad * 4 + j
                     is_inside = ptx.as_int(column >= lead and column < stop)
@@ -426,8 +429,6 @@ class TopkRows:
         places = storage.scores.data_ptr().toint()
         accesses = cutlass.const_expr((self.unroll + 1) // 2)
         words = cute.make_rmem_tensor(4 * accesses, Uint32)
-        scores = cute.make_rmem_tensor(8, Uint32)
-        quads = cute.make_rmem_tensor(2, Int32)
         least = ptx.two_of(ptx.float_of(self.next_bfloat16(lower)))
         lane = thread % 32
         first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
@@ -439,11 +440,20 @@ class TopkRows:
                     words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
             else:
                 for u in cutlass.range_constexpr(accesses):
-                    first = start + lane + u * self.threads
-                    quads[0], quads[1] = 2 * first, 2 * first + 1
-                    self.load_quads(base, lead, stop, quads, scores, 2)
-                    for i in cutlass.range_constexpr(4):
-                        words[4 * u + i] = (scores[2 * i] >> 16) | (scores[2 * i + 1] & Uint32(0xFFFF0000))
+                    access = start + lane + u * self.threads
+                    is_whole = ptx.as_int(access >= first_whole and access < end_whole)
+                    a, b, c, d = ptx.load_two_each(base + Int64(access) * 16, is_whole)
+                    words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+                for u in cutlass.range_constexpr(accesses):
+                    access = start + lane + u * self.threads
+                    if (access < first_whole or access >= end_whole) and access < end:
+                        for i in cutlass.range_constexpr(4):
+                            columns = (access * 8 + 2 * i, access * 8 + 2 * i + 1)
+                            pair = [
+                                ptx.load_one(False, base + Int64(one) * 2, ptx.as_int(one >= lead and one < stop))
+                                for one in columns
+                            ]
+                            words[4 * u + i] = (pair[0] >> 16) | pair[1]
             hits = ptx.count_two_from(least, [words[i] for i in range(4 * accesses)])
             place = ptx.reserve(passed, hits)
             least_again = ptx.again(least)
@@ -608,25 +618,27 @@ class TopkRows:
         for i in cutlass.range(first, end, unroll=1):
             mine = mine + Int32(cute.arch.popc(s_bitmap[i]))
         place, written = self.sum_before(storage, thread, mine)
-        less = Int32(0) if cutlass.const_expr(self.by_score) else lead
-        for i in cutlass.range(first, end, unroll=1):
-            word = s_bitmap[i]
-            while word != 0:
-                lowest = word & (~word + 1)
-                column = i * 32 + ptx.highest_bit(lowest) - less
-                if written <= self.list_entries:
-                    s_columns[place] = column
-                else:
-                    line[place] = column
-                word = word ^ lowest
-                place = place + 1
-        cute.arch.sync_threads()
-        if cutlass.const_expr(self.by_score):
-            self.sort(storage, base, thread, written)
-            less = lead
         if written <= self.list_entries:
+            for i in cutlass.range(first, end, unroll=1):
+                word, column = s_bitmap[i], i * 32
+                while word != 0:
+                    lowest = word & (~word + 1)
+                    s_columns[place] = column + ptx.highest_bit(lowest)
+                    word = word ^ lowest
+                    place = place + 1
+            cute.arch.sync_threads()
+            if cutlass.const_expr(self.by_score):
+                self.sort(storage, base, thread, written)
             for i in cutlass.range(thread, written, self.threads, unroll=2):
-                line[i] = s_columns[i] - (less if cutlass.const_expr(self.by_score) else 0)
+                line[i] = s_columns[i] - lead
+        else:
+            for i in cutlass.range(first, end, unroll=1):
+                word, column = s_bitmap[i], i * 32 - lead
+                while word != 0:
+                    lowest = word & (~word + 1)
+                    line[place] = column + ptx.highest_bit(lowest)
+                    word = word ^ lowest
+                    place = place + 1
         for i in cutlass.range(written + thread, k, self.threads, unroll=1):
             line[i] = Int32(-1)
 
