@@ -43,7 +43,7 @@ COUNT_UNROLL = 2  # quads in flight where keys are counted
 # Not measured yet, and off: see NOTES-topk, "Switches".
 RANKED = 0  # so many entries of the list or fewer that one bin holds are ranked by comparison, without further digits
 STAGED = False  # the result is gathered in shared memory and written in whole lines
-LEAN = False  # the count of what passed is cleared with the bins (two barriers less), accesses outside of a row cost nothing
+LEAN = False  # two barriers less, bins are cleared while the range is on its way, accesses outside of a row cost nothing
 ASKED_AHEAD = False  # the L2 is asked for all of the row before the sample is read
 ASKED_NEXT = 0  # bytes asked for of the row that follows in this block's place, once this one has been read
 NUM_SMS = 132  # for the distance to that row: a hint
@@ -112,6 +112,8 @@ class TopkRows:
         row, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         k = Int32(out.shape[1])
+        if cutlass.const_expr(LEAN):
+            self.clear_bins(storage, thread)
         first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]), num_keys, drafts)
         if list_short != 0 and end - first <= k:
             for place in cutlass.range(thread, k, self.threads, unroll=1):
@@ -134,7 +136,9 @@ class TopkRows:
             self.ask_for(base, stop * self.element_bytes, thread)
         if thread == 0:
             s_passed[0], s_passed[1] = Int32(0), Int32(0)
-        self.clear(storage, thread, words)
+        if cutlass.const_expr(not LEAN):
+            self.clear_bins(storage, thread)
+        self.clear_bitmap(storage, thread, words)
         cute.arch.sync_threads()
 
         # The first attempt bounds the answer from a sample, the second from all of the row.
@@ -212,12 +216,16 @@ class TopkRows:
                 ptx.ask_l2(first, Int32(end - first))
 
     @cute.jit
-    def clear(self, storage, thread, words):
-        """Zeroes the bins and the row's part of the bitmap. No barrier."""
+    def clear_bins(self, storage, thread):
+        """No barrier."""
         bins = storage.bins.data_ptr().toint()
-        s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
         for i in cutlass.range_constexpr(BINS // 4 // self.threads):
             ptx.store_zeros(bins + (i * self.threads + thread) * 16)
+
+    @cute.jit
+    def clear_bitmap(self, storage, thread, words):
+        """The row's part of it. No barrier."""
+        s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
         for word in cutlass.range(thread, words, self.threads, unroll=1):
             s_bitmap[word] = Uint32(0)
 
