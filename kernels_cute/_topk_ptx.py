@@ -107,9 +107,14 @@ cvt.rzi.s32.f32 {$w0}, rank;
 }"""
 
 
-def load_quad(is_float32: bool, address: Any, there: Any) -> Any:
-    """Four neighbouring scores as float32 bits; NaN where `there` is 0, and then nothing is read."""
+def load_quad(is_float32: bool, address: Any, there: Any, fetch: int = 0) -> Any:
+    """Four neighbouring scores as float32 bits; NaN where `there` is 0, and then nothing is read.
+
+    fetch: bytes around them that the L2 is to bring, or 0.
+    """
     code = _QUAD_FLOAT32 if is_float32 else _QUAD_BFLOAT16
+    if fetch:
+        code = code.replace("ld.global", f"ld.global.L2::{fetch}B")
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
 
 

@@ -45,6 +45,7 @@ RANKED = 0  # so many entries of the list or fewer that one bin holds are ranked
 STAGED = False  # the result is gathered in shared memory and written in whole lines
 LEAN = False  # two barriers less, bins are cleared while the range is on its way, accesses outside of a row cost nothing
 ASKED_AHEAD = False  # the L2 is asked for all of the row before the sample is read
+SAMPLE_FETCH = 0  # bytes (64, 128, 256) that a load of the sample which misses the L2 brings there
 ASKED_NEXT = 0  # bytes asked for of the row that follows in this block's place, once this one has been read
 NUM_SMS = 132  # for the distance to that row: a hint
 PAIRED = False  # the list is pairs of score and column, each stored at once
@@ -259,7 +260,7 @@ class TopkRows:
 
     @cute.jit
     def load_quads(
-        self, base, lead, stop, quad_of, scores: cute.Tensor, quads: cutlass.Constexpr,
+        self, base, lead, stop, quad_of, scores: cute.Tensor, quads: cutlass.Constexpr, fetch: cutlass.Constexpr = 0,
     ):  # fmt: skip
         """float32 bits of `quads` quads, whose numbers are quad_of; of columns outside the row those of NaN.
 
@@ -271,7 +272,7 @@ class TopkRows:
             quad = quad_of[u]
             is_whole = ptx.as_int(Uint32(quad - first_whole) < num_whole)
             address = base + Int64(quad) * (4 * self.element_bytes)
-            a, b, c, d = ptx.load_quad(self.is_float32, address, is_whole)
+            a, b, c, d = ptx.load_quad(self.is_float32, address, is_whole, fetch)
             scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
         for u in cutlass.range_constexpr(quads):
             quad = quad_of[u]
@@ -357,7 +358,7 @@ class TopkRows:
                 piece = number >> PIECE_BITS
                 skipped = piece * others + ((piece * 3) & others)
                 quads[u] = number + (skipped << PIECE_BITS)
-            self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL)
+            self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL, SAMPLE_FETCH)
             for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
                 scores[i] = ptx.key_of(scores[i])
             if is_tie != 0:
