@@ -42,6 +42,7 @@ COUNT_UNROLL = 2  # quads in flight where keys are counted
 
 # Not measured yet, and off: see NOTES-topk, "Switches".
 RANKED = 0  # so many entries of the list or fewer that one bin holds are ranked by comparison, without further digits
+FINE_SHIFT = 0  # the list's first digit where the sample was counted twice: so many scores stand close to each other
 STAGED = False  # the result is gathered in shared memory and written in whole lines
 LEAN = False  # two barriers less, bins are cleared while the range is on its way, accesses outside of a row cost nothing
 ASKED_AHEAD = False  # the L2 is asked for all of the row before the sample is read
@@ -187,6 +188,9 @@ class TopkRows:
                 self.ask_for(base + distance, cutlass.min(stop * self.element_bytes, ASKED_NEXT), thread)
         if is_listed != 0:
             shift = Int32(LIST_SHIFT)
+            if cutlass.const_expr(FINE_SHIFT > 0):
+                if (lower & Uint32((1 << FIRST_SHIFT) - 1)) != Uint32(LEAST_KEY & ((1 << FIRST_SHIFT) - 1)):
+                    shift = Int32(FINE_SHIFT)
             if lower == LEAST_KEY:
                 shift = Int32(FIRST_SHIFT)
             _, tie_key, last_column, _, wanted, highest = self.narrow(
