@@ -304,6 +304,7 @@ class TopkRows:
         """
         bits, is_tie, tie_key = Int32(OPEN), Int32(0), lower
         above, left, count = Int32(0), wanted, num
+        beneath = Int32(BINS - FIRST_VALID)  # bins of the first digit that what lies below an open bin's edge wraps into
         few = cutlass.const_expr(RANKED if from_list else 0)  # are left undecided, if not among equal keys
         while (
             left < count and (above + count > room or is_tie != 0) and (bits > 0 or every_bits == 0)
@@ -318,7 +319,7 @@ class TopkRows:
             if bits == OPEN:
                 shift, top, valid = open_shift, Int32(BINS - 1), Int32(BINS)
                 if open_shift == FIRST_SHIFT:
-                    valid = Int32(FIRST_VALID)
+                    valid = Int32(BINS - beneath)
             if cutlass.const_expr(from_list):
                 self.count_list(storage, thread, num, lower, shift, top, is_tie, tie_key)
             else:
@@ -333,6 +334,8 @@ class TopkRows:
                 lower, bits, open_shift = lower + (Uint32(bin) << Uint32(shift)), shift, Int32(FIRST_SHIFT)
                 if bin == top:
                     bits = Int32(OPEN)  # that bin holds all that is above, too
+                    if cutlass.const_expr(from_list):
+                        beneath = cutlass.max(beneath, (Int32(1) << shift) >> (FIRST_SHIFT - DIGIT_BITS))
         last_column = Int32(LAST_COLUMN)
         if is_tie != 0:
             last_column = LAST_COLUMN - Int32(lower)

@@ -85,6 +85,8 @@ def adversarial(columns: int, k: int, dtype: torch.dtype) -> torch.Tensor:
         normal() * 3e38,  # up to infinity
         normal(),
         normal() + (places > 0.9 * columns) * 5.0,  # what is selected stands together
+        torch.exp(20 * normal()),  # of all magnitudes
+        torch.where(share(0.27), 1e20 * torch.exp(9 * normal()), normal()),  # some of them far above the others
         *(normal().abs() * torch.where(places // 8 % 8 == piece, 1.0, -1.0) for piece in (0, 3)),  # few pieces hold it all
         *(normal().abs() * torch.where(places // 8 % 8 == places // 64 * 3 % 8, one, -one) for one in (1.0, -1.0)),
     ]
