@@ -72,6 +72,8 @@ class TopkRows:
         self.has_starts, self.has_ends, self.by_score = has_starts, has_ends, by_score
         self.threads, self.unroll, self.blocks_per_sm = threads, unroll, blocks_per_sm
         self.warps = threads // 32
+        # A last digit of one bit has two bins, and `find` leaves out bins by fours.
+        assert LIST_SHIFT != DIGIT_BITS + 1 and FINE_SHIFT != DIGIT_BITS + 1
         self.is_packed = PACKED and not is_float32
         self.is_paired = PAIRED or self.is_packed
         self.aligned = 16 if self.is_packed else 4 * self.element_bytes  # bytes, of column 0
