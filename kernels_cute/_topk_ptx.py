@@ -33,14 +33,6 @@ and.b32 {$w1}, a, 0xffff0000;
 shl.b32 {$w2}, b, 16;
 and.b32 {$w3}, b, 0xffff0000;
 }"""
-_WHOLE_BFLOAT16 = """{
-.reg .b32 a, b;
-ld.global.v2.b32 {a, b}, [{$r0}];
-shl.b32 {$w0}, a, 16;
-and.b32 {$w1}, a, 0xffff0000;
-shl.b32 {$w2}, b, 16;
-and.b32 {$w3}, b, 0xffff0000;
-}"""
 _ONE_FLOAT32 = """{
 .reg .pred there;
 .reg .b32 a;
@@ -107,14 +99,9 @@ cvt.rzi.s32.f32 {$w0}, rank;
 }"""
 
 
-def load_quad(is_float32: bool, address: Any, there: Any, fetch: int = 0) -> Any:
-    """Four neighbouring scores as float32 bits; NaN where `there` is 0, and then nothing is read.
-
-    fetch: bytes around them that the L2 is to bring, or 0.
-    """
+def load_quad(is_float32: bool, address: Any, there: Any) -> Any:
+    """Four neighbouring scores as float32 bits; NaN where `there` is 0, and then nothing is read."""
     code = _QUAD_FLOAT32 if is_float32 else _QUAD_BFLOAT16
-    if fetch:
-        code = code.replace("ld.global", f"ld.global.L2::{fetch}B")
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
 
 
@@ -123,14 +110,14 @@ def load_one(is_float32: bool, address: Any, there: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, there])
 
 
-def load_whole(is_float32: bool, address: Any) -> Any:
-    """The same without a condition."""
-    code = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];" if is_float32 else _WHOLE_BFLOAT16
+def load_access(address: Any) -> Any:
+    """16 bytes as four words."""
+    code = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
 
 
-def load_two_each(address: Any, there: Any) -> Any:
-    """Four words of two bf16 each; NaN where `there` is 0, and then nothing is read."""
+def load_access_of_bfloat16(address: Any, there: Any) -> Any:
+    """The same of eight bf16; NaN where `there` is 0, and then nothing is read."""
     code = _QUAD_FLOAT32.replace("0x7fffffff", "0x7fff7fff")
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
 
@@ -170,20 +157,13 @@ def count_from(least: Any, scores: list[Any]) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[as_float(one) for one in (least, *scores)])
 
 
-def store_from(least: Any, scores: list[Any], column: Any, slot: Any, columns_offset: int) -> Any:
-    """Those scores to shared[slot] and on, their columns `columns_offset` bytes further, or 0: in pairs; returns the slot behind
-    them."""
-    lines = []
-    for i in range(len(scores)):
-        lines.append(f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\nadd.s32 column, {{$r1}}, {i};")
-        if columns_offset == 0:
-            lines.append(f"@hit st.shared.v2.b32 [slot], {{{{$r{i + 3}}}, column}};\n@hit add.s32 slot, slot, 8;")
-        else:
-            lines.append(
-                f"@hit st.shared.b32 [slot], {{$r{i + 3}}};\n"
-                f"@hit st.shared.b32 [slot + {columns_offset}], column;\n"
-                "@hit add.s32 slot, slot, 4;"
-            )
+def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
+    """Those scores, each with its column, to shared[slot] and on; returns the slot behind them."""
+    lines = [
+        f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\nadd.s32 column, {{$r1}}, {i};\n"
+        f"@hit st.shared.v2.b32 [slot], {{{{$r{i + 3}}}, column}};\n@hit add.s32 slot, slot, 8;"
+        for i in range(len(scores))
+    ]
     code = "{\n.reg .pred hit;\n.reg .b32 slot, column;\nmov.b32 slot, {$r2};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, slot;\n}"
     arguments = [as_float(least), column, slot, *[as_float(one) for one in scores]]
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=arguments)

@@ -31,26 +31,19 @@ LEAST_KEY = 0x00800000  # of a score that may be selected; below stand NaN and -
 OPEN = 32  # undecided bits of a key with no bound from above
 FIRST_SHIFT = 20  # first digit: sign, exponent, three bits of the mantissa
 FIRST_VALID = BINS - 8  # bins of it that scores can have; in the others is what is less than the bound, NaN and -inf too
-LIST_SHIFT = 10  # first digit of the list: 4096 bins over four times the bin that the threshold is the edge of
+# First digit of the list: 4096 bins of two octaves, or, where the sample was counted twice and so many scores stand close to
+# each other, of a quarter of one. 13 would leave a last digit of one bit, and `find` leaves out bins by fours.
+LIST_SHIFT = 12
+FINE_SHIFT = 9
+RANKED = 128  # so many entries of the list or fewer that one bin holds are ranked by comparison, without further digits
 COLUMN_BITS = 21
 LAST_COLUMN = (1 << COLUMN_BITS) - 1
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 SPARE_WORDS = 2  # of the bitmap, for columns before the range
-SAMPLE_BITS = 3  # one piece of eight is sampled
+SAMPLE_BITS = 4  # one piece of sixteen is sampled
 PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
-COUNT_UNROLL = 2  # quads in flight where keys are counted
-
-# Not measured yet, and off: see NOTES-topk, "Switches".
-RANKED = 0  # so many entries of the list or fewer that one bin holds are ranked by comparison, without further digits
-FINE_SHIFT = 0  # the list's first digit where the sample was counted twice: so many scores stand close to each other
-STAGED = False  # the result is gathered in shared memory and written in whole lines
-LEAN = False  # two barriers less, bins are cleared while the range is on its way, accesses outside of a row cost nothing
-ASKED_AHEAD = False  # the L2 is asked for all of the row before the sample is read
-SAMPLE_FETCH = 0  # bytes (64, 128, 256) that a load of the sample which misses the L2 brings there
-ASKED_NEXT = 0  # bytes asked for of the row that follows in this block's place, once this one has been read
-NUM_SMS = 132  # for the distance to that row: a hint
-PAIRED = False  # the list is pairs of score and column, each stored at once
-PACKED = False  # bf16 is filtered two scores a word, and read 16 bytes an access
+ACCESS = 16  # bytes
+ASKED_BYTES = 65536  # of the row, which the L2 is asked for while the sample is searched
 
 
 class TopkRows:
@@ -72,11 +65,6 @@ class TopkRows:
         self.has_starts, self.has_ends, self.by_score = has_starts, has_ends, by_score
         self.threads, self.unroll, self.blocks_per_sm = threads, unroll, blocks_per_sm
         self.warps = threads // 32
-        # A last digit of one bit has two bins, and `find` leaves out bins by fours.
-        assert LIST_SHIFT != DIGIT_BITS + 1 and FINE_SHIFT != DIGIT_BITS + 1
-        self.is_packed = PACKED and not is_float32
-        self.is_paired = PAIRED or self.is_packed
-        self.aligned = 16 if self.is_packed else 4 * self.element_bytes  # bytes, of column 0
         self.list_entries = list_entries
         self.bitmap_words = max_columns // 32 + SPARE_WORDS
 
@@ -95,8 +83,9 @@ class TopkRows:
     def storage_type(self):
         @cute.struct
         class Storage:
-            scores: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]  # float32 bits; sorted: keys
-            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]  # right behind the scores
+            # The list, pairs of score and column, takes both. Behind it come the result's columns, and keys to sort them by.
+            keys: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]
+            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]
             bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS + 4], 16]  # one more for what is in no bin
             bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
             warp_sums: cute.struct.MemRange[Int32, 32]
@@ -116,8 +105,7 @@ class TopkRows:
         row, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         k = Int32(out.shape[1])
-        if cutlass.const_expr(LEAN):
-            self.clear_bins(storage, thread)
+        self.clear_bins(storage, thread)  # while the range is on its way
         first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]), num_keys, drafts)
         if list_short != 0 and end - first <= k:
             for place in cutlass.range(thread, k, self.threads, unroll=1):
@@ -131,17 +119,13 @@ class TopkRows:
     @cute.jit
     def select(self, storage, logits, out, row, first, end, thread, k):
         address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
-        lead = Int32(address & (self.aligned - 1)) // self.element_bytes
+        lead = Int32(address & (ACCESS - 1)) // self.element_bytes
         base = address - lead * self.element_bytes
         stop = lead + (end - first)  # the row is columns [lead, stop) of base
         words = (stop + 31) // 32
         s_passed = storage.passed.get_tensor(cute.make_layout(4))
-        if cutlass.const_expr(ASKED_AHEAD):
-            self.ask_for(base, stop * self.element_bytes, thread)
         if thread == 0:
             s_passed[0], s_passed[1] = Int32(0), Int32(0)
-        if cutlass.const_expr(not LEAN):
-            self.clear_bins(storage, thread)
         self.clear_bitmap(storage, thread, words)
         cute.arch.sync_threads()
 
@@ -162,56 +146,38 @@ class TopkRows:
                 room, False,
             )  # fmt: skip
             if above <= room:
-                if cutlass.const_expr(not LEAN):
-                    if thread == 0:
-                        s_passed[0] = Int32(0)
-                    cute.arch.sync_threads()
-                if cutlass.const_expr(self.is_packed):
-                    self.filter_packed(storage, base, lead, stop, thread, lower)
-                else:
+                if cutlass.const_expr(self.is_float32):
                     self.filter(storage, base, lead, stop, thread, lower)
+                else:
+                    self.filter_packed(storage, base, lead, stop, thread, lower)
                 cute.arch.sync_threads()
                 passed = s_passed[0]
                 if passed <= self.list_entries and (passed >= k or lower == LEAST_KEY):
                     is_listed, attempt = Int32(1), Int32(1)
-                # Nobody counts anew before all have read the count.
-                if cutlass.const_expr(not LEAN):
-                    cute.arch.sync_threads()
-                elif is_listed == 0:
+                else:
+                    # Nobody counts anew before all have read the count.
                     cute.arch.sync_threads()
                     if thread == 0:
                         s_passed[0] = Int32(0)
                     cute.arch.sync_threads()
             attempt = attempt + 1
-        if cutlass.const_expr(ASKED_NEXT > 0):
-            following = row + NUM_SMS * self.blocks_per_sm
-            if following < Int32(logits.shape[0]):
-                distance = Int64(following - row) * logits.stride[0] * self.element_bytes
-                self.ask_for(base + distance, cutlass.min(stop * self.element_bytes, ASKED_NEXT), thread)
         if is_listed != 0:
             shift = Int32(LIST_SHIFT)
-            if cutlass.const_expr(FINE_SHIFT > 0):
-                if (lower & Uint32((1 << FIRST_SHIFT) - 1)) != Uint32(LEAST_KEY & ((1 << FIRST_SHIFT) - 1)):
-                    shift = Int32(FINE_SHIFT)
+            if (lower & Uint32((1 << FIRST_SHIFT) - 1)) != Uint32(LEAST_KEY & ((1 << FIRST_SHIFT) - 1)):
+                shift = Int32(FINE_SHIFT)  # no edge of a first digit's bin
             if lower == LEAST_KEY:
                 shift = Int32(FIRST_SHIFT)
             _, tie_key, last_column, _, wanted, highest = self.narrow(
                 storage, base, lead, stop, thread, Int32(0), lower, shift, k, passed, Int32(0), True
             )
-            if cutlass.const_expr(RANKED > 0):
-                if wanted > 0:
-                    self.mark_ranked(storage, thread, passed, tie_key, highest, wanted)
-                else:
-                    self.mark_listed(storage, thread, passed, tie_key, last_column)
+            if wanted > 0:
+                self.mark_ranked(storage, thread, passed, tie_key, highest, wanted)
             else:
                 self.mark_listed(storage, thread, passed, tie_key, last_column)
         else:
             self.mark_read(storage, base, lead, stop, thread, tie_key, last_column)
         cute.arch.sync_threads()
-        if cutlass.const_expr(STAGED):
-            self.write_staged(storage, base, out, row, lead, words, thread, k)
-        else:
-            self.write(storage, base, out, row, lead, words, thread, k)
+        self.write(storage, base, out, row, lead, words, thread, k)
 
     @cute.jit
     def ask_for(self, address, num_bytes, thread):
@@ -265,9 +231,7 @@ class TopkRows:
         return Int32(cutlass.max(wide - less, Int64(0)))
 
     @cute.jit
-    def load_quads(
-        self, base, lead, stop, quad_of, scores: cute.Tensor, quads: cutlass.Constexpr, fetch: cutlass.Constexpr = 0,
-    ):  # fmt: skip
+    def load_quads(self, base, lead, stop, quad_of, scores: cute.Tensor, quads: cutlass.Constexpr):
         """float32 bits of `quads` quads, whose numbers are quad_of; of columns outside the row those of NaN.
 
         The loads of whole quads come first and travel together; the two quads that the row's ends cut are read by element.
@@ -278,14 +242,12 @@ class TopkRows:
             quad = quad_of[u]
             is_whole = ptx.as_int(Uint32(quad - first_whole) < num_whole)
             address = base + Int64(quad) * (4 * self.element_bytes)
-            a, b, c, d = ptx.load_quad(self.is_float32, address, is_whole, fetch)
+            a, b, c, d = ptx.load_quad(self.is_float32, address, is_whole)
             scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
         for u in cutlass.range_constexpr(quads):
             quad = quad_of[u]
-            is_cut = Uint32(quad - first_whole) >= num_whole
-            if cutlass.const_expr(LEAN):
-                is_cut = is_cut and Uint32(quad - lead // 4) < Uint32((stop + 3) // 4 - lead // 4)
-            if is_cut:
+            is_touched = Uint32(quad - lead // 4) < Uint32((stop + 3) // 4 - lead // 4)
+            if Uint32(quad - first_whole) >= num_whole and is_touched:
                 for j in cutlass.range_constexpr(4):
                     column = quad * 4 + j
                     is_inside = ptx.as_int(column >= lead and column < stop)
@@ -326,6 +288,8 @@ class TopkRows:
                 self.count_list(storage, thread, num, lower, shift, top, is_tie, tie_key)
             else:
                 self.count_row(storage, base, lead, stop, thread, every_bits, lower, shift, top, is_tie, tie_key)
+                if bits == OPEN and every_bits > 0:
+                    self.ask_for(base, cutlass.min(stop * self.element_bytes, ASKED_BYTES), thread)
             cute.arch.sync_threads()
             bin, bin_left, bin_count, total = self.find(storage, thread, left, valid)
             if total <= left:
@@ -355,26 +319,23 @@ class TopkRows:
     def count_row(self, storage, base, lead, stop, thread, every_bits, lower, shift, top, is_tie, tie_key):
         """Counts a digit of the row's entries, of one piece in 2**every_bits; which one of them changes from piece to piece."""
         bins = storage.bins.data_ptr().toint()
-        scores = cute.make_rmem_tensor(4 * COUNT_UNROLL, Uint32)
-        quads = cute.make_rmem_tensor(COUNT_UNROLL, Int32)
-        end_quad = (stop + 3) // 4
+        scores = cute.make_rmem_tensor(4, Uint32)
+        quads = cute.make_rmem_tensor(1, Int32)
         span_bits = every_bits + PIECE_BITS
         others = (Int32(1) << every_bits) - 1
-        counted = (end_quad + (Int32(1) << span_bits) - 1) >> span_bits << PIECE_BITS
-        for start in cutlass.range(thread, counted, self.threads * COUNT_UNROLL, unroll=1):
-            for u in cutlass.range_constexpr(COUNT_UNROLL):
-                number = start + u * self.threads
-                piece = number >> PIECE_BITS
-                skipped = piece * others + ((piece * 3) & others)
-                quads[u] = number + (skipped << PIECE_BITS)
-            self.load_quads(base, lead, stop, quads, scores, COUNT_UNROLL, SAMPLE_FETCH)
-            for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
-                scores[i] = ptx.key_of(scores[i])
+        counted = ((stop + 3) // 4 + (Int32(1) << span_bits) - 1) >> span_bits << PIECE_BITS
+        for number in cutlass.range(thread, counted, self.threads, unroll=1):
+            piece = number >> PIECE_BITS
+            skipped = piece * others + ((piece * 3) & others)
+            quads[0] = number + (skipped << PIECE_BITS)
+            self.load_quads(base, lead, stop, quads, scores, 1)
+            for j in cutlass.range_constexpr(4):
+                scores[j] = ptx.key_of(scores[j])
             if is_tie != 0:
-                for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
-                    scores[i] = self.tie_value(scores[i], 4 * quads[i // 4] + i % 4, tie_key)
-            for i in cutlass.range_constexpr(4 * COUNT_UNROLL):
-                ptx.count_digit(bins, scores[i], lower, shift, top)
+                for j in cutlass.range_constexpr(4):
+                    scores[j] = self.tie_value(scores[j], 4 * quads[0] + j, tie_key)
+            for j in cutlass.range_constexpr(4):
+                ptx.count_digit(bins, scores[j], lower, shift, top)
 
     @cute.jit
     def count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key):
@@ -390,15 +351,9 @@ class TopkRows:
     @cute.jit
     def entry(self, storage, i):
         """(key, column) of the list's entry i."""
-        places = storage.scores.data_ptr().toint()
-        if cutlass.const_expr(self.is_paired):
-            score, column = ptx.load_pair(places + 8 * i)
-            if cutlass.const_expr(self.is_packed):
-                score = ptx.half_of(score, column)
-        else:
-            s_scores = storage.scores.get_tensor(cute.make_layout(self.list_entries))
-            s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
-            score, column = s_scores[i], s_columns[i]
+        score, column = ptx.load_pair(storage.keys.data_ptr().toint() + 8 * i)
+        if cutlass.const_expr(not self.is_float32):
+            score = ptx.half_of(score, column)
         return ptx.key_of(score), column
 
     @cute.jit
@@ -411,9 +366,9 @@ class TopkRows:
 
     @cute.jit
     def filter(self, storage, base, lead, stop, thread, lower):
-        """Lists scores of keys from `lower` on and their columns, as far as the list has room, and counts all of them."""
+        """Lists scores (float32) of keys from `lower` on with their columns, as far as there is room, and counts all of them."""
         passed = storage.passed.data_ptr().toint()
-        places = storage.scores.data_ptr().toint()
+        places = storage.keys.data_ptr().toint()
         scores = cute.make_rmem_tensor(4 * self.unroll, Uint32)
         quads = cute.make_rmem_tensor(self.unroll, Int32)
         least = ptx.float_of(lower)
@@ -422,9 +377,9 @@ class TopkRows:
         # All lanes of a warp take part in the sums, so the trip count is the warp's.
         for start in cutlass.range(thread - lane, end_quad, self.threads * self.unroll, unroll=1):
             if start >= first_whole and start + ((self.unroll - 1) * self.threads + 32) <= end_whole:
-                address = base + Int64(start + lane) * (4 * self.element_bytes)
+                address = base + Int64(start + lane) * ACCESS
                 for u in cutlass.range_constexpr(self.unroll):
-                    a, b, c, d = ptx.load_whole(self.is_float32, address + u * self.threads * (4 * self.element_bytes))
+                    a, b, c, d = ptx.load_access(address + u * self.threads * ACCESS)
                     scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
             else:
                 for u in cutlass.range_constexpr(self.unroll):
@@ -434,17 +389,16 @@ class TopkRows:
             place = ptx.reserve(passed, hits)
             least_again = ptx.again(least)
             if hits > 0 and place + hits <= self.list_entries:
-                columns_offset = cutlass.const_expr(0 if self.is_paired else 4 * self.list_entries)
-                slot = places + place * (8 if self.is_paired else 4)
+                slot = places + place * 8
                 for u in cutlass.range_constexpr(self.unroll):
                     column = 4 * (start + lane + u * self.threads)
-                    slot = ptx.store_from(least_again, [scores[4 * u + j] for j in range(4)], column, slot, columns_offset)
+                    slot = ptx.store_from(least_again, [scores[4 * u + j] for j in range(4)], column, slot)
 
     @cute.jit
     def filter_packed(self, storage, base, lead, stop, thread, lower):
         """The same of bf16: eight scores an access, compared two at a time. Listed are their words as they are."""
         passed = storage.passed.data_ptr().toint()
-        places = storage.scores.data_ptr().toint()
+        places = storage.keys.data_ptr().toint()
         accesses = cutlass.const_expr((self.unroll + 1) // 2)
         words = cute.make_rmem_tensor(4 * accesses, Uint32)
         least = ptx.two_of(ptx.float_of(self.next_bfloat16(lower)))
@@ -452,15 +406,15 @@ class TopkRows:
         first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
         for start in cutlass.range(thread - lane, end, self.threads * accesses, unroll=1):
             if start >= first_whole and start + ((accesses - 1) * self.threads + 32) <= end_whole:
-                address = base + Int64(start + lane) * 16
+                address = base + Int64(start + lane) * ACCESS
                 for u in cutlass.range_constexpr(accesses):
-                    a, b, c, d = ptx.load_whole(True, address + u * self.threads * 16)
+                    a, b, c, d = ptx.load_access(address + u * self.threads * ACCESS)
                     words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
             else:
                 for u in cutlass.range_constexpr(accesses):
                     access = start + lane + u * self.threads
                     is_whole = ptx.as_int(access >= first_whole and access < end_whole)
-                    a, b, c, d = ptx.load_two_each(base + Int64(access) * 16, is_whole)
+                    a, b, c, d = ptx.load_access_of_bfloat16(base + Int64(access) * ACCESS, is_whole)
                     words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
                 for u in cutlass.range_constexpr(accesses):
                     access = start + lane + u * self.threads
@@ -591,39 +545,9 @@ class TopkRows:
 
     @cute.jit
     def write(self, storage, base, out, row, lead, words, thread, k):
-        s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
-        s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
-        line = out.iterator + Int64(row) * out.stride[0]
-        written = Int32(0)
-        own = Int32(thread)
-        for _ in cutlass.range(0, words, self.threads, unroll=1):
-            word = Uint32(0)
-            if own < words:
-                word = s_bitmap[own]
-            before, total = self.sum_before(storage, thread, Int32(cute.arch.popc(word)))
-            place = written + before
-            column = own * 32
-            own = own + self.threads
-            while word != 0:
-                lowest = word & (~word + 1)
-                if cutlass.const_expr(self.by_score):
-                    s_columns[place] = column + ptx.highest_bit(lowest)
-                else:
-                    line[place] = column + ptx.highest_bit(lowest) - lead
-                word = word ^ lowest
-                place = place + 1
-            written = written + total
-            cute.arch.sync_threads()
-        if cutlass.const_expr(self.by_score):
-            self.sort(storage, base, thread, written)
-            for i in cutlass.range(thread, written, self.threads, unroll=1):
-                line[i] = s_columns[i] - lead
-        for i in cutlass.range(written + thread, k, self.threads, unroll=1):
-            line[i] = Int32(-1)
+        """The bitmap's columns, in order or sorted: each thread takes neighbouring words and the places behind those before.
 
-    @cute.jit
-    def write_staged(self, storage, base, out, row, lead, words, thread, k):
-        """The same in one turn: each thread takes neighbouring words, and places go to memory side by side."""
+        They are gathered in shared memory, so that neighbouring lanes write neighbouring places, if they have room there."""
         s_bitmap = storage.bitmap.get_tensor(cute.make_layout(self.bitmap_words))
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         line = out.iterator + Int64(row) * out.stride[0]
@@ -663,7 +587,7 @@ class TopkRows:
     @cute.jit
     def sort(self, storage, base, thread, written):
         """columns[:written] by descending score, then ascending column: a bitonic sort of (inverted key, column)."""
-        s_keys = storage.scores.get_tensor(cute.make_layout(self.list_entries))
+        s_keys = storage.keys.get_tensor(cute.make_layout(self.list_entries))
         s_columns = storage.columns.get_tensor(cute.make_layout(self.list_entries))
         size = Int32(2)
         while size < written:
