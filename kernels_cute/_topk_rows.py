@@ -1,11 +1,12 @@
 """The top-k kernel: a block a row; a sample of the row bounds the answer, and one read of the row lists what is above.
 
     1 sample   a part of the row, in small pieces spread over all of it, is counted by the keys' upper 12 bits, and a
-               threshold is chosen above which about 1.3 k columns are expected. If one bin holds too many for that, the
+               threshold is chosen above which about 1.5 k columns are expected. If one bin holds too many for that, the
                sample is counted again, 12 bits finer.
     2 filter   the row is read once: scores from the threshold on go to a list in shared memory, with their columns.
-    3 narrow   the k-th largest key of the list is found by digits of 12 bits, among equal keys the last column.
-    4 mark     a bit per selected column.
+    3 narrow   the k-th largest key of the list is found by digits of 12 bits, or until few entries share its bin; among equal
+               keys the last column.
+    4 mark     a bit per selected column. Of the few that share the answer's bin each is compared with all.
     5 write    the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
 
 A row that the list holds whole needs no sample. One whose sample was wrong (fewer than k passed, or more than the list
@@ -16,7 +17,7 @@ the row is read once more to mark it.
 With `list_short` a row of at most k columns lists them all and is not read.
 
 What the order of arrival decides (places in the list) no result depends on; bits and counts are integers.
-Columns are counted from the last multiple of four elements at or before the row's range, so that four are one access.
+Columns are counted from the last multiple of 16 bytes at or before the row's range, so that as many are one access.
 """
 
 import cutlass
@@ -118,6 +119,8 @@ class TopkRows:
 
     @cute.jit
     def select(self, storage, logits, out, row, first, end, thread, k):
+        if cutlass.const_expr(self.is_float32 and not self.has_starts and not self.has_ends):
+            end = Int32(ptx.again(Uint32(end)))  # as a parameter of the launch, ptxas spills other values for it
         address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
         lead = Int32(address & (ACCESS - 1)) // self.element_bytes
         base = address - lead * self.element_bytes
@@ -145,11 +148,13 @@ class TopkRows:
                 storage, base, lead, stop, thread, every_bits, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, stop - lead,
                 room, False,
             )  # fmt: skip
-            if above <= room:
+            # A bound below all keys is a column among equal ones: the answer is known, and nothing need be listed.
+            if above <= room and lower >= LEAST_KEY:
                 if cutlass.const_expr(self.is_float32):
                     self.filter(storage, base, lead, stop, thread, lower)
                 else:
                     self.filter_packed(storage, base, lead, stop, thread, lower)
+                tie_key, last_column = lower, Int32(LAST_COLUMN)  # as they were, so no register keeps them over the filter
                 cute.arch.sync_threads()
                 passed = s_passed[0]
                 if passed <= self.list_entries and (passed >= k or lower == LEAST_KEY):
@@ -181,10 +186,10 @@ class TopkRows:
 
     @cute.jit
     def ask_for(self, address, num_bytes, thread):
-        """Asks the L2 for these bytes, and the others of the accesses of 16 that they begin and end in. A hint."""
+        """Asks the L2 for these bytes, and the others of the accesses that they begin and end in. A hint."""
         if thread == 0:
-            first = address & Int64(-16)
-            end = (address + num_bytes + 15) & Int64(-16)
+            first = address & Int64(-ACCESS)
+            end = (address + num_bytes + (ACCESS - 1)) & Int64(-ACCESS)
             if num_bytes > 0:
                 ptx.ask_l2(first, Int32(end - first))
 
@@ -194,6 +199,14 @@ class TopkRows:
         bins = storage.bins.data_ptr().toint()
         for i in cutlass.range_constexpr(BINS // 4 // self.threads):
             ptx.store_zeros(bins + (i * self.threads + thread) * 16)
+
+    @cute.jit
+    def bins_anew(self, storage):
+        """Their address. A thread of 256 has 16 of them: as many addresses would be kept over all of the row, and spilled."""
+        bins = storage.bins.data_ptr().toint()
+        if cutlass.const_expr(self.threads == 256):
+            bins = Int32(ptx.again(Uint32(bins)))
+        return bins
 
     @cute.jit
     def clear_bitmap(self, storage, thread, words):
@@ -289,6 +302,7 @@ class TopkRows:
             else:
                 self.count_row(storage, base, lead, stop, thread, every_bits, lower, shift, top, is_tie, tie_key)
                 if bits == OPEN and every_bits > 0:
+                    # The filter's first loads find these bytes there. Asked for earlier they come before the sample.
                     self.ask_for(base, cutlass.min(stop * self.element_bytes, ASKED_BYTES), thread)
             cute.arch.sync_threads()
             bin, bin_left, bin_count, total = self.find(storage, thread, left, valid)
@@ -458,7 +472,7 @@ class TopkRows:
 
         Those are put aside where the bins were, and then each is compared with all. One barrier.
         """
-        bitmap, aside = storage.bitmap.data_ptr().toint(), storage.bins.data_ptr().toint()
+        bitmap, aside = storage.bitmap.data_ptr().toint(), self.bins_anew(storage)
         counter = storage.passed.data_ptr().toint() + 4
         for i in cutlass.range(thread, num, self.threads, unroll=2):
             key, column = self.entry(storage, i)
@@ -519,7 +533,7 @@ class TopkRows:
         Bins from `valid` on, a multiple of four, do not count. The bins are zero afterwards. Without that many entries only
         the last result holds. Two barriers; the counts must be complete at the call.
         """
-        bins = storage.bins.data_ptr().toint()
+        bins = self.bins_anew(storage)
         s_found = storage.found.get_tensor(cute.make_layout(4))
         groups = cutlass.const_expr(BINS // 4 // self.threads)  # of four bins each, the last ones first
         last = (BINS - 4) - thread * (4 * groups)
