@@ -33,14 +33,6 @@ and.b32 {$w1}, a, 0xffff0000;
 shl.b32 {$w2}, b, 16;
 and.b32 {$w3}, b, 0xffff0000;
 }"""
-_WHOLE_BFLOAT16 = """{
-.reg .b32 a, b;
-ld.global.v2.b32 {a, b}, [{$r0}];
-shl.b32 {$w0}, a, 16;
-and.b32 {$w1}, a, 0xffff0000;
-shl.b32 {$w2}, b, 16;
-and.b32 {$w3}, b, 0xffff0000;
-}"""
 _ONE_FLOAT32 = """{
 .reg .pred there;
 .reg .b32 a;
@@ -118,10 +110,16 @@ def load_one(is_float32: bool, address: Any, there: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, there])
 
 
-def load_whole(is_float32: bool, address: Any) -> Any:
-    """The same without a condition."""
-    code = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];" if is_float32 else _WHOLE_BFLOAT16
+def load_access(address: Any) -> Any:
+    """16 bytes as four words."""
+    code = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
+
+
+def load_access_of_bfloat16(address: Any, there: Any) -> Any:
+    """The same of eight bf16; NaN where `there` is 0, and then nothing is read."""
+    code = _QUAD_FLOAT32.replace("0x7fffffff", "0x7fff7fff")
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
 
 
 def key_of(bits: Any) -> Any:
@@ -159,19 +157,66 @@ def count_from(least: Any, scores: list[Any]) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[as_float(one) for one in (least, *scores)])
 
 
-def store_from(least: Any, scores: list[Any], column: Any, slot: Any, columns_offset: int) -> Any:
-    """Those scores to shared[slot] and on, their columns `columns_offset` bytes further; returns the slot behind them."""
+def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
+    """Those scores, each with its column, to shared[slot] and on; returns the slot behind them."""
     lines = [
-        f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\n"
-        f"@hit st.shared.b32 [slot], {{$r{i + 3}}};\n"
-        f"add.s32 column, {{$r1}}, {i};\n"
-        f"@hit st.shared.b32 [slot + {columns_offset}], column;\n"
-        "@hit add.s32 slot, slot, 4;"
+        f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\nadd.s32 column, {{$r1}}, {i};\n"
+        f"@hit st.shared.v2.b32 [slot], {{{{$r{i + 3}}}, column}};\n@hit add.s32 slot, slot, 8;"
         for i in range(len(scores))
     ]
     code = "{\n.reg .pred hit;\n.reg .b32 slot, column;\nmov.b32 slot, {$r2};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, slot;\n}"
     arguments = [as_float(least), column, slot, *[as_float(one) for one in scores]]
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=arguments)
+
+
+def count_two_from(least: Any, words: list[Any]) -> Any:
+    """The same of words of two bf16 each, `least` twice in one. Up to 256 a half are exact."""
+    lines = [f"set.ge.bf16x2.bf16x2 one, {{$r{i + 1}}}, {{$r0}};\nadd.rn.bf16x2 hits, hits, one;" for i in range(len(words))]
+    code = (
+        "{\n.reg .b32 hits, one, low, high;\nmov.b32 hits, 0;\n"
+        + "\n".join(lines)
+        + "\nshl.b32 low, hits, 16;\nand.b32 high, hits, 0xffff0000;\nadd.rn.f32 low, low, high;\n"
+        + "cvt.rzi.s32.f32 {$w0}, low;\n}"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, *words])
+
+
+def store_two_from(least: Any, words: list[Any], column: Any, slot: Any) -> Any:
+    """Of two bf16 a word those from `least` on: (word, column) to shared[slot] and on; returns the slot behind them."""
+    lines = []
+    for i in range(len(words)):
+        word = f"{{$r{i + 3}}}"
+        lines.append(f"setp.ge.bf16x2 low|high, {word}, {{$r0}};")
+        for half, hit in enumerate(("low", "high")):
+            lines.append(
+                f"add.s32 column, {{$r1}}, {2 * i + half};\n@{hit} st.shared.v2.b32 [slot], {{{word}, column}};\n"
+                f"@{hit} add.s32 slot, slot, 8;"
+            )
+    code = (
+        "{\n.reg .pred low, high;\n.reg .b32 slot, column;\nmov.b32 slot, {$r2};\n"
+        + "\n".join(lines)
+        + "\nmov.b32 {$w0}, slot;\n}"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, column, slot, *words])
+
+
+def two_of(bits: Any) -> Any:
+    """A float32's upper half twice: the bf16 of it."""
+    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r0}, 0x3232;", write_only_types=[Uint32], read_only_args=[bits])
+
+
+def half_of(word: Any, column: Any) -> Any:
+    """float32 bits of one of a word's two bf16: the lower one is of an even column."""
+    code = """{
+.reg .pred is_odd;
+.reg .b32 low, odd;
+and.b32 odd, {$r1}, 1;
+setp.ne.s32 is_odd, odd, 0;
+shl.b32 low, {$r0}, 16;
+and.b32 {$w0}, {$r0}, 0xffff0000;
+@!is_odd mov.b32 {$w0}, low;
+}"""
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[word, column])
 
 
 def reserve(address: Any, count: Any) -> Any:
@@ -186,6 +231,35 @@ def again(value: Any) -> Any:
     return cute.arch.inline_ptx(
         "shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
     )
+
+
+def ask_l2(address: Any, num_bytes: Any) -> None:
+    """Both multiples of 16."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, num_bytes])
+
+
+def load_pair(address: Any) -> Any:
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Int32], read_only_args=[address]
+    )
+
+
+def store_pair(address: Any, first: Any, second: Any) -> None:
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+def count_if_greater(count: Any, address: Any, other: Any) -> Any:
+    """count, one more if the pair at shared[address] is greater than the one at shared[other], the second word first."""
+    code = """{
+.reg .pred more;
+.reg .b64 one, two;
+ld.shared.b64 one, [{$r1}];
+ld.shared.b64 two, [{$r2}];
+setp.gt.u64 more, one, two;
+mov.b32 {$w0}, {$r0};
+@more add.s32 {$w0}, {$r0}, 1;
+}"""
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[count, address, other])
 
 
 def or_shared(address: Any, bits: Any) -> None:

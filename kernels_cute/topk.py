@@ -58,7 +58,7 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         config.threads in (256, 512, 1024)
         and config.unroll in (1, 2, 4, 8)
         and config.blocks_per_sm >= 1
-        and _registers_suffice(config, device)
+        and _registers_suffice(problem, config, device)
         and config.list_entries % 2048 == 0
         # The list also holds what is sorted.
         and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
@@ -68,10 +68,11 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
     )
 
 
-def _registers_suffice(config: Config, device: DeviceSpec) -> bool:
-    """Compiled variants do with 32 registers at up to 4 quads in flight, and with 64; with 40 ptxas spills in all of them."""
+def _registers_suffice(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
+    """Compiled variants do with 64 registers, and with 32 where scores in flight take up to 16; with 40 ptxas spills in some."""
     registers = device.registers_per_sm // (config.threads * config.blocks_per_sm) // 8 * 8
-    return registers >= 64 or (registers == 32 and config.unroll <= 4)
+    most_quads = 4 if problem.dtype == "float32" else 8
+    return registers >= 64 or (registers == 32 and config.unroll <= most_quads)
 
 
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
@@ -88,8 +89,10 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
         return Config(1024, 8, 1, 8192 if entries > 4096 else 6144, capacity)
     if entries > 4096:
         return Config(512, 4, 2, entries, capacity)
-    if capacity <= 8192 or problem.dtype == "bfloat16":
+    if capacity <= 8192:
         return Config(512, 4, 4, entries, capacity)
+    if problem.dtype == "bfloat16":
+        return Config(512, 8, 4, entries, capacity)
     return Config(512, 8, 2, entries, capacity)
 
 
@@ -106,8 +109,9 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
 
 def suits(problem: TopkProblem, config: Config) -> bool:
     """Whether tiles tuned at other sizes are a choice here: longer rows are served by `ANY_SIZE`, and a k that the list has
-    little room for by counting whole rows, which both is slow."""
-    is_roomy = problem.num_columns <= config.list_entries or 3 * problem.k <= 2 * config.list_entries
+    little room for by counting whole rows, which both is slow. A sample's rank of k/16 + 4 sqrt(k/16) + 4 must be within 7/8
+    of the list's share of it."""
+    is_roomy = problem.num_columns <= config.list_entries or 8 * problem.k <= 5 * config.list_entries
     return problem.num_columns <= config.max_columns and is_roomy
 
 

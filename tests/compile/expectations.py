@@ -53,9 +53,9 @@ def expectation(problem: Problem, backend: str) -> Expectation:
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
         return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
     if isinstance(problem, TopkProblem):
-        # Scores in accesses of four, and counts whose lanes of one bin are added up by the hardware.
-        load = "LDG.128" if problem.dtype == "float32" else "LDG.64"
-        return Expectation({load: 1, "ATOMS.POPC.INC": 1}, none_of=("HGMMA", "QGMMA", "HMMA"))
+        # Rows in 16-byte accesses, samples by four scores, and counts whose lanes of one bin are added up by the hardware.
+        loads = {"LDG.128": 2} | ({} if problem.dtype == "float32" else {"LDG.64": 1})
+        return Expectation({**loads, "ATOMS.POPC.INC": 1, "UBLKPF": 1}, none_of=("HGMMA", "QGMMA", "HMMA"))
     if isinstance(problem, GdnDecodeProblem):
         # The state, as above; a part of a row in 8-byte accesses.
         wide = "64|{0}.128" if problem.state_dtype == "bfloat16" or not problem.state_v_first else "128"

@@ -35,6 +35,12 @@ def test_tiles_of_other_sizes_suit_where_the_list_has_room(columns: int, k: int)
     assert topk.suits(problem, few) == (k < 4096 or columns <= 4096)
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 4), ("bfloat16", 8)])
+def test_bfloat16_has_more_in_flight_in_as_few_registers(dtype: str, most: int) -> None:
+    found = topk.configs(replace(PROBLEM, dtype=dtype), H100)
+    assert max(config.unroll for config in found if config.threads * config.blocks_per_sm == 2048) == most
+
+
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097)])
 def test_refusals(field: str, value: Any) -> None:
     assert f"got {value}" in (topk.refusal(replace(PROBLEM, **{field: value})) or "")

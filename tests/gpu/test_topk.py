@@ -3,11 +3,13 @@
 What the operator reads stands between NaN and +inf that belong to no row's range; out is poisoned, and so is its margin.
 """
 
+import functools
+
 import pytest
 import torch
 
 import gdn
-from gdn import reference
+from gdn import reference, runtime
 from gdn.runtime import registry
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +87,8 @@ def adversarial(columns: int, k: int, dtype: torch.dtype) -> torch.Tensor:
         normal() * 3e38,  # up to infinity
         normal(),
         normal() + (places > 0.9 * columns) * 5.0,  # what is selected stands together
+        torch.exp(20 * normal()),  # of all magnitudes
+        torch.where(share(0.27), 1e20 * torch.exp(9 * normal()), normal()),  # some of them far above the others
         *(normal().abs() * torch.where(places // 8 % 8 == piece, 1.0, -1.0) for piece in (0, 3)),  # few pieces hold it all
         *(normal().abs() * torch.where(places // 8 % 8 == places // 64 * 3 % 8, one, -one) for one in (1.0, -1.0)),
     ]
@@ -109,6 +113,23 @@ def test_widths_and_counts(device, columns, dtype, backend):
     for k in sorted({*COUNTS, columns, columns + 1} & set(range(1, 4097))):
         for lead in (0, 1, 2, 3):
             check(between_guards(values, lead), k, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_short_list(device, dtype, monkeypatch):
+    """A list of 4096 has no room for what passes a sampled bound where k is nearly as much, and none at all for a larger k."""
+    module = runtime.candidates("topk")["cute"].module
+    config = module.Config(512, 4 if dtype == torch.float32 else 8, 4, 4096, 32768)
+    monkeypatch.setattr(runtime, "prepare", functools.partial(runtime.prepare, config=config))
+    source = generator(7)
+    for k in (2560, 2690, 3900, 4096, 4097, 6000):
+        normal = torch.randn(300, 20000, device="cuda", generator=source)
+        normal[100:103] = 1.5
+        normal[200:250] = normal[200:250].relu()
+        values = between_guards(torch.cat([adversarial(20000, k, dtype), normal.to(dtype)]), lead=3)
+        check(values, k)
+        if k <= 4096:
+            check(values, k, sorted_by="score")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
