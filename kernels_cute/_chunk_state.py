@@ -84,8 +84,8 @@ class StateRole:
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
         # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
-        # U of the next chunk goes ahead of this one's output. One U too many is issued: it reads whatever lies in shared
-        # memory and is dropped. Where the loop closes nothing is in flight, else ptxas would serialise every product.
+        # U of the next chunk goes ahead of this one's output. Where the loop closes nothing is in flight, else ptxas would
+        # serialise every product.
         number, base, going = Int32(0), Int32(0), Boolean(True)
         while going:
             item = only
@@ -176,11 +176,13 @@ class StateRole:
                 for i in cutlass.range_constexpr(CHUNK // 16):
                     self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
                 warpgroup.commit_group()
+                warpgroup.wait_group(1)
                 if step + 1 < num_chunks:
                     cute.arch.mbarrier_wait(full + following, following_parity)
-                warpgroup.wait_group(1)
-                self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
-                warpgroup.wait_group(1)
+                    self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
+                    warpgroup.wait_group(1)
+                else:
+                    warpgroup.wait_group(0)
                 # O, turned on its way to shared memory, takes the place of the V that this warp has read.
                 for i in cutlass.range_constexpr(CHUNK // 16):
                     words = [ptx.pack(self.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
