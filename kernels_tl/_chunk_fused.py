@@ -32,8 +32,8 @@ they are made when what was sent two turns ago has arrived, and sent when both c
 | q_empty | warp 2 | one lane of every product warp (4) |
 | gates_full[turn % 2] | inverse, product | warp 3 (32) |
 | gates_free[turn % 2] | warp 3 | one lane of every product warp (4), after inverse |
-| x_full | product | inverse threads (128) |
-| x_free | inverse | one lane of every product warp (4) |
+| x_full[turn % 2] | product | inverse threads (128) |
+| x_free[turn % 2] | inverse | one lane of every product warp (4) |
 """
 
 from typing import Any
@@ -83,7 +83,7 @@ _FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 7 * CHUNK + MO
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
-def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
+def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
     """The prim_func `chunk_fused`; makers: blocks of a cluster, two or more."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
@@ -121,8 +121,8 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
 
     store_state = state_storer(problem, columns, final_dtype)
     gates = gate_role(problem, makers)
-    inverse = inverse_role(problem, parts, makers)
-    product = product_role(problem, parts, makers)
+    inverse = inverse_role(problem, makers)
+    product = product_role(problem, makers)
 
     @T.macro
     def start_state(source, starts, slot, head, column_begin, fragment, first):
@@ -183,8 +183,7 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
             maker_q_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
             maker_q_high_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
             lower_shared = T.alloc_shared((CHUNK, LOWER_PITCH), inverse_dtype)
-            x_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
-            rest_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            x_shared = T.alloc_shared((2, CHUNK, CHUNK), dtype)
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((2, CHUNK), "float32")
             beta_shared = T.alloc_shared((2, CHUNK), "float32")
@@ -206,8 +205,8 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
             q_empty = T.alloc_barrier(4)
             gates_full = T.alloc_barrier([32] * 2)
             gates_free = T.alloc_barrier([4] * 2)
-            x_full = T.alloc_barrier(128)
-            x_free = T.alloc_barrier(4)
+            x_full = T.alloc_barrier([128] * 2)
+            x_free = T.alloc_barrier([4] * 2)
             state_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_operand = T.alloc_fragment((columns, HALF), dtype)
@@ -377,13 +376,13 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
                 T.set_max_nreg(INVERSE_REGISTERS, 0)
                 inverse(
                     tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, lower_shared, x_shared,
-                    rest_shared, diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
+                    diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
                 T.set_max_nreg(PRODUCT_REGISTERS, 0)
                 product(
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
-                    maker_q_high_shared, x_shared, rest_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
+                    maker_q_high_shared, x_shared, sum_shared, k_factor_shared, q_factor_shared,
                     ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
                     x_full, x_free, taken, room, made,
                 )  # fmt: skip

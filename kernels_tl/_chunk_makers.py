@@ -3,7 +3,7 @@
 A block of a cluster of `makers` makes the tiles of every makers-th chunk, for both chains. The maths stands in _chunk_prepare;
 here it is split between two warpgroups, so that two chunks are on their way at a time:
 
-    inverse   K K^T, |k|^-1, L, X = |k|^-1 (I + L)^-1 as 16-bit summands
+    inverse   K K^T, |k|^-1, L, X = beta |k|^-1 (I + L)^-1
     product   Q K^T, |q|^-1, then with X: R, Z and the row factors, into a slot of the block's own ring
 
 `turn` counts the chunks that a block makes: turn t is chunk makers * t + rank. The barriers stand in _chunk_fused.
@@ -14,7 +14,15 @@ from typing import Any
 import tilelang.language as T
 
 from gdn.problems import ChunkProblem
-from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
+from kernels_tl._chunk_prepare import (
+    BLOCK,
+    HALF_SCALE,
+    HALF_SCALE_LOG2,
+    LOG2_E,
+    LOWEST_LOG_DECAY,
+    NORM_EPS,
+    SOFTPLUS_THRESHOLD,
+)
 from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
@@ -123,8 +131,8 @@ def gate_role(problem: ChunkProblem, makers: int) -> Any:
     return gates
 
 
-def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
-    """A macro for one warpgroup: X and its rest. Rows 16 w .. of every tile are warp w's.
+def inverse_role(problem: ChunkProblem, makers: int) -> Any:
+    """A macro for one warpgroup: X. Rows 16 w .. of every tile are warp w's.
 
     L in blocks of 16 x 16: a warp inverts its diagonal block by itself, two halves by substitution and what lies below them by
     products. Then, with every warp's L and inverted blocks in place, it makes its row of blocks of (I + L)^-1 leftwards,
@@ -166,28 +174,15 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         load(lower_shared, lane, column, column, inverted, column)
 
     @T.macro
-    def store(x_shared, rest_shared, warp, lane, block, values, scaled, high, factors):
+    def store(x_shared, half, warp, lane, block, values, scaled, factors):
         for i in T.unroll(8):
             scaled[i] = values[8 * block + i] * factors[i // 2 % 2]
-        # Two at a time, once for X and its rest: a conversion of one number alone is an instruction of a quarter of the rate.
-        for pair in T.unroll(4):
-            for odd in T.vectorized(2):
-                high[2 * pair + odd] = T.cast(scaled[2 * pair + odd], dtype)
         for m in T.unroll(2):
             for side in T.unroll(2):
                 for odd in T.vectorized(2):
-                    x_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = high[
-                        4 * m + 2 * side + odd
-                    ]
-        if parts == 2:
-            for i in T.unroll(8):
-                scaled[i] = scaled[i] - T.cast(high[i], "float32")
-            for m in T.unroll(2):
-                for side in T.unroll(2):
-                    for odd in T.vectorized(2):
-                        rest_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
-                            scaled[4 * m + 2 * side + odd], dtype
-                        )
+                    x_shared[half, BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
+                        scaled[4 * m + 2 * side + odd], dtype
+                    )
 
     @T.macro
     def inverse(
@@ -199,7 +194,6 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         k_high_shared,
         lower_shared,
         x_shared,
-        rest_shared,
         diagonal_shared,
         beta_shared,
         k_factor_shared,
@@ -216,7 +210,6 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         column = T.alloc_local((QUARTER,), "float32")
         values = T.alloc_local((8 * blocks,), "float32")  # the row of blocks
         scaled = T.alloc_local((8,), "float32")
-        high = T.alloc_local((8,), dtype)
         sums = T.alloc_local((8,), "float32")
         left = T.alloc_local((8 * blocks,), inverse_dtype)  # the row of blocks so far, as left operands
         middle = T.alloc_local((8,), inverse_dtype)
@@ -226,10 +219,8 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         warp = thread // 32
         lane = thread % 32
         # Above the diagonal they stay zero.
-        for i, j in T.Parallel(CHUNK, CHUNK):
-            x_shared[i, j] = 0
-            if parts == 2:
-                rest_shared[i, j] = 0
+        for half, i, j in T.Parallel(2, CHUNK, CHUNK):
+            x_shared[half, i, j] = 0
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
@@ -257,7 +248,9 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                         k_factor_shared[half, i] = diagonal_fragment[i, j]
                 T.sync_warp()
                 if lane < BLOCK:
-                    k_factor_shared[half, BLOCK * warp + lane] = T.rsqrt(k_factor_shared[half, BLOCK * warp + lane] + NORM_EPS)
+                    k_factor = T.rsqrt(k_factor_shared[half, BLOCK * warp + lane] + NORM_EPS)
+                    k_factor_shared[half, BLOCK * warp + lane] = k_factor
+                    beta_shared[half, BLOCK * warp + lane] *= k_factor
             else:
                 if lane < BLOCK:
                     k_factor_shared[half, BLOCK * warp + lane] = 1.0
@@ -265,12 +258,12 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
 
             # L, negated: the diagonal block, transposed, in float32; what lies left of it for the products.
             for i in T.Parallel(CHUNK):
-                row_factor[i] = -k_factor_shared[half, i] * beta_shared[half, i]
+                row_factor[i] = -k_factor_shared[half, i]
             # All factors are read before anything is stored: the compiler keeps their order.
             for i, j in T.Parallel(CHUNK, BLOCK):
-                diagonal_fragment[i, j] *= row_factor[i] * k_factor_shared[half, i // BLOCK * BLOCK + j]
+                diagonal_fragment[i, j] *= row_factor[i] * beta_shared[half, i // BLOCK * BLOCK + j]
             for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = k_factor_shared[half, j]
+                column_fragment[i, j] = beta_shared[half, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
             for i, j in T.Parallel(CHUNK, BLOCK):
@@ -335,8 +328,8 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
 
             load_column(lower_shared, lane, blocks - 2, below, inverted)
             for side in T.unroll(2):
-                factors[side] = k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
-            T.barrier_wait(x_free, (turn & 1) ^ 1)
+                factors[side] = beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
+            T.barrier_wait(x_free[half], ((turn // 2) & 1) ^ 1)
             for back in T.unroll(blocks - 1):
                 if back < blocks - 2:  # of the next round, before this one's stores, behind which it would wait
                     load_column(lower_shared, lane, blocks - 3 - back, below, inverted)
@@ -352,7 +345,7 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                                         + 4 * (blocks - 1 - backwards) * (blocks - 2 - backwards) + 4 * n,
                                     )  # fmt: skip
                     # While the products run.
-                    store(x_shared, rest_shared, warp, lane, blocks - 1 - back, values, scaled, high, factors)
+                    store(x_shared, half, warp, lane, blocks - 1 - back, values, scaled, factors)
                     for i in T.unroll(8):
                         middle[i] = T.cast(sums[i], inverse_dtype)
                         values[8 * (blocks - 2 - back) + i] = 0.0
@@ -360,17 +353,17 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                         multiply(values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n)
                     for i in T.unroll(8):
                         left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
-            store(x_shared, rest_shared, warp, lane, 0, values, scaled, high, factors)
+            store(x_shared, half, warp, lane, 0, values, scaled, factors)
             T.fence_proxy_async()
-            T.barrier_arrive(x_full)
+            T.barrier_arrive(x_full[half])
 
     return inverse
 
 
-def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
+def product_role(problem: ChunkProblem, makers: int) -> Any:
     """A macro for one warpgroup: R, Z and the row factors, from X."""
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
-    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    shift = HALF_SCALE_LOG2 if normalize and dtype == "float16" else 0.0  # X's scale, taken back
 
     @T.macro
     def product(
@@ -383,9 +376,7 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         q_shared,
         q_high_shared,
         x_shared,
-        rest_shared,
         sum_shared,
-        beta_shared,
         k_factor_shared,
         q_factor_shared,
         ring,
@@ -412,7 +403,6 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
         vectors = T.alloc_local((NUM_VECTORS,), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
-        column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         # Compared with columns that are the same for all comparisons, which else took 32 registers each.
         row_index = T.alloc_fragment((CHUNK,), "int32")
@@ -460,40 +450,30 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
             total = sum_shared[half, CHUNK - 1]
             for i in T.Parallel(CHUNK):
-                row_factor[i] = sum_shared[half, i]
+                row_factor[i] = sum_shared[half, i] - shift
             # While X is made: all that R is multiplied with. X is to be free again soon after.
             for i, j in T.Parallel(CHUNK, CHUNK):
                 decay_fragment[i, j] = sum_shared[half, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 # Above the diagonal R is zero as its factors are, times whatever is finite.
                 decay_fragment[i, j] = T.exp2(T.min(row_factor[i] - decay_fragment[i, j], 0.0))
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                decay_fragment[i, j] *= column_fragment[i, j]
 
-            T.barrier_wait(x_full, turn & 1)
-            T.wgmma_gemm(query_operand, x_shared, qk_fragment, clear_accum=True)
-            if parts == 2:
-                T.wgmma_gemm(query_operand, rest_shared, qk_fragment)
+            T.barrier_wait(x_full[half], (turn // 2) & 1)
+            T.wgmma_gemm(query_operand, x_shared[half, :, :], qk_fragment, clear_accum=True)
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(qk_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 r_fragment[i, j] = qk_fragment[i, j] * decay_fragment[i, j]
-            T.wgmma_gemm(x_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
-            if parts == 2:
-                T.wgmma_gemm(rest_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True)
-            T.wgmma_gemm(x_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
-            if parts == 2:
-                T.wgmma_gemm(rest_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True)
+            T.wgmma_gemm(x_shared[half, :, :], k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
+            T.wgmma_gemm(x_shared[half, :, :], k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
             for i in T.Parallel(CHUNK):
-                row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[half, i] * (1.0 / x_scale))
+                row_factor[i] = T.exp2(total - 2.0 * shift - row_factor[i])
             # Of the warp's own rows, as the factors are; twice each.
             vectors[ROW_LAST] = T.exp2(sum_shared[half, BLOCK * warp + lane % BLOCK])
             vectors[ROW_STATE_KEY] = vectors[ROW_LAST] * k_factor_shared[half, BLOCK * warp + lane % BLOCK]
             vectors[ROW_STATE_QUERY] = vectors[ROW_LAST] * q_factor_shared[BLOCK * warp + lane % BLOCK]
             vectors[ROW_LAST] = T.exp2(total)
-            T.wait_wgmma(parts)
+            T.wait_wgmma(1)
             T.warpgroup_fence_operand(z_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, HALF):
                 z_operand[i, j] = z_fragment[i, j] * row_factor[i]
@@ -503,7 +483,7 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                 z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
             T.sync_warp()
             if thread % 32 == 0:
-                T.barrier_arrive(x_free)
+                T.barrier_arrive(x_free[half])
                 T.barrier_arrive(k_empty[buffer])
                 T.barrier_arrive(gates_free[half])
             # All is in registers by now: the chains, which wait for it, have the tiles soon after they make room for them.

@@ -3,15 +3,16 @@
 One block per (chunk slot, state head). With c the inclusive cumulative sum of the log decays g of the chunk, and
 K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K and Q themselves stay as they are):
 
-    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
-                                                                    the rest by matmuls of 16-bit operands, block row by block row
-    X = |k_i|^-1 A_ij                                               16-bit, as `parts` summands
-    Z = beta_i exp(c_last - c_i) (X^T K)_ij                         16-bit, [64, K]
-    R = exp(c_i - c_j) beta_j (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
-    vectors                                                         float32, see _chunk_types
+    A = (I + strict_lower(K^_i . K^_j beta_j))^-1            16 x 16 diagonal blocks by forward substitution in float32,
+                                                             the rest by matmuls of 16-bit operands, block row by block row
+    X = beta_i |k_i|^-1 A_ij                                 16-bit
+    Z = exp(c_last - c_i) (X^T K)_ij                         16-bit, [64, K]
+    R = exp(c_i - c_j) (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
+    vectors                                                  float32, see _chunk_types
 
-With M = A_ij exp(c_i - c_j) beta_j the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
+With M = beta_i A_ij exp(c_i - c_j) the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
 P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to what stands before it.
+beta stands at the columns of what is inverted, not at its rows: so it is a row factor of X, and neither Z nor R has it again.
 
 Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows of Z and R and their columns of R are
 zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
@@ -49,10 +50,11 @@ LOWEST_LOG_DECAY = -128.0
 BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
 # float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
 HALF_SCALE = 32.0
+HALF_SCALE_LOG2 = 5.0
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
-def prepare(problem: ChunkProblem, parts: int) -> Any:
+def prepare(problem: ChunkProblem) -> Any:
     """The prim_func `chunk_prepare`."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
@@ -65,7 +67,8 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     wide = head_k > HALF
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
-    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    scaled = normalize and dtype == "float16"
+    x_scale, shift = (HALF_SCALE, HALF_SCALE_LOG2) if scaled else (1.0, 0.0)
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
@@ -102,7 +105,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
         null_slot: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
-            # K and Q as halves of 64 columns. X and its rest take the place of what they are made of, Z that of K, R that of Q.
+            # K and Q as halves of 64 columns. X takes the place of what it is made of, Z that of X and of L, R that of Q.
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
@@ -111,11 +114,11 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             below_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
             inverse_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
             x_shared = T.view(inverse_shared, (CHUNK, CHUNK), dtype)
-            rest_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
+            z_high_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
             query_shared = q_high_shared
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((CHUNK,), "float32")
-            beta_shared = T.alloc_shared((CHUNK,), "float32")
+            beta_shared = T.alloc_shared((CHUNK,), "float32")  # times |k|^-1, as soon as that is known
             k_factor_shared = T.alloc_shared((CHUNK,), "float32")
             q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             loaded = T.alloc_barrier(PREPARE_THREADS)
@@ -256,6 +259,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     T.sync_threads()
                     if tx < CHUNK:
                         k_factor_shared[tx] = T.rsqrt(k_factor_shared[tx] + NORM_EPS)
+                        beta_shared[tx] *= k_factor_shared[tx]
                     else:
                         q_factor_shared[tx - CHUNK] = T.rsqrt(q_factor_shared[tx - CHUNK] + NORM_EPS) * scale
                 T.sync_threads()
@@ -270,9 +274,9 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
                 T.clear(inverse_shared)
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = -k_factor_shared[i] * beta_shared[i]
+                    row_factor[i] = -k_factor_shared[i]
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    column_fragment[i, j] = k_factor_shared[j]
+                    column_fragment[i, j] = beta_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
@@ -318,43 +322,31 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
 
                 T.sync_threads()  # every warp is done with what X is made of
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = k_factor_shared[i] * x_scale
+                    row_factor[i] = beta_shared[i] * x_scale
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     inverse_fragment[i, j] *= row_factor[i]
                 T.copy(inverse_fragment, x_shared)
-                if parts == 2:
-                    for i, j in T.Parallel(CHUNK, CHUNK):
-                        inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
-                    T.copy(inverse_fragment, rest_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.wgmma_gemm(query_shared, x_shared, qk_fragment, clear_accum=True)
-                if parts == 2:
-                    T.wgmma_gemm(query_shared, rest_shared, qk_fragment)
                 T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
-                if parts == 2:
-                    T.wgmma_gemm(rest_shared, k_shared, z_fragment, transpose_A=True)
                 total = sum_shared[CHUNK - 1]
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = sum_shared[i]
-                T.wait_wgmma(parts)
+                    row_factor[i] = sum_shared[i] - shift  # X's scale, taken back
+                T.wait_wgmma(1)
                 T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     column_fragment[i, j] = sum_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    column_fragment[i, j] = beta_shared[j] * (1.0 / x_scale)
-                for i, j in T.Parallel(CHUNK, CHUNK):
-                    r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
+                    r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j], 0.0)
                 T.copy(r_fragment, q_shared)
                 if wide:
                     T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
-                    if parts == 2:
-                        T.wgmma_gemm(rest_shared, k_high_shared, qk_fragment, transpose_A=True)
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[i] * (1.0 / x_scale))
-                T.wait_wgmma(parts if wide else 0)
+                    row_factor[i] = T.exp2(total - 2.0 * shift - row_factor[i])
+                T.wait_wgmma(1 if wide else 0)
                 T.warpgroup_fence_operand(z_fragment, num_regs=32)
                 for i, j in T.Parallel(CHUNK, HALF):
                     z_operand[i, j] = z_fragment[i, j] * row_factor[i]
@@ -366,14 +358,14 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.sync_threads()  # every warp is done with X
                 T.copy(z_operand, x_shared)
                 if wide:
-                    T.copy(z_high_operand, rest_shared)
+                    T.copy(z_high_operand, z_high_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 if tx < 32:
                     T.tma_copy(q_shared, tiles[slot, head, TILE_R, :, :], leader_scope_threads=32)
                     T.tma_copy(x_shared, tiles[slot, head, TILE_Z, :, :], leader_scope_threads=32)
                     if wide:
-                        T.tma_copy(rest_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
+                        T.tma_copy(z_high_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
 
                 if tx < CHUNK:
                     vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[tx]) * k_factor_shared[tx]
