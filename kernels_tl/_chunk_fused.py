@@ -140,6 +140,12 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
         T.tma_copy(source[token:end, head, HALF:head_k], high[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
 
     @T.macro
+    def load_queries(source, head, token, low, high, barriers):
+        end = token + CHUNK
+        T.tma_copy(source[token:end, head, 0:HALF], low, barrier=barriers[0], leader_scope_threads=32)
+        T.tma_copy(source[token:end, head, HALF:head_k], high, barrier=barriers[0], leader_scope_threads=32)
+
+    @T.macro
     def send(ring, vector_ring, slot, remote_slot, ready, block):
         T.copy_cluster(ring[slot, :, :, :], ring[remote_slot, :, :, :], dst_block=block, remote_barrier=ready[remote_slot])
         T.copy_cluster(
@@ -180,8 +186,8 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
             vector_ring = T.alloc_shared((STAGES, NUM_VECTORS, CHUNK), "float32")
             maker_k_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
             maker_k_high_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
-            maker_q_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
-            maker_q_high_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
+            maker_q_shared = T.alloc_shared((CHUNK, HALF), dtype)
+            maker_q_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
             lower_shared = T.alloc_shared((CHUNK, LOWER_PITCH), inverse_dtype)
             x_shared = T.alloc_shared((2, CHUNK, CHUNK), dtype)
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
@@ -438,14 +444,14 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
                         load_halves(k, head // heads_per_k, token, maker_k_shared, maker_k_high_shared, k_full, turn)
                         T.barrier_arrive(k_full[turn])
                         if turn == 0:
-                            load_halves(q, head // heads_per_q, token, maker_q_shared, maker_q_high_shared, q_full, 0)
+                            load_queries(q, head // heads_per_q, token, maker_q_shared, maker_q_high_shared, q_full)
                             T.barrier_arrive(q_full[0])
                     for turn in T.serial(turns):
                         token = sequence_begin + (makers * turn + rank) * CHUNK
                         if turn + 1 < turns:
                             T.barrier_wait(q_empty, turn & 1)
-                            load_halves(
-                                q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0
+                            load_queries(
+                                q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full
                             )
                             T.barrier_arrive(q_full[0])
                         if turn + KEY_BUFFERS < turns:  # free before the tiles are made

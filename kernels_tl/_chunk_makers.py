@@ -42,6 +42,7 @@ WARPGROUP = 128
 INVERSE_SYNC = 5  # a named barrier
 QUARTER = BLOCK // 2  # rows of the smallest blocks
 LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
 
 
 def ring_slot(makers: int, rank: Any, turn: Any) -> Any:
@@ -65,6 +66,21 @@ def own_block(warp, tile, block):
         block[i, j] = T.Select(warp > 1, tile[i, 2 * BLOCK + j], block[i, j])
     for i, j in T.Parallel(CHUNK, BLOCK):
         block[i, j] = T.Select(warp > 2, tile[i, 3 * BLOCK + j], block[i, j])
+
+
+def right_operands() -> Any:
+    """The layout of [64, 64] whose rows, 8 of a warp at a time, are right operands of m16n8k16.
+
+    The same registers as of a left operand, in another order: transposing 8 rows moves nothing.
+    """
+
+    def thread(row: Any, column: Any) -> Any:
+        return row // BLOCK * 32 + row % 8 * 4 + column % 8 // 2
+
+    def register(row: Any, column: Any) -> Any:
+        return column // 16 * 8 + row % BLOCK // 8 * 4 + column % 16 // 8 * 2 + column % 2
+
+    return T.Fragment([CHUNK, HALF], forward_thread_fn=thread, forward_index_fn=register)
 
 
 def gate_role(problem: ChunkProblem, makers: int) -> Any:
@@ -141,7 +157,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
-    short = {"float16": "fp16", "bfloat16": "bf16"}[inverse_dtype]
+    short = _SHORT[inverse_dtype]
     x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
     blocks = CHUNK // BLOCK
 
@@ -363,7 +379,18 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
 def product_role(problem: ChunkProblem, makers: int) -> Any:
     """A macro for one warpgroup: R, Z and the row factors, from X."""
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
+    short = _SHORT[dtype]
     shift = HALF_SCALE_LOG2 if normalize and dtype == "float16" else 0.0  # X's scale, taken back
+
+    @T.macro
+    def square(sums, left, right):
+        """sums [2][16, 8] += left right^T, right the upper and the lower 8 of the warp's rows."""
+        for step in T.unroll(HALF // 16):
+            for n in T.unroll(2):
+                T.ptx_mma(
+                    "float32", "m16n8k16", "row", "col", short, short, "fp32",
+                    left.data, 8 * step, right.data, 8 * step + 4 * n, sums.data, 4 * n, T.bool(False),
+                )  # fmt: skip
 
     @T.macro
     def product(
@@ -393,20 +420,24 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
         room,
         made,
     ):
+        q_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+        q_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+        q_right = T.alloc_fragment((CHUNK, HALF), dtype)  # the same registers as right operands of a warp
+        q_high_right = T.alloc_fragment((CHUNK, HALF), dtype)
+        sums = T.alloc_local((8,), "float32")
+        factors = T.alloc_local((2,), "float32")
+        T.annotate_layout({q_right: right_operands(), q_high_right: right_operands()})
         qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        qq_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
         z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
         z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
         z_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
         r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
-        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
         vectors = T.alloc_local((NUM_VECTORS,), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         # Compared with columns that are the same for all comparisons, which else took 32 registers each.
         row_index = T.alloc_fragment((CHUNK,), "int32")
-        query_factor = T.alloc_var("float32", init=0.0)
         warp = thread // 32
         lane = thread % 32
         for i in T.Parallel(CHUNK):
@@ -414,35 +445,42 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
-            T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
             T.barrier_wait(q_full[0], turn & 1)
-            # Rows of Q and K past the end may be anything: they reach rows of R of tokens past the end, or nothing.
+            T.copy(q_shared, q_operand)
+            T.copy(q_high_shared, q_high_operand)
             if normalize:
-                T.wgmma_gemm(q_shared[0, :, :], q_shared[0, :, :], qq_fragment, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(q_high_shared[0, :, :], q_high_shared[0, :, :], qq_fragment, transpose_B=True)
-            T.wgmma_gemm(q_shared[0, :, :], k_shared[buffer, :, :], qk_fragment, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(q_high_shared[0, :, :], k_high_shared[buffer, :, :], qk_fragment, transpose_B=True)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-            if normalize:
-                T.warpgroup_fence_operand(qq_fragment, num_regs=32)
+                # Norms are what the diagonals of the warp's two blocks of 8 rows of Q Q^T hold: by its own products, out of the
+                # registers that Q K^T takes too. Of each product one half is of other rows, and nobody's.
+                for i, j in T.Parallel(CHUNK, HALF):
+                    q_right[i, j] = q_operand[i, j]
+                for i, j in T.Parallel(CHUNK, HALF):
+                    q_high_right[i, j] = q_high_operand[i, j]
+                T.clear(sums)
+                square(sums, q_operand, q_right)
+                square(sums, q_high_operand, q_high_right)
+            T.sync_warp()
             if thread % 32 == 0:
                 T.barrier_arrive(q_empty)
+            T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
+            # Rows of Q and K past the end may be anything: they reach rows of R of tokens past the end, or nothing.
+            T.wgmma_gemm(q_operand, k_shared[buffer, :, :], qk_fragment, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(q_high_operand, k_high_shared[buffer, :, :], qk_fragment, transpose_B=True)
             if normalize:
-                own_block(thread // 32, qq_fragment, diagonal_fragment)
-                for i, j in T.Parallel(CHUNK, BLOCK):
-                    if i % BLOCK == j:
-                        q_factor_shared[i] = diagonal_fragment[i, j]
-                T.sync_warp()
-                if lane < BLOCK:
-                    query_factor = T.rsqrt(q_factor_shared[BLOCK * warp + lane] + NORM_EPS) * scale
-                    q_factor_shared[BLOCK * warp + lane] = query_factor
+                # Row lane // 4 of each block: of its four lanes one holds the diagonal.
+                factors[0] = T.Select(lane // 4 % 2 == 0, sums[0], sums[1])
+                factors[1] = T.Select(lane // 4 % 2 == 0, sums[6], sums[7])
+                for side in T.unroll(2):
+                    factors[side] = T.rsqrt(T.shfl_sync(factors[side], lane // 4 * 4 + lane // 8) + NORM_EPS) * scale
             else:
-                if lane < BLOCK:
-                    q_factor_shared[BLOCK * warp + lane] = scale
+                for side in T.unroll(2):
+                    factors[side] = scale
+            for side in T.unroll(2):
+                q_factor_shared[BLOCK * warp + lane // 4 + QUARTER * side] = factors[side]
             T.sync_warp()  # a warp reads the factors of its own rows only
             for i in T.Parallel(CHUNK):
                 row_factor[i] = q_factor_shared[i]
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 qk_fragment[i, j] *= row_factor[i]
             for i, j in T.Parallel(CHUNK, CHUNK):
