@@ -235,6 +235,8 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
                     v_shared: make_swizzled_layout(v_shared),
                     v_odd_shared: make_swizzled_layout(v_odd_shared),
                     out_shared: make_swizzled_layout(out_shared),
+                    maker_q_shared: make_swizzled_layout(maker_q_shared),
+                    maker_q_high_shared: make_swizzled_layout(maker_q_high_shared),
                     v_fragment: transposed_accumulator(columns),
                     out_rows: transposed_accumulator(columns),
                 }
