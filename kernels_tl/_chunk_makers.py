@@ -426,7 +426,6 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
         q_high_right = T.alloc_fragment((CHUNK, HALF), dtype)
         sums = T.alloc_local((8,), "float32")
         factors = T.alloc_local((2,), "float32")
-        T.annotate_layout({q_right: right_operands(), q_high_right: right_operands()})
         qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
         z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
@@ -451,9 +450,9 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
             if normalize:
                 # Norms are what the diagonals of the warp's two blocks of 8 rows of Q Q^T hold: by its own products, out of the
                 # registers that Q K^T takes too. Of each product one half is of other rows, and nobody's.
-                for i, j in T.Parallel(CHUNK, HALF):
+                for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
                     q_right[i, j] = q_operand[i, j]
-                for i, j in T.Parallel(CHUNK, HALF):
+                for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
                     q_high_right[i, j] = q_high_operand[i, j]
                 T.clear(sums)
                 square(sums, q_operand, q_right)
