@@ -52,22 +52,6 @@ def ring_slot(makers: int, rank: Any, turn: Any) -> Any:
     return (turn * (1 if makers % 2 else rank // CHAINS) + rank) & 1
 
 
-@T.macro
-def own_block(warp, tile, block):
-    """block [64, 16] = of the rows of each warp the diagonal 16 x 16 block of tile [64, 64], an accumulator.
-
-    Chosen element by element: inside branches the fragment's layout is inferred for the threads of one branch alone.
-    """
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = tile[i, j]
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = T.Select(warp > 0, tile[i, BLOCK + j], block[i, j])
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = T.Select(warp > 1, tile[i, 2 * BLOCK + j], block[i, j])
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = T.Select(warp > 2, tile[i, 3 * BLOCK + j], block[i, j])
-
-
 def right_operands() -> Any:
     """The layout of [64, 64] whose rows, 8 of a warp at a time, are right operands of m16n8k16.
 
@@ -160,6 +144,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
     short = _SHORT[inverse_dtype]
     x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
     blocks = CHUNK // BLOCK
+    steps = problem.head_k_dim // 16  # of a product of single warps
 
     @T.macro
     def multiply(sums, begin, left, left_begin, right, right_begin):
@@ -178,6 +163,17 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
             T.access_ptr(lower_shared[BLOCK * row + lane % 16, BLOCK * column + lane // 16 * 8], "r", extent=8),
             T.access_ptr(blocks_loaded[8 * place], "w", extent=8),
         )
+
+    @T.macro
+    def load_rows(tile, buffer, warp, lane, keys, first):
+        """The warp's 16 rows of tile[buffer] [64, 64] as left operands, [16, 16] each."""
+        for step in T.unroll(HALF // 16):
+            T.ptx_ldmatrix(
+                T.bool(False),
+                4,
+                T.access_ptr(tile[buffer, BLOCK * warp + lane % 16, 16 * step + lane // 16 * 8], "r", extent=8),
+                T.access_ptr(keys[8 * (first + step)], "w", extent=8),
+            )
 
     @T.macro
     def load_column(lower_shared, lane, column, below, inverted):
@@ -219,10 +215,14 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
         x_free,
     ):
         kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
+        keys = T.alloc_local((8 * steps,), dtype)  # the warp's 16 rows of K as left operands
+        transposed = T.alloc_local((8 * steps,), dtype)  # and as right ones, 8 rows each
+        diagonal = T.alloc_local((8,), "float32")  # the warp's diagonal block
         factors = T.alloc_local((2,), "float32")
+        betas = T.alloc_local((2,), "float32")
+        columns = T.alloc_local((4,), "float32")
         column = T.alloc_local((QUARTER,), "float32")
         values = T.alloc_local((8 * blocks,), "float32")  # the row of blocks
         scaled = T.alloc_local((8,), "float32")
@@ -234,6 +234,8 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
         inverted = T.alloc_local((8 * (blocks - 1),), inverse_dtype)  # A_uu
         warp = thread // 32
         lane = thread % 32
+        # Of the diagonal block's 16 columns, by all lanes: a branch would serialise the products under way.
+        own = thread % BLOCK
         # Above the diagonal they stay zero.
         for half, i, j in T.Parallel(2, CHUNK, CHUNK):
             x_shared[half, i, j] = 0
@@ -252,64 +254,66 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                 T.sync_threads(INVERSE_SYNC, WARPGROUP)
             T.wgmma_gemm(k_shared[buffer, :, :], k_shared[buffer, :, :], kk_fragment, transpose_B=True, clear_accum=True)
             T.wgmma_gemm(k_high_shared[buffer, :, :], k_high_shared[buffer, :, :], kk_fragment, transpose_B=True)
+            # Meanwhile each warp makes its diagonal block by itself, and with it the norms of its rows.
+            load_rows(k_shared, buffer, warp, lane, keys, 0)
+            load_rows(k_high_shared, buffer, warp, lane, keys, HALF // 16)
+            T.clear(diagonal)
+            for step in T.unroll(steps):
+                for n in T.unroll(2):
+                    for m in T.unroll(2):
+                        for odd in T.vectorized(2):
+                            transposed[8 * step + 4 * n + 2 * m + odd] = keys[8 * step + 4 * m + 2 * n + odd]
+                    T.ptx_mma(
+                        "float32", "m16n8k16", "row", "col", _SHORT[dtype], _SHORT[dtype], "fp32",
+                        keys.data, 8 * step, transposed.data, 8 * step + 4 * n, diagonal.data, 4 * n, T.bool(False),
+                    )  # fmt: skip
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(kk_fragment, num_regs=32)
-            # Of the four blocks the warp's own: 32 comparisons of rows and columns less, wherever the diagonal is meant.
-            own_block(warp, kk_fragment, diagonal_fragment)
             if normalize:
-                # The sums alone: the roots of all elements that a thread holds would be too many.
-                for i, j in T.Parallel(CHUNK, BLOCK):
-                    if i % BLOCK == j:
-                        k_factor_shared[half, i] = diagonal_fragment[i, j]
-                T.sync_warp()
-                if lane < BLOCK:
-                    k_factor = T.rsqrt(k_factor_shared[half, BLOCK * warp + lane] + NORM_EPS)
-                    k_factor_shared[half, BLOCK * warp + lane] = k_factor
-                    beta_shared[half, BLOCK * warp + lane] *= k_factor
+                # Row lane // 4 of each half of 8 rows: of its four lanes one holds the diagonal.
+                factors[0] = T.Select(lane // 4 % 2 == 0, diagonal[0], diagonal[1])
+                factors[1] = T.Select(lane // 4 % 2 == 0, diagonal[6], diagonal[7])
+                for side in T.unroll(2):
+                    factors[side] = T.rsqrt(T.shfl_sync(factors[side], lane // 4 * 4 + lane // 8) + NORM_EPS)
             else:
-                if lane < BLOCK:
-                    k_factor_shared[half, BLOCK * warp + lane] = 1.0
-            T.sync_threads(INVERSE_SYNC, WARPGROUP)  # also: every warp is done with the L of the chunk before
-
-            # L, negated: the diagonal block, transposed, in float32; what lies left of it for the products.
-            for i in T.Parallel(CHUNK):
-                row_factor[i] = -k_factor_shared[half, i]
-            # All factors are read before anything is stored: the compiler keeps their order.
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                diagonal_fragment[i, j] *= row_factor[i] * beta_shared[half, i // BLOCK * BLOCK + j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = beta_shared[half, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                diagonal_shared[i // BLOCK * BLOCK + j, i % BLOCK] = diagonal_fragment[i, j]
-            for block in T.unroll(blocks - 1):
-                if warp > block:
-                    for i, j in T.Parallel(CHUNK, BLOCK):
-                        lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
+                for side in T.unroll(2):
+                    factors[side] = 1.0
+            for side in T.unroll(2):
+                betas[side] = beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] * factors[side]
+            T.sync_warp()
+            for side in T.unroll(2):
+                k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] = factors[side]
+                beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = betas[side]
+            T.sync_warp()
+            # L's diagonal block, negated and transposed.
+            for m in T.unroll(2):
+                for odd in T.vectorized(2):
+                    columns[2 * m + odd] = beta_shared[half, BLOCK * warp + 8 * m + lane % 4 * 2 + odd]
+            for m in T.unroll(2):
+                for side in T.unroll(2):
+                    for odd in T.unroll(2):
+                        diagonal_shared[BLOCK * warp + 8 * m + lane % 4 * 2 + odd, lane // 4 + 8 * side] = diagonal[
+                            4 * m + 2 * side + odd
+                        ] * (-factors[side] * columns[2 * m + odd])
             T.sync_warp()
             # The diagonal block's two 8 x 8 halves by substitution, a lane a column; below them -A_22 L_21 A_11 by products.
             for odd in T.vectorized(2):
                 right[odd] = 0
             for odd in T.vectorized(2):
                 right[2 + odd] = T.cast(diagonal_shared[BLOCK * warp + lane // 4, QUARTER + lane % 4 * 2 + odd], inverse_dtype)
-            if lane < BLOCK:
+            for i in T.unroll(QUARTER):
+                column[i] = T.if_then_else(own % QUARTER == i, 1.0, 0.0)
+            for pivot in T.unroll(QUARTER - 1):
                 for i in T.unroll(QUARTER):
-                    column[i] = T.if_then_else(lane % QUARTER == i, 1.0, 0.0)
-                for pivot in T.unroll(QUARTER - 1):
-                    for i in T.unroll(QUARTER):
-                        if i > pivot:
-                            column[i] = (
-                                column[i]
-                                + diagonal_shared[BLOCK * warp + lane // QUARTER * QUARTER + pivot, lane // QUARTER * QUARTER + i]
-                                * column[pivot]
-                            )
+                    if i > pivot:
+                        column[i] = (
+                            column[i]
+                            + diagonal_shared[BLOCK * warp + own // QUARTER * QUARTER + pivot, own // QUARTER * QUARTER + i]
+                            * column[pivot]
+                        )
             T.sync_warp()
-            if lane < BLOCK:
-                for part in T.unroll(2):
-                    for i in T.vectorized(4):
-                        diagonal_shared[BLOCK * warp + lane, lane // QUARTER * QUARTER + 4 * part + i] = column[4 * part + i]
+            for part in T.unroll(2):
+                for i in T.vectorized(4):
+                    diagonal_shared[BLOCK * warp + own, own // QUARTER * QUARTER + 4 * part + i] = column[4 * part + i]
             T.sync_warp()
             T.clear(values)
             for m in T.unroll(2):
@@ -334,6 +338,22 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                 for i in T.unroll(8):
                     values[8 * block + i] = values[i]
                     left[8 * block + i] = T.cast(values[i], inverse_dtype)
+            T.sync_threads(INVERSE_SYNC, WARPGROUP)  # the factors of all rows; also: every warp is done with the L before
+
+            # L, negated, left of the diagonal blocks.
+            for i in T.Parallel(CHUNK):
+                row_factor[i] = -k_factor_shared[half, i]
+            # All factors are read before anything is stored: the compiler keeps their order.
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = beta_shared[half, j]
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(kk_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
+            for block in T.unroll(blocks - 1):
+                if warp > block:
+                    for i, j in T.Parallel(CHUNK, BLOCK):
+                        lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
             for m in T.unroll(2):
                 for side in T.unroll(2):
                     for odd in T.vectorized(2):
@@ -344,7 +364,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
 
             load_column(lower_shared, lane, blocks - 2, below, inverted)
             for side in T.unroll(2):
-                factors[side] = beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
+                betas[side] = betas[side] * x_scale
             T.barrier_wait(x_free[half], ((turn // 2) & 1) ^ 1)
             for back in T.unroll(blocks - 1):
                 if back < blocks - 2:  # of the next round, before this one's stores, behind which it would wait
@@ -361,7 +381,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                                         + 4 * (blocks - 1 - backwards) * (blocks - 2 - backwards) + 4 * n,
                                     )  # fmt: skip
                     # While the products run.
-                    store(x_shared, half, warp, lane, blocks - 1 - back, values, scaled, factors)
+                    store(x_shared, half, warp, lane, blocks - 1 - back, values, scaled, betas)
                     for i in T.unroll(8):
                         middle[i] = T.cast(sums[i], inverse_dtype)
                         values[8 * (blocks - 2 - back) + i] = 0.0
@@ -369,7 +389,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                         multiply(values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n)
                     for i in T.unroll(8):
                         left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
-            store(x_shared, half, warp, lane, 0, values, scaled, factors)
+            store(x_shared, half, warp, lane, 0, values, scaled, betas)
             T.fence_proxy_async()
             T.barrier_arrive(x_full[half])
 
