@@ -21,7 +21,10 @@ from kernels_tl._chunk_prepare import (
     LOG2_E,
     LOWEST_LOG_DECAY,
     NORM_EPS,
+    SHORT,
     SOFTPLUS_THRESHOLD,
+    right_operands,
+    square_rows,
 )
 from kernels_tl._chunk_types import (
     CHUNK,
@@ -42,7 +45,6 @@ WARPGROUP = 128
 INVERSE_SYNC = 5  # a named barrier
 QUARTER = BLOCK // 2  # rows of the smallest blocks
 LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
-_SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
 
 
 def ring_slot(makers: int, rank: Any, turn: Any) -> Any:
@@ -50,21 +52,6 @@ def ring_slot(makers: int, rank: Any, turn: Any) -> Any:
     if makers == CHAINS:
         return rank
     return (turn * (1 if makers % 2 else rank // CHAINS) + rank) & 1
-
-
-def right_operands() -> Any:
-    """The layout of [64, 64] whose rows, 8 of a warp at a time, are right operands of m16n8k16.
-
-    The same registers as of a left operand, in another order: transposing 8 rows moves nothing.
-    """
-
-    def thread(row: Any, column: Any) -> Any:
-        return row // BLOCK * 32 + row % 8 * 4 + column % 8 // 2
-
-    def register(row: Any, column: Any) -> Any:
-        return column // 16 * 8 + row % BLOCK // 8 * 4 + column % 16 // 8 * 2 + column % 2
-
-    return T.Fragment([CHUNK, HALF], forward_thread_fn=thread, forward_index_fn=register)
 
 
 def gate_role(problem: ChunkProblem, makers: int) -> Any:
@@ -141,7 +128,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
-    short = _SHORT[inverse_dtype]
+    short = SHORT[inverse_dtype]
     x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
     blocks = CHUNK // BLOCK
     steps = problem.head_k_dim // 16  # of a product of single warps
@@ -264,7 +251,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                         for odd in T.vectorized(2):
                             transposed[8 * step + 4 * n + 2 * m + odd] = keys[8 * step + 4 * m + 2 * n + odd]
                     T.ptx_mma(
-                        "float32", "m16n8k16", "row", "col", _SHORT[dtype], _SHORT[dtype], "fp32",
+                        "float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32",
                         keys.data, 8 * step, transposed.data, 8 * step + 4 * n, diagonal.data, 4 * n, T.bool(False),
                     )  # fmt: skip
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
@@ -399,18 +386,9 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
 def product_role(problem: ChunkProblem, makers: int) -> Any:
     """A macro for one warpgroup: R, Z and the row factors, from X."""
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
-    short = _SHORT[dtype]
     shift = HALF_SCALE_LOG2 if normalize and dtype == "float16" else 0.0  # X's scale, taken back
 
-    @T.macro
-    def square(sums, left, right):
-        """sums [2][16, 8] += left right^T, right the upper and the lower 8 of the warp's rows."""
-        for step in T.unroll(HALF // 16):
-            for n in T.unroll(2):
-                T.ptx_mma(
-                    "float32", "m16n8k16", "row", "col", short, short, "fp32",
-                    left.data, 8 * step, right.data, 8 * step + 4 * n, sums.data, 4 * n, T.bool(False),
-                )  # fmt: skip
+    square = square_rows(dtype)
 
     @T.macro
     def product(

@@ -22,6 +22,7 @@ chunk if the sequence is padding, and those of tokens `64 * slot ...` that lie a
 from typing import Any
 
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
@@ -51,7 +52,41 @@ BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitutio
 # float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
 HALF_SCALE = 32.0
 HALF_SCALE_LOG2 = 5.0
+SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
+
+
+def right_operands() -> Any:
+    """The layout of [64, 64] whose rows, 8 of a warp at a time, are right operands of m16n8k16.
+
+    The same registers as of a left operand, in another order: transposing 8 rows moves nothing.
+    """
+
+    def thread(row: Any, column: Any) -> Any:
+        return row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+
+    def register(row: Any, column: Any) -> Any:
+        return column // 16 * 8 + row % 16 // 8 * 4 + column % 16 // 8 * 2 + column % 2
+
+    return T.Fragment([CHUNK, HALF], forward_thread_fn=thread, forward_index_fn=register)
+
+
+def square_rows(dtype: str) -> Any:
+    """A macro: sums [2][16, 8] += what each warp's 16 rows [16, 64] make with the upper and with the lower 8 of them.
+
+    Norms are what the diagonals of the two blocks of 8 rows hold; of each product one half is of other rows, and nobody's.
+    """
+
+    @T.macro
+    def square(sums, left, right):
+        for step in T.unroll(HALF // 16):
+            for n in T.unroll(2):
+                T.ptx_mma(
+                    "float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32",
+                    left.data, 8 * step, right.data, 8 * step + 4 * n, sums.data, 4 * n, T.bool(False),
+                )  # fmt: skip
+
+    return square
 
 
 def prepare(problem: ChunkProblem) -> Any:
@@ -80,6 +115,8 @@ def prepare(problem: ChunkProblem) -> Any:
     index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+
+    square = square_rows(dtype)
 
     @T.macro
     def zero_rows(out, row_begin, row_end, head):
@@ -124,6 +161,12 @@ def prepare(problem: ChunkProblem) -> Any:
             loaded = T.alloc_barrier(PREPARE_THREADS)
             kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            q_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            q_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            q_right = T.alloc_fragment((CHUNK, HALF), dtype)  # the same registers as right operands of a warp
+            q_high_right = T.alloc_fragment((CHUNK, HALF), dtype)
+            sums = T.alloc_local((8,), "float32")
+            norms = T.alloc_local((2,), "float32")
             query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
             z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
             z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
@@ -146,6 +189,7 @@ def prepare(problem: ChunkProblem) -> Any:
             decays = T.alloc_local((2,), "float32")
             strengths = T.alloc_local((2,), "float32")
             tx = T.get_thread_binding()
+            T.annotate_layout({q_shared: make_swizzled_layout(q_shared), q_high_shared: make_swizzled_layout(q_high_shared)})
 
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
             high = T.max(bounds - 2, 0)
@@ -234,34 +278,45 @@ def prepare(problem: ChunkProblem) -> Any:
                 T.wgmma_gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
                 if wide:
                     T.wgmma_gemm(k_high_shared, k_high_shared, kk_fragment, transpose_B=True)
+                # Q once from shared memory, for both its products.
+                T.copy(q_shared, q_operand)
+                if wide:
+                    T.copy(q_high_shared, q_high_operand)
+                T.wgmma_gemm(q_operand, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(q_high_operand, k_high_shared, qk_fragment, transpose_B=True)
                 if normalize:
-                    # For the norms alone; the tensor cores have little else to do here.
-                    T.wgmma_gemm(q_shared, q_shared, product_fragment, transpose_B=True, clear_accum=True)
+                    T.clear(sums)
+                    for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
+                        q_right[i, j] = q_operand[i, j]
+                    square(sums, q_operand, q_right)
                     if wide:
-                        T.wgmma_gemm(q_high_shared, q_high_shared, product_fragment, transpose_B=True)
+                        for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
+                            q_high_right[i, j] = q_high_operand[i, j]
+                        square(sums, q_high_operand, q_high_right)
+                    # Row lane // 4 of each block: of its four lanes one holds the diagonal.
+                    norms[0] = T.Select(tx // 4 % 2 == 0, sums[0], sums[1])
+                    norms[1] = T.Select(tx // 4 % 2 == 0, sums[6], sums[7])
+                    for side in T.unroll(2):
+                        norms[side] = T.rsqrt(T.shfl_sync(norms[side], tx % 32 // 4 * 4 + tx % 32 // 8) + NORM_EPS) * scale
+                    for side in T.unroll(2):
+                        q_factor_shared[tx // 32 * 16 + tx % 32 // 4 + 8 * side] = norms[side]
                 else:
                     for i in T.Parallel(CHUNK):
                         k_factor_shared[i] = 1.0
                         q_factor_shared[i] = scale
-                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
-                if wide:
-                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(kk_fragment, num_regs=32)
                 T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 if normalize:
-                    T.warpgroup_fence_operand(product_fragment, num_regs=32)
-                    # The sums alone: the roots of all 64 elements that a thread holds would be 62 too many.
+                    # The sums alone: the roots of all 32 elements that a thread holds would be 31 too many.
                     for i, j in T.Parallel(CHUNK, CHUNK):
                         if i == j:
                             k_factor_shared[i] = kk_fragment[i, j]
-                            q_factor_shared[i] = product_fragment[i, j]
                     T.sync_threads()
                     if tx < CHUNK:
                         k_factor_shared[tx] = T.rsqrt(k_factor_shared[tx] + NORM_EPS)
                         beta_shared[tx] *= k_factor_shared[tx]
-                    else:
-                        q_factor_shared[tx - CHUNK] = T.rsqrt(q_factor_shared[tx - CHUNK] + NORM_EPS) * scale
                 T.sync_threads()
                 T.copy(q_factor_shared, row_factor)
                 for i, j in T.Parallel(CHUNK, CHUNK):
