@@ -79,7 +79,7 @@ RING_TILES = 3  # R, Z's halves
 RING_COPIES = 2  # the tiles, the row factors
 _TILE_BYTES = CHUNK * HALF * 2
 _TILES = 4 * STAGES + STAGES + 1 + STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 3  # K, Q; V; out; ring; makers' K, Q; L, X
-_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 7 * CHUNK + MOST_RANKED
+_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 9 * CHUNK + MOST_RANKED
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
@@ -192,8 +192,9 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
             x_shared = T.alloc_shared((2, CHUNK, CHUNK), dtype)
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((2, CHUNK), "float32")
-            beta_shared = T.alloc_shared((2, CHUNK), "float32")
+            beta_shared = T.alloc_shared((2, CHUNK), "float32")  # from the inverse on: the factors of Z and R
             k_factor_shared = T.alloc_shared((2, CHUNK), "float32")
+            k_norm_shared = T.alloc_shared((2, CHUNK), "float32")
             q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             lengths = T.alloc_shared((MOST_RANKED,), "int32")
             chosen = T.alloc_shared((1,), "int32")
@@ -384,13 +385,13 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
                 T.set_max_nreg(INVERSE_REGISTERS, 0)
                 inverse(
                     tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, lower_shared, x_shared,
-                    diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
+                    diagonal_shared, beta_shared, k_factor_shared, k_norm_shared, k_full, gates_full, x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
                 T.set_max_nreg(PRODUCT_REGISTERS, 0)
                 product(
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
-                    maker_q_high_shared, x_shared, sum_shared, k_factor_shared, q_factor_shared,
+                    maker_q_high_shared, x_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
                     ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
                     x_full, x_free, taken, room, made,
                 )  # fmt: skip

@@ -3,7 +3,7 @@
 A block of a cluster of `makers` makes the tiles of every makers-th chunk, for both chains. The maths stands in _chunk_prepare;
 here it is split between two warpgroups, so that two chunks are on their way at a time:
 
-    inverse   K K^T, |k|^-1, L, X = beta |k|^-1 (I + L)^-1
+    inverse   K K^T, |k|^-1, L, X, which is (I + L)^-1 but for factors
     product   Q K^T, |q|^-1, then with X: R, Z and the row factors, into a slot of the block's own ring
 
 `turn` counts the chunks that a block makes: turn t is chunk makers * t + rank. The barriers stand in _chunk_fused.
@@ -16,14 +16,13 @@ import tilelang.language as T
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_prepare import (
     BLOCK,
-    HALF_SCALE,
-    HALF_SCALE_LOG2,
     LOG2_E,
     LOWEST_LOG_DECAY,
     NORM_EPS,
     SHORT,
     SOFTPLUS_THRESHOLD,
     right_operands,
+    scales_of,
     square_rows,
 )
 from kernels_tl._chunk_types import (
@@ -129,7 +128,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
     short = SHORT[inverse_dtype]
-    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    unit, x_scale = scales_of(problem)
     blocks = CHUNK // BLOCK
     steps = problem.head_k_dim // 16  # of a product of single warps
 
@@ -173,9 +172,18 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
         load(lower_shared, lane, column, column, inverted, column)
 
     @T.macro
-    def store(x_shared, half, warp, lane, block, values, scaled, factors):
+    def load_norms(k_norm_shared, half, lane, block, norms):
+        if unit:
+            for m in T.unroll(2):
+                for odd in T.vectorized(2):
+                    norms[2 * m + odd] = k_norm_shared[half, BLOCK * block + 8 * m + lane % 4 * 2 + odd]
+
+    @T.macro
+    def store(x_shared, half, warp, lane, block, values, scaled, factors, norms):
         for i in T.unroll(8):
             scaled[i] = values[8 * block + i] * factors[i // 2 % 2]
+            if unit:
+                scaled[i] = scaled[i] * norms[i // 4 * 2 + i % 2]
         for m in T.unroll(2):
             for side in T.unroll(2):
                 for odd in T.vectorized(2):
@@ -196,6 +204,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
         diagonal_shared,
         beta_shared,
         k_factor_shared,
+        k_norm_shared,
         k_full,
         gates_full,
         x_full,
@@ -208,8 +217,10 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
         transposed = T.alloc_local((8 * steps,), dtype)  # and as right ones, 8 rows each
         diagonal = T.alloc_local((8,), "float32")  # the warp's diagonal block
         factors = T.alloc_local((2,), "float32")
+        strengths = T.alloc_local((2,), "float32")
         betas = T.alloc_local((2,), "float32")
         columns = T.alloc_local((4,), "float32")
+        norms = T.alloc_local((4,), "float32")  # of this lane's columns in a block
         column = T.alloc_local((QUARTER,), "float32")
         values = T.alloc_local((8 * blocks,), "float32")  # the row of blocks
         scaled = T.alloc_local((8,), "float32")
@@ -260,27 +271,33 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                 factors[0] = T.Select(lane // 4 % 2 == 0, diagonal[0], diagonal[1])
                 factors[1] = T.Select(lane // 4 % 2 == 0, diagonal[6], diagonal[7])
                 for side in T.unroll(2):
-                    factors[side] = T.rsqrt(T.shfl_sync(factors[side], lane // 4 * 4 + lane // 8) + NORM_EPS)
+                    norms[side] = T.shfl_sync(factors[side], lane // 4 * 4 + lane // 8) + NORM_EPS
+                    factors[side] = T.rsqrt(norms[side])
             else:
                 for side in T.unroll(2):
                     factors[side] = 1.0
             for side in T.unroll(2):
-                betas[side] = beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] * factors[side]
+                strengths[side] = beta_shared[half, BLOCK * warp + lane // 4 + 8 * side]
+                betas[side] = strengths[side] * factors[side]
             T.sync_warp()
             for side in T.unroll(2):
                 k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] = factors[side]
-                beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = betas[side]
+                if unit:
+                    k_norm_shared[half, BLOCK * warp + lane // 4 + 8 * side] = norms[side] * factors[side]
+                    beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = betas[side]
+                else:
+                    beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = strengths[side] * (1.0 / x_scale)
             T.sync_warp()
             # L's diagonal block, negated and transposed.
             for m in T.unroll(2):
                 for odd in T.vectorized(2):
-                    columns[2 * m + odd] = beta_shared[half, BLOCK * warp + 8 * m + lane % 4 * 2 + odd]
+                    columns[2 * m + odd] = k_factor_shared[half, BLOCK * warp + 8 * m + lane % 4 * 2 + odd]
             for m in T.unroll(2):
                 for side in T.unroll(2):
                     for odd in T.unroll(2):
                         diagonal_shared[BLOCK * warp + 8 * m + lane % 4 * 2 + odd, lane // 4 + 8 * side] = diagonal[
                             4 * m + 2 * side + odd
-                        ] * (-factors[side] * columns[2 * m + odd])
+                        ] * (-betas[side] * columns[2 * m + odd])
             T.sync_warp()
             # The diagonal block's two 8 x 8 halves by substitution, a lane a column; below them -A_22 L_21 A_11 by products.
             for odd in T.vectorized(2):
@@ -329,10 +346,13 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
 
             # L, negated, left of the diagonal blocks.
             for i in T.Parallel(CHUNK):
-                row_factor[i] = -k_factor_shared[half, i]
+                if unit:
+                    row_factor[i] = -beta_shared[half, i]
+                else:
+                    row_factor[i] = -k_factor_shared[half, i] * (beta_shared[half, i] * x_scale)
             # All factors are read before anything is stored: the compiler keeps their order.
             for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = beta_shared[half, j]
+                column_fragment[i, j] = k_factor_shared[half, j]
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(kk_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, CHUNK):
@@ -351,9 +371,10 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
 
             load_column(lower_shared, lane, blocks - 2, below, inverted)
             for side in T.unroll(2):
-                betas[side] = betas[side] * x_scale
+                factors[side] = factors[side] * x_scale
             T.barrier_wait(x_free[half], ((turn // 2) & 1) ^ 1)
             for back in T.unroll(blocks - 1):
+                load_norms(k_norm_shared, half, lane, blocks - 1 - back, norms)
                 if back < blocks - 2:  # of the next round, before this one's stores, behind which it would wait
                     load_column(lower_shared, lane, blocks - 3 - back, below, inverted)
                 if warp > blocks - 2 - back:
@@ -368,7 +389,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                                         + 4 * (blocks - 1 - backwards) * (blocks - 2 - backwards) + 4 * n,
                                     )  # fmt: skip
                     # While the products run.
-                    store(x_shared, half, warp, lane, blocks - 1 - back, values, scaled, betas)
+                    store(x_shared, half, warp, lane, blocks - 1 - back, values, scaled, factors, norms)
                     for i in T.unroll(8):
                         middle[i] = T.cast(sums[i], inverse_dtype)
                         values[8 * (blocks - 2 - back) + i] = 0.0
@@ -376,7 +397,8 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                         multiply(values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n)
                     for i in T.unroll(8):
                         left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
-            store(x_shared, half, warp, lane, 0, values, scaled, betas)
+            load_norms(k_norm_shared, half, lane, 0, norms)
+            store(x_shared, half, warp, lane, 0, values, scaled, factors, norms)
             T.fence_proxy_async()
             T.barrier_arrive(x_full[half])
 
@@ -386,7 +408,6 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
 def product_role(problem: ChunkProblem, makers: int) -> Any:
     """A macro for one warpgroup: R, Z and the row factors, from X."""
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
-    shift = HALF_SCALE_LOG2 if normalize and dtype == "float16" else 0.0  # X's scale, taken back
 
     square = square_rows(dtype)
 
@@ -402,6 +423,7 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
         q_high_shared,
         x_shared,
         sum_shared,
+        beta_shared,
         k_factor_shared,
         q_factor_shared,
         ring,
@@ -432,6 +454,7 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
         r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
         vectors = T.alloc_local((NUM_VECTORS,), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
+        column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         # Compared with columns that are the same for all comparisons, which else took 32 registers each.
         row_index = T.alloc_fragment((CHUNK,), "int32")
@@ -485,13 +508,17 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
             total = sum_shared[half, CHUNK - 1]
             for i in T.Parallel(CHUNK):
-                row_factor[i] = sum_shared[half, i] - shift
+                row_factor[i] = sum_shared[half, i]
             # While X is made: all that R is multiplied with. X is to be free again soon after.
             for i, j in T.Parallel(CHUNK, CHUNK):
                 decay_fragment[i, j] = sum_shared[half, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 # Above the diagonal R is zero as its factors are, times whatever is finite.
                 decay_fragment[i, j] = T.exp2(T.min(row_factor[i] - decay_fragment[i, j], 0.0))
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = beta_shared[half, j]
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                decay_fragment[i, j] *= column_fragment[i, j]
 
             T.barrier_wait(x_full[half], (turn // 2) & 1)
             T.wgmma_gemm(query_operand, x_shared[half, :, :], qk_fragment, clear_accum=True)
@@ -502,7 +529,7 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
             T.wgmma_gemm(x_shared[half, :, :], k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
             T.wgmma_gemm(x_shared[half, :, :], k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
             for i in T.Parallel(CHUNK):
-                row_factor[i] = T.exp2(total - 2.0 * shift - row_factor[i])
+                row_factor[i] = T.exp2(total - row_factor[i]) * beta_shared[half, i]
             # Of the warp's own rows, as the factors are; twice each.
             vectors[ROW_LAST] = T.exp2(sum_shared[half, BLOCK * warp + lane % BLOCK])
             vectors[ROW_STATE_KEY] = vectors[ROW_LAST] * k_factor_shared[half, BLOCK * warp + lane % BLOCK]

@@ -3,16 +3,18 @@
 One block per (chunk slot, state head). With c the inclusive cumulative sum of the log decays g of the chunk, and
 K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K and Q themselves stay as they are):
 
-    A = (I + strict_lower(K^_i . K^_j beta_j))^-1            16 x 16 diagonal blocks by forward substitution in float32,
-                                                             the rest by matmuls of 16-bit operands, block row by block row
-    X = beta_i |k_i|^-1 A_ij                                 16-bit
-    Z = exp(c_last - c_i) (X^T K)_ij                         16-bit, [64, K]
-    R = exp(c_i - c_j) (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
-    vectors                                                  float32, see _chunk_types
+    A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
+                                                                    the rest by matmuls of 16-bit operands, block row by block row
+    X = |k_i|^-1 A_ij |k_j|                                         16-bit
+    Z = beta_i |k_i|^-1 exp(c_last - c_i) (X^T K)_ij                16-bit, [64, K]
+    R = exp(c_i - c_j) beta_j |k_j|^-1 (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
+    vectors                                                         float32, see _chunk_types
 
-With M = beta_i A_ij exp(c_i - c_j) the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
+With M = A_ij exp(c_i - c_j) beta_j the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
 P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to what stands before it.
-beta stands at the columns of what is inverted, not at its rows: so it is a row factor of X, and neither Z nor R has it again.
+
+X's diagonal is 1, which 16 bits hold: only what lies below it is rounded. float16 has no room for |k_j| / |k_i|: there X is
+|k_i|^-1 A_ij times HALF_SCALE, and Z and R have beta over HALF_SCALE in the place of beta |k|^-1.
 
 Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows of Z and R and their columns of R are
 zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
@@ -51,9 +53,15 @@ LOWEST_LOG_DECAY = -128.0
 BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
 # float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
 HALF_SCALE = 32.0
-HALF_SCALE_LOG2 = 5.0
 SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
+
+
+def scales_of(problem: ChunkProblem) -> tuple[bool, float]:
+    """Whether X has |k_j| at its columns, so that its diagonal is 1, and the number that it is multiplied with."""
+    if not problem.use_qk_l2norm:
+        return False, 1.0
+    return (True, 1.0) if problem.dtype == "bfloat16" else (False, HALF_SCALE)
 
 
 def right_operands() -> Any:
@@ -102,8 +110,7 @@ def prepare(problem: ChunkProblem) -> Any:
     wide = head_k > HALF
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
-    scaled = normalize and dtype == "float16"
-    x_scale, shift = (HALF_SCALE, HALF_SCALE_LOG2) if scaled else (1.0, 0.0)
+    unit, x_scale = scales_of(problem)
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
@@ -155,7 +162,8 @@ def prepare(problem: ChunkProblem) -> Any:
             query_shared = q_high_shared
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((CHUNK,), "float32")
-            beta_shared = T.alloc_shared((CHUNK,), "float32")  # times |k|^-1, as soon as that is known
+            beta_shared = T.alloc_shared((CHUNK,), "float32")  # then the factors of Z and R
+            k_norm_shared = T.alloc_shared((CHUNK,), "float32")
             k_factor_shared = T.alloc_shared((CHUNK,), "float32")
             q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             loaded = T.alloc_barrier(PREPARE_THREADS)
@@ -315,8 +323,14 @@ def prepare(problem: ChunkProblem) -> Any:
                             k_factor_shared[i] = kk_fragment[i, j]
                     T.sync_threads()
                     if tx < CHUNK:
-                        k_factor_shared[tx] = T.rsqrt(k_factor_shared[tx] + NORM_EPS)
-                        beta_shared[tx] *= k_factor_shared[tx]
+                        running = k_factor_shared[tx] + NORM_EPS
+                        log_decay = T.rsqrt(running)
+                        k_factor_shared[tx] = log_decay
+                        if unit:
+                            k_norm_shared[tx] = running * log_decay
+                            beta_shared[tx] *= log_decay
+                        else:
+                            beta_shared[tx] *= 1.0 / x_scale
                 T.sync_threads()
                 T.copy(q_factor_shared, row_factor)
                 for i, j in T.Parallel(CHUNK, CHUNK):
@@ -329,9 +343,12 @@ def prepare(problem: ChunkProblem) -> Any:
                 # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
                 T.clear(inverse_shared)
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = -k_factor_shared[i]
+                    if unit:
+                        row_factor[i] = -beta_shared[i]
+                    else:
+                        row_factor[i] = -k_factor_shared[i] * (beta_shared[i] * x_scale)
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    column_fragment[i, j] = beta_shared[j]
+                    column_fragment[i, j] = k_factor_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
@@ -377,9 +394,14 @@ def prepare(problem: ChunkProblem) -> Any:
 
                 T.sync_threads()  # every warp is done with what X is made of
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = beta_shared[i] * x_scale
+                    row_factor[i] = k_factor_shared[i] * x_scale
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     inverse_fragment[i, j] *= row_factor[i]
+                if unit:
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        column_fragment[i, j] = k_norm_shared[j]
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        inverse_fragment[i, j] *= column_fragment[i, j]
                 T.copy(inverse_fragment, x_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
@@ -387,7 +409,7 @@ def prepare(problem: ChunkProblem) -> Any:
                 T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
                 total = sum_shared[CHUNK - 1]
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = sum_shared[i] - shift  # X's scale, taken back
+                    row_factor[i] = sum_shared[i]
                 T.wait_wgmma(1)
                 T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 for i, j in T.Parallel(CHUNK, CHUNK):
@@ -395,12 +417,14 @@ def prepare(problem: ChunkProblem) -> Any:
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j], 0.0)
+                    column_fragment[i, j] = beta_shared[j]
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
                 T.copy(r_fragment, q_shared)
                 if wide:
                     T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = T.exp2(total - 2.0 * shift - row_factor[i])
+                    row_factor[i] = T.exp2(total - row_factor[i]) * beta_shared[i]
                 T.wait_wgmma(1 if wide else 0)
                 T.warpgroup_fence_operand(z_fragment, num_regs=32)
                 for i, j in T.Parallel(CHUNK, HALF):
