@@ -3,7 +3,7 @@
 Per sequence and state head, with S [K, V] float32, c the inclusive cumulative sum of g inside a chunk and
 G_ij = exp(c_i - c_j) for i >= j, else 0:
 
-    A = (I + strict_lower(K K^T diag(beta)))^-1          M = beta_row * A * G
+    A = (I + strict_lower(diag(beta) K K^T))^-1          M = A * G * beta_column
     W = V - exp(c) * (K S)
     O = scale * exp(c) * (Q S) + R W                     R = scale * (G * (Q K^T)) M
     S = exp(c_last) S + Z^T W                            Z = (exp(c_last - c) * M)^T K
