@@ -32,6 +32,7 @@ they are made when what was sent two turns ago has arrived, and sent when both c
 | q_empty | warp 2 | one lane of every product warp (4) |
 | gates_full[turn % 2] | inverse, product | warp 3 (32) |
 | gates_free[turn % 2] | warp 3 | one lane of every product warp (4), after inverse |
+| factors_full[turn % 2] | product | inverse threads (128), its factors in place of beta |
 | x_full[turn % 2] | product | inverse threads (128) |
 | x_free[turn % 2] | inverse | one lane of every product warp (4) |
 """
@@ -212,6 +213,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
             q_empty = T.alloc_barrier(4)
             gates_full = T.alloc_barrier([32] * 2)
             gates_free = T.alloc_barrier([4] * 2)
+            factors_full = T.alloc_barrier([128] * 2)
             x_full = T.alloc_barrier([128] * 2)
             x_free = T.alloc_barrier([4] * 2)
             state_fragment = T.alloc_fragment((columns, HALF), "float32")
@@ -385,7 +387,8 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
                 T.set_max_nreg(INVERSE_REGISTERS, 0)
                 inverse(
                     tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, lower_shared, x_shared,
-                    diagonal_shared, beta_shared, k_factor_shared, k_norm_shared, k_full, gates_full, x_full, x_free,
+                    diagonal_shared, beta_shared, k_factor_shared, k_norm_shared, k_full, gates_full, factors_full,
+                    x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
                 T.set_max_nreg(PRODUCT_REGISTERS, 0)
@@ -393,7 +396,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
                     maker_q_high_shared, x_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
                     ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
-                    x_full, x_free, taken, room, made,
+                    factors_full, x_full, x_free, taken, room, made,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(COPY_REGISTERS, 0)

@@ -207,6 +207,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
         k_norm_shared,
         k_full,
         gates_full,
+        factors_full,
         x_full,
         x_free,
     ):
@@ -287,6 +288,7 @@ def inverse_role(problem: ChunkProblem, makers: int) -> Any:
                     beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = betas[side]
                 else:
                     beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = strengths[side] * (1.0 / x_scale)
+            T.barrier_arrive(factors_full[half])  # by all lanes: a branch would serialise the products under way
             T.sync_warp()
             # L's diagonal block, negated and transposed.
             for m in T.unroll(2):
@@ -434,6 +436,7 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
         q_empty,
         gates_full,
         gates_free,
+        factors_full,
         x_full,
         x_free,
         taken,
@@ -515,6 +518,8 @@ def product_role(problem: ChunkProblem, makers: int) -> Any:
             for i, j in T.Parallel(CHUNK, CHUNK):
                 # Above the diagonal R is zero as its factors are, times whatever is finite.
                 decay_fragment[i, j] = T.exp2(T.min(row_factor[i] - decay_fragment[i, j], 0.0))
+            # What stands in beta's place behind the inverse: before, it is beta. Early in the inverse's turn, long before X.
+            T.barrier_wait(factors_full[half], (turn // 2) & 1)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 column_fragment[i, j] = beta_shared[half, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
