@@ -97,8 +97,9 @@ def test_more_clusters_than_fit_at_a_time(
 
 @any_cluster
 def test_repeats(cluster: int, device: torch.device, force: Force) -> None:
+    """Also of chunks that are partial, where the inverse comes later than the product."""
     force(**form(cluster))
-    check_repeats(arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 129, 64, 700] * 9), by(BACKEND))
+    check_repeats(arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 129, 64, 700, 1, 63, 100] * 9), by(BACKEND))
 
 
 @any_cluster
