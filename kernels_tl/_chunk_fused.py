@@ -32,8 +32,9 @@ they are made when what was sent two turns ago has arrived, and sent when both c
 | q_empty | warp 2 | one lane of every product warp (4) |
 | gates_full[turn % 2] | inverse, product | warp 3 (32) |
 | gates_free[turn % 2] | warp 3 | one lane of every product warp (4), after inverse |
-| x_full | product | inverse threads (128) |
-| x_free | inverse | one lane of every product warp (4) |
+| factors_full[turn % 2] | product | inverse threads (128), its factors in place of beta |
+| x_full[turn % 2] | product | inverse threads (128) |
+| x_free[turn % 2] | inverse | one lane of every product warp (4) |
 """
 
 from typing import Any
@@ -79,11 +80,11 @@ RING_TILES = 3  # R, Z's halves
 RING_COPIES = 2  # the tiles, the row factors
 _TILE_BYTES = CHUNK * HALF * 2
 _TILES = 4 * STAGES + STAGES + 1 + STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 3  # K, Q; V; out; ring; makers' K, Q; L, X
-_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 7 * CHUNK + MOST_RANKED
+_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 9 * CHUNK + MOST_RANKED
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
-def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
+def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
     """The prim_func `chunk_fused`; makers: blocks of a cluster, two or more."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
@@ -121,8 +122,8 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
 
     store_state = state_storer(problem, columns, final_dtype)
     gates = gate_role(problem, makers)
-    inverse = inverse_role(problem, parts, makers)
-    product = product_role(problem, parts, makers)
+    inverse = inverse_role(problem, makers)
+    product = product_role(problem, makers)
 
     @T.macro
     def start_state(source, starts, slot, head, column_begin, fragment, first):
@@ -138,6 +139,12 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
         end = token + CHUNK
         T.tma_copy(source[token:end, head, 0:HALF], low[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
         T.tma_copy(source[token:end, head, HALF:head_k], high[buffer, :, :], barrier=barriers[buffer], leader_scope_threads=32)
+
+    @T.macro
+    def load_queries(source, head, token, low, high, barriers):
+        end = token + CHUNK
+        T.tma_copy(source[token:end, head, 0:HALF], low, barrier=barriers[0], leader_scope_threads=32)
+        T.tma_copy(source[token:end, head, HALF:head_k], high, barrier=barriers[0], leader_scope_threads=32)
 
     @T.macro
     def send(ring, vector_ring, slot, remote_slot, ready, block):
@@ -180,15 +187,15 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
             vector_ring = T.alloc_shared((STAGES, NUM_VECTORS, CHUNK), "float32")
             maker_k_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
             maker_k_high_shared = T.alloc_shared((KEY_BUFFERS, CHUNK, HALF), dtype)
-            maker_q_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
-            maker_q_high_shared = T.alloc_shared((1, CHUNK, HALF), dtype)
+            maker_q_shared = T.alloc_shared((CHUNK, HALF), dtype)
+            maker_q_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
             lower_shared = T.alloc_shared((CHUNK, LOWER_PITCH), inverse_dtype)
-            x_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
-            rest_shared = T.alloc_shared((CHUNK, CHUNK), dtype)
+            x_shared = T.alloc_shared((2, CHUNK, CHUNK), dtype)
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((2, CHUNK), "float32")
-            beta_shared = T.alloc_shared((2, CHUNK), "float32")
+            beta_shared = T.alloc_shared((2, CHUNK), "float32")  # from the inverse on: the factors of Z and R
             k_factor_shared = T.alloc_shared((2, CHUNK), "float32")
+            k_norm_shared = T.alloc_shared((2, CHUNK), "float32")
             q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             lengths = T.alloc_shared((MOST_RANKED,), "int32")
             chosen = T.alloc_shared((1,), "int32")
@@ -206,8 +213,9 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
             q_empty = T.alloc_barrier(4)
             gates_full = T.alloc_barrier([32] * 2)
             gates_free = T.alloc_barrier([4] * 2)
-            x_full = T.alloc_barrier(128)
-            x_free = T.alloc_barrier(4)
+            factors_full = T.alloc_barrier([128] * 2)
+            x_full = T.alloc_barrier([128] * 2)
+            x_free = T.alloc_barrier([4] * 2)
             state_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
             state_operand = T.alloc_fragment((columns, HALF), dtype)
@@ -230,6 +238,8 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
                     v_shared: make_swizzled_layout(v_shared),
                     v_odd_shared: make_swizzled_layout(v_odd_shared),
                     out_shared: make_swizzled_layout(out_shared),
+                    maker_q_shared: make_swizzled_layout(maker_q_shared),
+                    maker_q_high_shared: make_swizzled_layout(maker_q_high_shared),
                     v_fragment: transposed_accumulator(columns),
                     out_rows: transposed_accumulator(columns),
                 }
@@ -377,15 +387,16 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
                 T.set_max_nreg(INVERSE_REGISTERS, 0)
                 inverse(
                     tx - _INVERSE, turns, rank, length, maker_k_shared, maker_k_high_shared, lower_shared, x_shared,
-                    rest_shared, diagonal_shared, beta_shared, k_factor_shared, k_full, gates_full, x_full, x_free,
+                    diagonal_shared, beta_shared, k_factor_shared, k_norm_shared, k_full, gates_full, factors_full,
+                    x_full, x_free,
                 )  # fmt: skip
             elif tx < _COPY:
                 T.set_max_nreg(PRODUCT_REGISTERS, 0)
                 product(
                     tx - _PRODUCT, turns, rank, scale, maker_k_shared, maker_k_high_shared, maker_q_shared,
-                    maker_q_high_shared, x_shared, rest_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
+                    maker_q_high_shared, x_shared, sum_shared, beta_shared, k_factor_shared, q_factor_shared,
                     ring, vector_ring, k_full, k_empty, q_full, q_empty, gates_full, gates_free,
-                    x_full, x_free, taken, room, made,
+                    factors_full, x_full, x_free, taken, room, made,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(COPY_REGISTERS, 0)
@@ -439,14 +450,14 @@ def fused(problem: ChunkProblem, parts: int, makers: int = CHAINS) -> Any:
                         load_halves(k, head // heads_per_k, token, maker_k_shared, maker_k_high_shared, k_full, turn)
                         T.barrier_arrive(k_full[turn])
                         if turn == 0:
-                            load_halves(q, head // heads_per_q, token, maker_q_shared, maker_q_high_shared, q_full, 0)
+                            load_queries(q, head // heads_per_q, token, maker_q_shared, maker_q_high_shared, q_full)
                             T.barrier_arrive(q_full[0])
                     for turn in T.serial(turns):
                         token = sequence_begin + (makers * turn + rank) * CHUNK
                         if turn + 1 < turns:
                             T.barrier_wait(q_empty, turn & 1)
-                            load_halves(
-                                q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full, 0
+                            load_queries(
+                                q, head // heads_per_q, token + makers * CHUNK, maker_q_shared, maker_q_high_shared, q_full
                             )
                             T.barrier_arrive(q_full[0])
                         if turn + KEY_BUFFERS < turns:  # free before the tiles are made

@@ -3,7 +3,7 @@
 A block of a cluster of `makers` makes the tiles of every makers-th chunk, for both chains. The maths stands in _chunk_prepare;
 here it is split between two warpgroups, so that two chunks are on their way at a time:
 
-    inverse   K K^T, |k|^-1, L, X = |k|^-1 (I + L)^-1 as 16-bit summands
+    inverse   K K^T, |k|^-1, L, X, which is (I + L)^-1 but for factors
     product   Q K^T, |q|^-1, then with X: R, Z and the row factors, into a slot of the block's own ring
 
 `turn` counts the chunks that a block makes: turn t is chunk makers * t + rank. The barriers stand in _chunk_fused.
@@ -14,7 +14,17 @@ from typing import Any
 import tilelang.language as T
 
 from gdn.problems import ChunkProblem
-from kernels_tl._chunk_prepare import BLOCK, HALF_SCALE, LOG2_E, LOWEST_LOG_DECAY, NORM_EPS, SOFTPLUS_THRESHOLD
+from kernels_tl._chunk_prepare import (
+    BLOCK,
+    LOG2_E,
+    LOWEST_LOG_DECAY,
+    NORM_EPS,
+    SHORT,
+    SOFTPLUS_THRESHOLD,
+    right_operands,
+    scales_of,
+    square_rows,
+)
 from kernels_tl._chunk_types import (
     CHUNK,
     HALF,
@@ -41,22 +51,6 @@ def ring_slot(makers: int, rank: Any, turn: Any) -> Any:
     if makers == CHAINS:
         return rank
     return (turn * (1 if makers % 2 else rank // CHAINS) + rank) & 1
-
-
-@T.macro
-def own_block(warp, tile, block):
-    """block [64, 16] = of the rows of each warp the diagonal 16 x 16 block of tile [64, 64], an accumulator.
-
-    Chosen element by element: inside branches the fragment's layout is inferred for the threads of one branch alone.
-    """
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = tile[i, j]
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = T.Select(warp > 0, tile[i, BLOCK + j], block[i, j])
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = T.Select(warp > 1, tile[i, 2 * BLOCK + j], block[i, j])
-    for i, j in T.Parallel(CHUNK, BLOCK):
-        block[i, j] = T.Select(warp > 2, tile[i, 3 * BLOCK + j], block[i, j])
 
 
 def gate_role(problem: ChunkProblem, makers: int) -> Any:
@@ -123,8 +117,8 @@ def gate_role(problem: ChunkProblem, makers: int) -> Any:
     return gates
 
 
-def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
-    """A macro for one warpgroup: X and its rest. Rows 16 w .. of every tile are warp w's.
+def inverse_role(problem: ChunkProblem, makers: int) -> Any:
+    """A macro for one warpgroup: X. Rows 16 w .. of every tile are warp w's.
 
     L in blocks of 16 x 16: a warp inverts its diagonal block by itself, two halves by substitution and what lies below them by
     products. Then, with every warp's L and inverted blocks in place, it makes its row of blocks of (I + L)^-1 leftwards,
@@ -133,9 +127,10 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
-    short = {"float16": "fp16", "bfloat16": "bf16"}[inverse_dtype]
-    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    short = SHORT[inverse_dtype]
+    unit, x_scale = scales_of(problem)
     blocks = CHUNK // BLOCK
+    steps = problem.head_k_dim // 16  # of a product of single warps
 
     @T.macro
     def multiply(sums, begin, left, left_begin, right, right_begin):
@@ -156,6 +151,17 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         )
 
     @T.macro
+    def load_rows(tile, buffer, warp, lane, keys, first):
+        """The warp's 16 rows of tile[buffer] [64, 64] as left operands, [16, 16] each."""
+        for step in T.unroll(HALF // 16):
+            T.ptx_ldmatrix(
+                T.bool(False),
+                4,
+                T.access_ptr(tile[buffer, BLOCK * warp + lane % 16, 16 * step + lane // 16 * 8], "r", extent=8),
+                T.access_ptr(keys[8 * (first + step)], "w", extent=8),
+            )
+
+    @T.macro
     def load_column(lower_shared, lane, column, below, inverted):
         # By all warps: what only some load is kept in registers from chunk to chunk.
         for back in T.unroll(blocks):
@@ -166,28 +172,24 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         load(lower_shared, lane, column, column, inverted, column)
 
     @T.macro
-    def store(x_shared, rest_shared, warp, lane, block, values, scaled, high, factors):
+    def load_norms(k_norm_shared, half, lane, block, norms):
+        if unit:
+            for m in T.unroll(2):
+                for odd in T.vectorized(2):
+                    norms[2 * m + odd] = k_norm_shared[half, BLOCK * block + 8 * m + lane % 4 * 2 + odd]
+
+    @T.macro
+    def store(x_shared, half, warp, lane, block, values, scaled, factors, norms):
         for i in T.unroll(8):
             scaled[i] = values[8 * block + i] * factors[i // 2 % 2]
-        # Two at a time, once for X and its rest: a conversion of one number alone is an instruction of a quarter of the rate.
-        for pair in T.unroll(4):
-            for odd in T.vectorized(2):
-                high[2 * pair + odd] = T.cast(scaled[2 * pair + odd], dtype)
+            if unit:
+                scaled[i] = scaled[i] * norms[i // 4 * 2 + i % 2]
         for m in T.unroll(2):
             for side in T.unroll(2):
                 for odd in T.vectorized(2):
-                    x_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = high[
-                        4 * m + 2 * side + odd
-                    ]
-        if parts == 2:
-            for i in T.unroll(8):
-                scaled[i] = scaled[i] - T.cast(high[i], "float32")
-            for m in T.unroll(2):
-                for side in T.unroll(2):
-                    for odd in T.vectorized(2):
-                        rest_shared[BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
-                            scaled[4 * m + 2 * side + odd], dtype
-                        )
+                    x_shared[half, BLOCK * warp + lane // 4 + 8 * side, BLOCK * block + 8 * m + lane % 4 * 2 + odd] = T.cast(
+                        scaled[4 * m + 2 * side + odd], dtype
+                    )
 
     @T.macro
     def inverse(
@@ -199,24 +201,30 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         k_high_shared,
         lower_shared,
         x_shared,
-        rest_shared,
         diagonal_shared,
         beta_shared,
         k_factor_shared,
+        k_norm_shared,
         k_full,
         gates_full,
+        factors_full,
         x_full,
         x_free,
     ):
         kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
+        keys = T.alloc_local((8 * steps,), dtype)  # the warp's 16 rows of K as left operands
+        transposed = T.alloc_local((8 * steps,), dtype)  # and as right ones, 8 rows each
+        diagonal = T.alloc_local((8,), "float32")  # the warp's diagonal block
         factors = T.alloc_local((2,), "float32")
+        strengths = T.alloc_local((2,), "float32")
+        betas = T.alloc_local((2,), "float32")
+        columns = T.alloc_local((4,), "float32")
+        norms = T.alloc_local((4,), "float32")  # of this lane's columns in a block
         column = T.alloc_local((QUARTER,), "float32")
         values = T.alloc_local((8 * blocks,), "float32")  # the row of blocks
         scaled = T.alloc_local((8,), "float32")
-        high = T.alloc_local((8,), dtype)
         sums = T.alloc_local((8,), "float32")
         left = T.alloc_local((8 * blocks,), inverse_dtype)  # the row of blocks so far, as left operands
         middle = T.alloc_local((8,), inverse_dtype)
@@ -225,11 +233,11 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         inverted = T.alloc_local((8 * (blocks - 1),), inverse_dtype)  # A_uu
         warp = thread // 32
         lane = thread % 32
+        # Of the diagonal block's 16 columns, by all lanes: a branch would serialise the products under way.
+        own = thread % BLOCK
         # Above the diagonal they stay zero.
-        for i, j in T.Parallel(CHUNK, CHUNK):
-            x_shared[i, j] = 0
-            if parts == 2:
-                rest_shared[i, j] = 0
+        for half, i, j in T.Parallel(2, CHUNK, CHUNK):
+            x_shared[half, i, j] = 0
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
@@ -245,62 +253,73 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                 T.sync_threads(INVERSE_SYNC, WARPGROUP)
             T.wgmma_gemm(k_shared[buffer, :, :], k_shared[buffer, :, :], kk_fragment, transpose_B=True, clear_accum=True)
             T.wgmma_gemm(k_high_shared[buffer, :, :], k_high_shared[buffer, :, :], kk_fragment, transpose_B=True)
+            # Meanwhile each warp makes its diagonal block by itself, and with it the norms of its rows.
+            load_rows(k_shared, buffer, warp, lane, keys, 0)
+            load_rows(k_high_shared, buffer, warp, lane, keys, HALF // 16)
+            T.clear(diagonal)
+            for step in T.unroll(steps):
+                for n in T.unroll(2):
+                    for m in T.unroll(2):
+                        for odd in T.vectorized(2):
+                            transposed[8 * step + 4 * n + 2 * m + odd] = keys[8 * step + 4 * m + 2 * n + odd]
+                    T.ptx_mma(
+                        "float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32",
+                        keys.data, 8 * step, transposed.data, 8 * step + 4 * n, diagonal.data, 4 * n, T.bool(False),
+                    )  # fmt: skip
             T.barrier_wait(gates_full[half], (turn // 2) & 1)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(kk_fragment, num_regs=32)
-            # Of the four blocks the warp's own: 32 comparisons of rows and columns less, wherever the diagonal is meant.
-            own_block(warp, kk_fragment, diagonal_fragment)
             if normalize:
-                # The sums alone: the roots of all elements that a thread holds would be too many.
-                for i, j in T.Parallel(CHUNK, BLOCK):
-                    if i % BLOCK == j:
-                        k_factor_shared[half, i] = diagonal_fragment[i, j]
-                T.sync_warp()
-                if lane < BLOCK:
-                    k_factor_shared[half, BLOCK * warp + lane] = T.rsqrt(k_factor_shared[half, BLOCK * warp + lane] + NORM_EPS)
+                # Row lane // 4 of each half of 8 rows: of its four lanes one holds the diagonal.
+                factors[0] = T.Select(lane // 4 % 2 == 0, diagonal[0], diagonal[1])
+                factors[1] = T.Select(lane // 4 % 2 == 0, diagonal[6], diagonal[7])
+                for side in T.unroll(2):
+                    norms[side] = T.shfl_sync(factors[side], lane // 4 * 4 + lane // 8) + NORM_EPS
+                    factors[side] = T.rsqrt(norms[side])
             else:
-                if lane < BLOCK:
-                    k_factor_shared[half, BLOCK * warp + lane] = 1.0
-            T.sync_threads(INVERSE_SYNC, WARPGROUP)  # also: every warp is done with the L of the chunk before
-
-            # L, negated: the diagonal block, transposed, in float32; what lies left of it for the products.
-            for i in T.Parallel(CHUNK):
-                row_factor[i] = -k_factor_shared[half, i] * beta_shared[half, i]
-            # All factors are read before anything is stored: the compiler keeps their order.
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                diagonal_fragment[i, j] *= row_factor[i] * k_factor_shared[half, i // BLOCK * BLOCK + j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = k_factor_shared[half, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
-            for i, j in T.Parallel(CHUNK, BLOCK):
-                diagonal_shared[i // BLOCK * BLOCK + j, i % BLOCK] = diagonal_fragment[i, j]
-            for block in T.unroll(blocks - 1):
-                if warp > block:
-                    for i, j in T.Parallel(CHUNK, BLOCK):
-                        lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
+                for side in T.unroll(2):
+                    factors[side] = 1.0
+            for side in T.unroll(2):
+                strengths[side] = beta_shared[half, BLOCK * warp + lane // 4 + 8 * side]
+                betas[side] = strengths[side] * factors[side]
+            T.sync_warp()
+            for side in T.unroll(2):
+                k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] = factors[side]
+                if unit:
+                    k_norm_shared[half, BLOCK * warp + lane // 4 + 8 * side] = norms[side] * factors[side]
+                    beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = betas[side]
+                else:
+                    beta_shared[half, BLOCK * warp + lane // 4 + 8 * side] = strengths[side] * (1.0 / x_scale)
+            T.barrier_arrive(factors_full[half])  # by all lanes: a branch would serialise the products under way
+            T.sync_warp()
+            # L's diagonal block, negated and transposed.
+            for m in T.unroll(2):
+                for odd in T.vectorized(2):
+                    columns[2 * m + odd] = k_factor_shared[half, BLOCK * warp + 8 * m + lane % 4 * 2 + odd]
+            for m in T.unroll(2):
+                for side in T.unroll(2):
+                    for odd in T.unroll(2):
+                        diagonal_shared[BLOCK * warp + 8 * m + lane % 4 * 2 + odd, lane // 4 + 8 * side] = diagonal[
+                            4 * m + 2 * side + odd
+                        ] * (-betas[side] * columns[2 * m + odd])
             T.sync_warp()
             # The diagonal block's two 8 x 8 halves by substitution, a lane a column; below them -A_22 L_21 A_11 by products.
             for odd in T.vectorized(2):
                 right[odd] = 0
             for odd in T.vectorized(2):
                 right[2 + odd] = T.cast(diagonal_shared[BLOCK * warp + lane // 4, QUARTER + lane % 4 * 2 + odd], inverse_dtype)
-            if lane < BLOCK:
+            for i in T.unroll(QUARTER):
+                column[i] = T.if_then_else(own % QUARTER == i, 1.0, 0.0)
+            for pivot in T.unroll(QUARTER - 1):
                 for i in T.unroll(QUARTER):
-                    column[i] = T.if_then_else(lane % QUARTER == i, 1.0, 0.0)
-                for pivot in T.unroll(QUARTER - 1):
-                    for i in T.unroll(QUARTER):
-                        if i > pivot:
-                            column[i] = (
-                                column[i]
-                                + diagonal_shared[BLOCK * warp + lane // QUARTER * QUARTER + pivot, lane // QUARTER * QUARTER + i]
-                                * column[pivot]
-                            )
+                    if i > pivot:
+                        column[i] = (
+                            column[i]
+                            + diagonal_shared[BLOCK * warp + own // QUARTER * QUARTER + pivot, own // QUARTER * QUARTER + i]
+                            * column[pivot]
+                        )
             T.sync_warp()
-            if lane < BLOCK:
-                for part in T.unroll(2):
-                    for i in T.vectorized(4):
-                        diagonal_shared[BLOCK * warp + lane, lane // QUARTER * QUARTER + 4 * part + i] = column[4 * part + i]
+            for part in T.unroll(2):
+                for i in T.vectorized(4):
+                    diagonal_shared[BLOCK * warp + own, own // QUARTER * QUARTER + 4 * part + i] = column[4 * part + i]
             T.sync_warp()
             T.clear(values)
             for m in T.unroll(2):
@@ -325,6 +344,25 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                 for i in T.unroll(8):
                     values[8 * block + i] = values[i]
                     left[8 * block + i] = T.cast(values[i], inverse_dtype)
+            T.sync_threads(INVERSE_SYNC, WARPGROUP)  # the factors of all rows; also: every warp is done with the L before
+
+            # L, negated, left of the diagonal blocks.
+            for i in T.Parallel(CHUNK):
+                if unit:
+                    row_factor[i] = -beta_shared[half, i]
+                else:
+                    row_factor[i] = -k_factor_shared[half, i] * (beta_shared[half, i] * x_scale)
+            # All factors are read before anything is stored: the compiler keeps their order.
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                column_fragment[i, j] = k_factor_shared[half, j]
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(kk_fragment, num_regs=32)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                kk_fragment[i, j] *= row_factor[i] * column_fragment[i, j]
+            for block in T.unroll(blocks - 1):
+                if warp > block:
+                    for i, j in T.Parallel(CHUNK, BLOCK):
+                        lower_shared[i, BLOCK * block + j] = T.cast(kk_fragment[i, BLOCK * block + j], inverse_dtype)
             for m in T.unroll(2):
                 for side in T.unroll(2):
                     for odd in T.vectorized(2):
@@ -335,9 +373,10 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
 
             load_column(lower_shared, lane, blocks - 2, below, inverted)
             for side in T.unroll(2):
-                factors[side] = k_factor_shared[half, BLOCK * warp + lane // 4 + 8 * side] * x_scale
-            T.barrier_wait(x_free, (turn & 1) ^ 1)
+                factors[side] = factors[side] * x_scale
+            T.barrier_wait(x_free[half], ((turn // 2) & 1) ^ 1)
             for back in T.unroll(blocks - 1):
+                load_norms(k_norm_shared, half, lane, blocks - 1 - back, norms)
                 if back < blocks - 2:  # of the next round, before this one's stores, behind which it would wait
                     load_column(lower_shared, lane, blocks - 3 - back, below, inverted)
                 if warp > blocks - 2 - back:
@@ -352,7 +391,7 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                                         + 4 * (blocks - 1 - backwards) * (blocks - 2 - backwards) + 4 * n,
                                     )  # fmt: skip
                     # While the products run.
-                    store(x_shared, rest_shared, warp, lane, blocks - 1 - back, values, scaled, high, factors)
+                    store(x_shared, half, warp, lane, blocks - 1 - back, values, scaled, factors, norms)
                     for i in T.unroll(8):
                         middle[i] = T.cast(sums[i], inverse_dtype)
                         values[8 * (blocks - 2 - back) + i] = 0.0
@@ -360,17 +399,19 @@ def inverse_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                         multiply(values, 8 * (blocks - 2 - back) + 4 * n, middle, 0, inverted, 8 * (blocks - 2 - back) + 4 * n)
                     for i in T.unroll(8):
                         left[8 * (blocks - 2 - back) + i] = T.cast(values[8 * (blocks - 2 - back) + i], inverse_dtype)
-            store(x_shared, rest_shared, warp, lane, 0, values, scaled, high, factors)
+            load_norms(k_norm_shared, half, lane, 0, norms)
+            store(x_shared, half, warp, lane, 0, values, scaled, factors, norms)
             T.fence_proxy_async()
-            T.barrier_arrive(x_full)
+            T.barrier_arrive(x_full[half])
 
     return inverse
 
 
-def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
+def product_role(problem: ChunkProblem, makers: int) -> Any:
     """A macro for one warpgroup: R, Z and the row factors, from X."""
     dtype, normalize = problem.dtype, problem.use_qk_l2norm
-    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+
+    square = square_rows(dtype)
 
     @T.macro
     def product(
@@ -383,7 +424,6 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         q_shared,
         q_high_shared,
         x_shared,
-        rest_shared,
         sum_shared,
         beta_shared,
         k_factor_shared,
@@ -396,27 +436,31 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         q_empty,
         gates_full,
         gates_free,
+        factors_full,
         x_full,
         x_free,
         taken,
         room,
         made,
     ):
+        q_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+        q_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+        q_right = T.alloc_fragment((CHUNK, HALF), dtype)  # the same registers as right operands of a warp
+        q_high_right = T.alloc_fragment((CHUNK, HALF), dtype)
+        sums = T.alloc_local((8,), "float32")
+        factors = T.alloc_local((2,), "float32")
         qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        qq_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
         z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
         z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
         z_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
         r_fragment = T.alloc_fragment((CHUNK, CHUNK), dtype)
-        diagonal_fragment = T.alloc_fragment((CHUNK, BLOCK), "float32")
         vectors = T.alloc_local((NUM_VECTORS,), "float32")
         row_factor = T.alloc_fragment((CHUNK,), "float32")
         column_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         decay_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
         # Compared with columns that are the same for all comparisons, which else took 32 registers each.
         row_index = T.alloc_fragment((CHUNK,), "int32")
-        query_factor = T.alloc_var("float32", init=0.0)
         warp = thread // 32
         lane = thread % 32
         for i in T.Parallel(CHUNK):
@@ -424,35 +468,42 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
         for turn in T.serial(turns):
             buffer = turn % KEY_BUFFERS
             half = turn % 2
-            T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
             T.barrier_wait(q_full[0], turn & 1)
-            # Rows of Q and K past the end may be anything: they reach rows of R of tokens past the end, or nothing.
+            T.copy(q_shared, q_operand)
+            T.copy(q_high_shared, q_high_operand)
             if normalize:
-                T.wgmma_gemm(q_shared[0, :, :], q_shared[0, :, :], qq_fragment, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(q_high_shared[0, :, :], q_high_shared[0, :, :], qq_fragment, transpose_B=True)
-            T.wgmma_gemm(q_shared[0, :, :], k_shared[buffer, :, :], qk_fragment, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(q_high_shared[0, :, :], k_high_shared[buffer, :, :], qk_fragment, transpose_B=True)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
-            if normalize:
-                T.warpgroup_fence_operand(qq_fragment, num_regs=32)
+                # Norms are what the diagonals of the warp's two blocks of 8 rows of Q Q^T hold: by its own products, out of the
+                # registers that Q K^T takes too. Of each product one half is of other rows, and nobody's.
+                for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
+                    q_right[i, j] = q_operand[i, j]
+                for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
+                    q_high_right[i, j] = q_high_operand[i, j]
+                T.clear(sums)
+                square(sums, q_operand, q_right)
+                square(sums, q_high_operand, q_high_right)
+            T.sync_warp()
             if thread % 32 == 0:
                 T.barrier_arrive(q_empty)
+            T.barrier_wait(k_full[buffer], (turn // KEY_BUFFERS) & 1)
+            # Rows of Q and K past the end may be anything: they reach rows of R of tokens past the end, or nothing.
+            T.wgmma_gemm(q_operand, k_shared[buffer, :, :], qk_fragment, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(q_high_operand, k_high_shared[buffer, :, :], qk_fragment, transpose_B=True)
             if normalize:
-                own_block(thread // 32, qq_fragment, diagonal_fragment)
-                for i, j in T.Parallel(CHUNK, BLOCK):
-                    if i % BLOCK == j:
-                        q_factor_shared[i] = diagonal_fragment[i, j]
-                T.sync_warp()
-                if lane < BLOCK:
-                    query_factor = T.rsqrt(q_factor_shared[BLOCK * warp + lane] + NORM_EPS) * scale
-                    q_factor_shared[BLOCK * warp + lane] = query_factor
+                # Row lane // 4 of each block: of its four lanes one holds the diagonal.
+                factors[0] = T.Select(lane // 4 % 2 == 0, sums[0], sums[1])
+                factors[1] = T.Select(lane // 4 % 2 == 0, sums[6], sums[7])
+                for side in T.unroll(2):
+                    factors[side] = T.rsqrt(T.shfl_sync(factors[side], lane // 4 * 4 + lane // 8) + NORM_EPS) * scale
             else:
-                if lane < BLOCK:
-                    q_factor_shared[BLOCK * warp + lane] = scale
+                for side in T.unroll(2):
+                    factors[side] = scale
+            for side in T.unroll(2):
+                q_factor_shared[BLOCK * warp + lane // 4 + QUARTER * side] = factors[side]
             T.sync_warp()  # a warp reads the factors of its own rows only
             for i in T.Parallel(CHUNK):
                 row_factor[i] = q_factor_shared[i]
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(qk_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 qk_fragment[i, j] *= row_factor[i]
             for i, j in T.Parallel(CHUNK, CHUNK):
@@ -467,33 +518,29 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
             for i, j in T.Parallel(CHUNK, CHUNK):
                 # Above the diagonal R is zero as its factors are, times whatever is finite.
                 decay_fragment[i, j] = T.exp2(T.min(row_factor[i] - decay_fragment[i, j], 0.0))
+            # What stands in beta's place behind the inverse: before, it is beta. Early in the inverse's turn, long before X.
+            T.barrier_wait(factors_full[half], (turn // 2) & 1)
             for i, j in T.Parallel(CHUNK, CHUNK):
-                column_fragment[i, j] = beta_shared[half, j] * (1.0 / x_scale)
+                column_fragment[i, j] = beta_shared[half, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 decay_fragment[i, j] *= column_fragment[i, j]
 
-            T.barrier_wait(x_full, turn & 1)
-            T.wgmma_gemm(query_operand, x_shared, qk_fragment, clear_accum=True)
-            if parts == 2:
-                T.wgmma_gemm(query_operand, rest_shared, qk_fragment)
+            T.barrier_wait(x_full[half], (turn // 2) & 1)
+            T.wgmma_gemm(query_operand, x_shared[half, :, :], qk_fragment, clear_accum=True)
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(qk_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 r_fragment[i, j] = qk_fragment[i, j] * decay_fragment[i, j]
-            T.wgmma_gemm(x_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
-            if parts == 2:
-                T.wgmma_gemm(rest_shared, k_shared[buffer, :, :], z_fragment, transpose_A=True)
-            T.wgmma_gemm(x_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
-            if parts == 2:
-                T.wgmma_gemm(rest_shared, k_high_shared[buffer, :, :], qk_fragment, transpose_A=True)
+            T.wgmma_gemm(x_shared[half, :, :], k_shared[buffer, :, :], z_fragment, transpose_A=True, clear_accum=True)
+            T.wgmma_gemm(x_shared[half, :, :], k_high_shared[buffer, :, :], qk_fragment, transpose_A=True, clear_accum=True)
             for i in T.Parallel(CHUNK):
-                row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[half, i] * (1.0 / x_scale))
+                row_factor[i] = T.exp2(total - row_factor[i]) * beta_shared[half, i]
             # Of the warp's own rows, as the factors are; twice each.
             vectors[ROW_LAST] = T.exp2(sum_shared[half, BLOCK * warp + lane % BLOCK])
             vectors[ROW_STATE_KEY] = vectors[ROW_LAST] * k_factor_shared[half, BLOCK * warp + lane % BLOCK]
             vectors[ROW_STATE_QUERY] = vectors[ROW_LAST] * q_factor_shared[BLOCK * warp + lane % BLOCK]
             vectors[ROW_LAST] = T.exp2(total)
-            T.wait_wgmma(parts)
+            T.wait_wgmma(1)
             T.warpgroup_fence_operand(z_fragment, num_regs=32)
             for i, j in T.Parallel(CHUNK, HALF):
                 z_operand[i, j] = z_fragment[i, j] * row_factor[i]
@@ -503,7 +550,7 @@ def product_role(problem: ChunkProblem, parts: int, makers: int) -> Any:
                 z_high_operand[i, j] = qk_fragment[i, j] * row_factor[i]
             T.sync_warp()
             if thread % 32 == 0:
-                T.barrier_arrive(x_free)
+                T.barrier_arrive(x_free[half])
                 T.barrier_arrive(k_empty[buffer])
                 T.barrier_arrive(gates_free[half])
             # All is in registers by now: the chains, which wait for it, have the tiles soon after they make room for them.

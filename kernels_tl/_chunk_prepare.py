@@ -5,13 +5,16 @@ K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K 
 
     A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
                                                                     the rest by matmuls of 16-bit operands, block row by block row
-    X = |k_i|^-1 A_ij                                               16-bit, as `parts` summands
-    Z = beta_i exp(c_last - c_i) (X^T K)_ij                         16-bit, [64, K]
-    R = exp(c_i - c_j) beta_j (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
+    X = |k_i|^-1 A_ij |k_j|                                         16-bit
+    Z = beta_i |k_i|^-1 exp(c_last - c_i) (X^T K)_ij                16-bit, [64, K]
+    R = exp(c_i - c_j) beta_j |k_j|^-1 (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
     vectors                                                         float32, see _chunk_types
 
 With M = A_ij exp(c_i - c_j) beta_j the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
 P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to what stands before it.
+
+X's diagonal is 1, which 16 bits hold: only what lies below it is rounded. float16 has no room for |k_j| / |k_i|: there X is
+|k_i|^-1 A_ij times HALF_SCALE, and Z and R have beta over HALF_SCALE in the place of beta |k|^-1.
 
 Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows of Z and R and their columns of R are
 zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
@@ -21,6 +24,7 @@ chunk if the sequence is padding, and those of tokens `64 * slot ...` that lie a
 from typing import Any
 
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl._chunk_types import (
@@ -49,10 +53,51 @@ LOWEST_LOG_DECAY = -128.0
 BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
 # float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
 HALF_SCALE = 32.0
+SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
 DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
-def prepare(problem: ChunkProblem, parts: int) -> Any:
+def scales_of(problem: ChunkProblem) -> tuple[bool, float]:
+    """Whether X has |k_j| at its columns, so that its diagonal is 1, and the number that it is multiplied with."""
+    if not problem.use_qk_l2norm:
+        return False, 1.0
+    return (True, 1.0) if problem.dtype == "bfloat16" else (False, HALF_SCALE)
+
+
+def right_operands() -> Any:
+    """The layout of [64, 64] whose rows, 8 of a warp at a time, are right operands of m16n8k16.
+
+    The same registers as of a left operand, in another order: transposing 8 rows moves nothing.
+    """
+
+    def thread(row: Any, column: Any) -> Any:
+        return row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+
+    def register(row: Any, column: Any) -> Any:
+        return column // 16 * 8 + row % 16 // 8 * 4 + column % 16 // 8 * 2 + column % 2
+
+    return T.Fragment([CHUNK, HALF], forward_thread_fn=thread, forward_index_fn=register)
+
+
+def square_rows(dtype: str) -> Any:
+    """A macro: sums [2][16, 8] += what each warp's 16 rows [16, 64] make with the upper and with the lower 8 of them.
+
+    Norms are what the diagonals of the two blocks of 8 rows hold; of each product one half is of other rows, and nobody's.
+    """
+
+    @T.macro
+    def square(sums, left, right):
+        for step in T.unroll(HALF // 16):
+            for n in T.unroll(2):
+                T.ptx_mma(
+                    "float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32",
+                    left.data, 8 * step, right.data, 8 * step + 4 * n, sums.data, 4 * n, T.bool(False),
+                )  # fmt: skip
+
+    return square
+
+
+def prepare(problem: ChunkProblem) -> Any:
     """The prim_func `chunk_prepare`."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
@@ -65,7 +110,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     wide = head_k > HALF
     # With normalised keys L is at most beta: float16 holds it, with three bits more than bfloat16.
     inverse_dtype = "float16" if normalize else dtype
-    x_scale = HALF_SCALE if normalize and dtype == "float16" else 1.0
+    unit, x_scale = scales_of(problem)
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
@@ -77,6 +122,8 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
     index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
+
+    square = square_rows(dtype)
 
     @T.macro
     def zero_rows(out, row_begin, row_end, head):
@@ -102,7 +149,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
         null_slot: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
-            # K and Q as halves of 64 columns. X and its rest take the place of what they are made of, Z that of K, R that of Q.
+            # K and Q as halves of 64 columns. X takes the place of what it is made of, Z that of X and of L, R that of Q.
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
             k_shared = T.alloc_shared((CHUNK, HALF), dtype)
             k_high_shared = T.alloc_shared((CHUNK, HALF), dtype)
@@ -111,16 +158,23 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             below_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
             inverse_shared = T.alloc_shared((CHUNK, CHUNK), inverse_dtype)
             x_shared = T.view(inverse_shared, (CHUNK, CHUNK), dtype)
-            rest_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
+            z_high_shared = T.view(below_shared, (CHUNK, CHUNK), dtype)
             query_shared = q_high_shared
             diagonal_shared = T.alloc_shared((CHUNK, DIAGONAL_PITCH), "float32")
             sum_shared = T.alloc_shared((CHUNK,), "float32")
-            beta_shared = T.alloc_shared((CHUNK,), "float32")
+            beta_shared = T.alloc_shared((CHUNK,), "float32")  # then the factors of Z and R
+            k_norm_shared = T.alloc_shared((CHUNK,), "float32")
             k_factor_shared = T.alloc_shared((CHUNK,), "float32")
             q_factor_shared = T.alloc_shared((CHUNK,), "float32")
             loaded = T.alloc_barrier(PREPARE_THREADS)
             kk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
             qk_fragment = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            q_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            q_high_operand = T.alloc_fragment((CHUNK, HALF), dtype)
+            q_right = T.alloc_fragment((CHUNK, HALF), dtype)  # the same registers as right operands of a warp
+            q_high_right = T.alloc_fragment((CHUNK, HALF), dtype)
+            sums = T.alloc_local((8,), "float32")
+            norms = T.alloc_local((2,), "float32")
             query_operand = T.alloc_fragment((CHUNK, CHUNK), dtype)
             z_fragment = T.alloc_fragment((CHUNK, HALF), "float32")
             z_operand = T.alloc_fragment((CHUNK, HALF), dtype)
@@ -143,6 +197,7 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
             decays = T.alloc_local((2,), "float32")
             strengths = T.alloc_local((2,), "float32")
             tx = T.get_thread_binding()
+            T.annotate_layout({q_shared: make_swizzled_layout(q_shared), q_high_shared: make_swizzled_layout(q_high_shared)})
 
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
             high = T.max(bounds - 2, 0)
@@ -231,33 +286,51 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.wgmma_gemm(k_shared, k_shared, kk_fragment, transpose_B=True, clear_accum=True)
                 if wide:
                     T.wgmma_gemm(k_high_shared, k_high_shared, kk_fragment, transpose_B=True)
+                # Q once from shared memory, for both its products.
+                T.copy(q_shared, q_operand)
+                if wide:
+                    T.copy(q_high_shared, q_high_operand)
+                T.wgmma_gemm(q_operand, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
+                if wide:
+                    T.wgmma_gemm(q_high_operand, k_high_shared, qk_fragment, transpose_B=True)
                 if normalize:
-                    # For the norms alone; the tensor cores have little else to do here.
-                    T.wgmma_gemm(q_shared, q_shared, product_fragment, transpose_B=True, clear_accum=True)
+                    T.clear(sums)
+                    for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
+                        q_right[i, j] = q_operand[i, j]
+                    square(sums, q_operand, q_right)
                     if wide:
-                        T.wgmma_gemm(q_high_shared, q_high_shared, product_fragment, transpose_B=True)
+                        for i, j in T.Parallel(CHUNK, HALF, loop_layout=right_operands()):
+                            q_high_right[i, j] = q_high_operand[i, j]
+                        square(sums, q_high_operand, q_high_right)
+                    # Row lane // 4 of each block: of its four lanes one holds the diagonal.
+                    norms[0] = T.Select(tx // 4 % 2 == 0, sums[0], sums[1])
+                    norms[1] = T.Select(tx // 4 % 2 == 0, sums[6], sums[7])
+                    for side in T.unroll(2):
+                        norms[side] = T.rsqrt(T.shfl_sync(norms[side], tx % 32 // 4 * 4 + tx % 32 // 8) + NORM_EPS) * scale
+                    for side in T.unroll(2):
+                        q_factor_shared[tx // 32 * 16 + tx % 32 // 4 + 8 * side] = norms[side]
                 else:
                     for i in T.Parallel(CHUNK):
                         k_factor_shared[i] = 1.0
                         q_factor_shared[i] = scale
-                T.wgmma_gemm(q_shared, k_shared, qk_fragment, transpose_B=True, clear_accum=True)
-                if wide:
-                    T.wgmma_gemm(q_high_shared, k_high_shared, qk_fragment, transpose_B=True)
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(kk_fragment, num_regs=32)
                 T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 if normalize:
-                    T.warpgroup_fence_operand(product_fragment, num_regs=32)
-                    # The sums alone: the roots of all 64 elements that a thread holds would be 62 too many.
+                    # The sums alone: the roots of all 32 elements that a thread holds would be 31 too many.
                     for i, j in T.Parallel(CHUNK, CHUNK):
                         if i == j:
                             k_factor_shared[i] = kk_fragment[i, j]
-                            q_factor_shared[i] = product_fragment[i, j]
                     T.sync_threads()
                     if tx < CHUNK:
-                        k_factor_shared[tx] = T.rsqrt(k_factor_shared[tx] + NORM_EPS)
-                    else:
-                        q_factor_shared[tx - CHUNK] = T.rsqrt(q_factor_shared[tx - CHUNK] + NORM_EPS) * scale
+                        running = k_factor_shared[tx] + NORM_EPS
+                        log_decay = T.rsqrt(running)
+                        k_factor_shared[tx] = log_decay
+                        if unit:
+                            k_norm_shared[tx] = running * log_decay
+                            beta_shared[tx] *= log_decay
+                        else:
+                            beta_shared[tx] *= 1.0 / x_scale
                 T.sync_threads()
                 T.copy(q_factor_shared, row_factor)
                 for i, j in T.Parallel(CHUNK, CHUNK):
@@ -270,7 +343,10 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 # L goes apart: its diagonal blocks, transposed, for the substitution, and what lies below them; both negated.
                 T.clear(inverse_shared)
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = -k_factor_shared[i] * beta_shared[i]
+                    if unit:
+                        row_factor[i] = -beta_shared[i]
+                    else:
+                        row_factor[i] = -k_factor_shared[i] * (beta_shared[i] * x_scale)
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     column_fragment[i, j] = k_factor_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
@@ -321,40 +397,35 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                     row_factor[i] = k_factor_shared[i] * x_scale
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     inverse_fragment[i, j] *= row_factor[i]
-                T.copy(inverse_fragment, x_shared)
-                if parts == 2:
+                if unit:
                     for i, j in T.Parallel(CHUNK, CHUNK):
-                        inverse_fragment[i, j] -= T.cast(T.cast(inverse_fragment[i, j], dtype), "float32")
-                    T.copy(inverse_fragment, rest_shared)
+                        column_fragment[i, j] = k_norm_shared[j]
+                    for i, j in T.Parallel(CHUNK, CHUNK):
+                        inverse_fragment[i, j] *= column_fragment[i, j]
+                T.copy(inverse_fragment, x_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.wgmma_gemm(query_shared, x_shared, qk_fragment, clear_accum=True)
-                if parts == 2:
-                    T.wgmma_gemm(query_shared, rest_shared, qk_fragment)
                 T.wgmma_gemm(x_shared, k_shared, z_fragment, transpose_A=True, clear_accum=True)
-                if parts == 2:
-                    T.wgmma_gemm(rest_shared, k_shared, z_fragment, transpose_A=True)
                 total = sum_shared[CHUNK - 1]
                 for i in T.Parallel(CHUNK):
                     row_factor[i] = sum_shared[i]
-                T.wait_wgmma(parts)
+                T.wait_wgmma(1)
                 T.warpgroup_fence_operand(qk_fragment, num_regs=32)
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     column_fragment[i, j] = sum_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     qk_fragment[i, j] *= T.exp2(row_factor[i] - column_fragment[i, j])
                 for i, j in T.Parallel(CHUNK, CHUNK):
-                    column_fragment[i, j] = beta_shared[j] * (1.0 / x_scale)
+                    column_fragment[i, j] = beta_shared[j]
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     r_fragment[i, j] = T.Select(i >= j, qk_fragment[i, j] * column_fragment[i, j], 0.0)
                 T.copy(r_fragment, q_shared)
                 if wide:
                     T.wgmma_gemm(x_shared, k_high_shared, qk_fragment, transpose_A=True, clear_accum=True)
-                    if parts == 2:
-                        T.wgmma_gemm(rest_shared, k_high_shared, qk_fragment, transpose_A=True)
                 for i in T.Parallel(CHUNK):
-                    row_factor[i] = T.exp2(total - row_factor[i]) * (beta_shared[i] * (1.0 / x_scale))
-                T.wait_wgmma(parts if wide else 0)
+                    row_factor[i] = T.exp2(total - row_factor[i]) * beta_shared[i]
+                T.wait_wgmma(1 if wide else 0)
                 T.warpgroup_fence_operand(z_fragment, num_regs=32)
                 for i, j in T.Parallel(CHUNK, HALF):
                     z_operand[i, j] = z_fragment[i, j] * row_factor[i]
@@ -366,14 +437,14 @@ def prepare(problem: ChunkProblem, parts: int) -> Any:
                 T.sync_threads()  # every warp is done with X
                 T.copy(z_operand, x_shared)
                 if wide:
-                    T.copy(z_high_operand, rest_shared)
+                    T.copy(z_high_operand, z_high_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 if tx < 32:
                     T.tma_copy(q_shared, tiles[slot, head, TILE_R, :, :], leader_scope_threads=32)
                     T.tma_copy(x_shared, tiles[slot, head, TILE_Z, :, :], leader_scope_threads=32)
                     if wide:
-                        T.tma_copy(rest_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
+                        T.tma_copy(z_high_shared, tiles[slot, head, TILE_Z_HIGH, :, :], leader_scope_threads=32)
 
                 if tx < CHUNK:
                     vectors[slot, head, ROW_STATE_KEY, tx] = T.exp2(sum_shared[tx]) * k_factor_shared[tx]

@@ -59,7 +59,6 @@ TUNED_WITHIN = 0.25
 class Config:
     columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
     stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
-    m_parts: int  # 16-bit summands of A where Z and R are made: 2 keeps 16 bits of it in bfloat16
     fused: bool  # whole sequences of D = 128 in one launch, which knows neither columns nor stages
     # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
     # A scalar of the launch; only whether there are segments is compiled in.
@@ -83,7 +82,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if config.columns not in (64, 128) or problem.head_v_dim % config.columns:
         return False
-    if config.stages not in (2, 3) or config.m_parts not in (1, 2) or not 0 <= config.segment <= _LONGEST_SEGMENT:
+    if config.stages not in (2, 3) or not 0 <= config.segment <= _LONGEST_SEGMENT:
         return False
     if not CHAINS <= config.cluster <= (MOST_MAKERS if _in_one_launch(problem, config) else CHAINS):
         return False
@@ -98,7 +97,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
-    config = Config(columns=64, stages=3, m_parts=2 if problem.dtype == "bfloat16" else 1, fused=False)
+    config = Config(columns=64, stages=3, fused=False)
     config = config if fits(problem, config, device) else replace(config, stages=2)
     one = replace(config, fused=True)
     one_fits = fits(problem, one, device)
@@ -110,7 +109,6 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
-    """m_parts is not searched: it decides accuracy, not only time."""
     default = default_config(problem, device)
     apart = replace(default, fused=False, cluster=CHAINS)
     space = [replace(default, fused=True, segment=0, cluster=makers) for makers in range(CHAINS, MOST_MAKERS + 1)]
@@ -121,10 +119,10 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     if _in_one_launch(problem, config):
-        return {"chunk_fused": _build.library(fused(problem, config.m_parts, config.cluster), pass_configs=_OWN_BARRIERS)}
+        return {"chunk_fused": _build.library(fused(problem, config.cluster), pass_configs=_OWN_BARRIERS)}
     split = config.segment > 0
     functions = {
-        "chunk_prepare": prepare(problem, config.m_parts),
+        "chunk_prepare": prepare(problem),
         "chunk_chain": chain(problem, config.columns, config.stages, split),
     }
     if split:

@@ -39,9 +39,11 @@ def expectation(problem: Problem, backend: str) -> Expectation:
     tensor_cores = ("HGMMA", "QGMMA", "HMMA")
     shared_memory = ("LDS", "STS", "ATOMS")
     if isinstance(problem, ChunkProblem):
-        # The 16 x 16 blocks of the inverse are merged by mma.sync on purpose: they are below a warpgroup matmul's 64 rows. In
-        # TileLang's one launch those are 20; a tile's product that fell back to mma.sync would be 32 at least.
-        at_most = {"HMMA": 20} if backend == "tilelang" else {}
+        # Products of mma.sync on purpose, of 16 x 16 blocks: below a warpgroup matmul's 64 rows. In TileLang's one launch, which
+        # has 128 columns, the inverse's are 20, and the diagonal blocks of K K^T another 16; the norms of Q, there and in
+        # `chunk_prepare`, are one for 8 columns. A tile's product that fell back to mma.sync would be 32 at least.
+        norms = problem.head_k_dim // 8 if problem.use_qk_l2norm else 0
+        at_most = {"HMMA": norms + (36 if problem.head_k_dim == 128 else 0)} if backend == "tilelang" else {}
         return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=("QGMMA",), at_most=at_most)
     if isinstance(problem, RecurrentProblem):
         # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.

@@ -55,6 +55,20 @@ def test_checkpoints(
     check(arguments_of(problem, device, **RAGGED), by(BACKEND), monkeypatch)
 
 
+@any_form
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_norms_of_all_sizes(
+    dtype: str, cluster: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
+) -> None:
+    """Neighbouring keys up to a thousandfold apart: where the inverse is rounded, norms stand at its rows and at its columns."""
+    force(**form(cluster))
+    problem = chunk_problem(**cases.MAIN | {"dtype": dtype}, has_mask=True)
+    arguments = arguments_of(problem, device, **RAGGED)
+    sizes = torch.logspace(-1.5, 1.5, 7, device=device)[torch.arange(arguments["k"].shape[1], device=device) % 7]
+    arguments["k"].mul_(sizes[None, :, None, None])
+    check(arguments, by(BACKEND), monkeypatch)
+
+
 @any_cluster
 @pytest.mark.parametrize("case", CASES)
 def test_hard_inputs(case: Any, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
@@ -83,8 +97,9 @@ def test_more_clusters_than_fit_at_a_time(
 
 @any_cluster
 def test_repeats(cluster: int, device: torch.device, force: Force) -> None:
+    """Also of chunks that are partial, where the inverse comes later than the product."""
     force(**form(cluster))
-    check_repeats(arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 129, 64, 700] * 9), by(BACKEND))
+    check_repeats(arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 129, 64, 700, 1, 63, 100] * 9), by(BACKEND))
 
 
 @any_cluster
