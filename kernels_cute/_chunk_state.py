@@ -82,10 +82,10 @@ class StateRole:
         if cutlass.const_expr(only is None):
             end = Int32(bounds[sequences])  # once for all items; with one it is read when needed, or registers do not suffice
 
-        # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
-        # work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after;
-        # U of the next chunk goes ahead of this one's output. Where the loop closes nothing is in flight, else ptxas would
-        # serialise every product.
+        # Products but M's are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor
+        # cores work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half
+        # after; U of the next chunk goes ahead of this one's output. Where the loop closes nothing is in flight, else ptxas
+        # would serialise every product.
         number, base, going = Int32(0), Int32(0), Boolean(True)
         while going:
             item = only

@@ -5,8 +5,8 @@ sequence's own), P with V = 0 from the identity. A segment has only whole chunks
 
     U^T  = S^T K^T
     W^T  = V^T - exp(c) f U^T
-    Vn^T = W^T M^T
-    S^T  = exp(c_last) S^T + (Vn^T exp(c_last - c) f) K
+    Y^T  = W^T + W^T M^T
+    S^T  = exp(c_last) S^T + (Y^T exp(c_last - c) f beta) K
 
 At D = 128 the two blocks of a head and segment are a cluster: block 0 runs h, block 1 runs P, with two state warpgroups of 64
 columns each, and block b prepares the chunks of parity b for both. At D = 64 one block has a warpgroup for each. The other
@@ -223,7 +223,8 @@ class SummaryChunk(Segments, FusedChunk):
         value_lane = layouts.address(values_base, matrix_row, warp * 2 + lane // 8 % 2)
         self.start_summary(initial, mask, state, head, segment, is_transition, row0, pair, group, warp, lane)
 
-        # As in the fused kernel: products a k step at a time, one U too many, nothing in flight where the loop closes.
+        # As in the fused kernel: products but M's a k step at a time, nothing in flight where the loop closes. Here one U too
+        # many is issued, and dropped.
         num_chunks = segment.length // CHUNK
         cute.arch.mbarrier_wait(full, 0)
         self.issue_keys(by_key, sums, state, state_operand, state_words, keys, Int32(0))
