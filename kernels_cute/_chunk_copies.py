@@ -140,61 +140,71 @@ class CopyRoles:
                     ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
 
     @cute.jit
-    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, base=0):
-        """Cumulative log2 decays and beta of the chunks that this block prepares."""
+    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, base=0, asked=None):
+        """Cumulative log2 decays and beta of the chunks that this block prepares; asked: the first one's, if on their way."""
         lane = cute.arch.lane_idx()
-        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        minus_rate, bias = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(asked is None):
+            asked = self.ask_item(g, beta, a_log, dt_bias, begin, first, length, head, lane)
+        words, minus_rate, bias = asked
         if cutlass.const_expr(self.raw_gate):
-            minus_rate = -cute.math.exp(a_log[head])
-            bias = dt_bias[head]
+            minus_rate = -cute.math.exp(minus_rate)
         gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
-        self.load_gates(g, beta, gates, betas, begin, first * CHUNK, length, head, lane)
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
             half, half_turn = self.half_of(base + step)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
-            self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
+            self.publish_gates(rows, g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
             cute.arch.mbarrier_arrive(gates_full + half)
-            self.load_gates(g, beta, gates, betas, begin, (step + self.aux_step) * CHUNK, length, head, lane)
+            self.ask_gates(g, beta, words, begin, (step + self.aux_step) * CHUNK, length, head, lane)
 
     @cute.jit
-    def load_gates(self, g, beta, gates, betas, begin, offset, length, head, lane):
-        """Lane l reads tokens 2 l and 2 l + 1 of the chunk."""
+    def ask_item(self, g, beta, a_log, dt_bias, begin, first, length, head, lane):
+        """ask_gates of an item's first chunk, and its head's constants: (words, A_log, dt_bias)."""
+        words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
+        self.ask_gates(g, beta, words, begin, first * CHUNK, length, head, lane)
+        rate, bias = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(self.raw_gate):
+            rate, bias = a_log[head], dt_bias[head]
+        return words, rate, bias
+
+    # What is asked for stays as it lies in memory until it is published: a conversion, or a branch around the load, would
+    # have the warp wait for one answer of the memory after the other.
+    @cute.jit
+    def ask_gates(self, g, beta, words, begin, offset, length, head, lane):
+        """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
         for i in cutlass.range_constexpr(2):
             token = offset + 2 * lane + i
-            gates[i] = Float32(0.0)
-            betas[i] = Float32(0.0)
-            if token < length:
-                if cutlass.const_expr(self.has_gate):
-                    gates[i] = self.element(g, begin + token, head)
-                if cutlass.const_expr(self.has_beta):
-                    betas[i] = self.element(beta, begin + token, head)
+            if cutlass.const_expr(self.has_gate):
+                words[i] = self.ask_element(g, begin + token, head, length - token)
+            if cutlass.const_expr(self.has_beta):
+                words[2 + i] = self.ask_element(beta, begin + token, head, length - token)
 
     @cute.jit
-    def element(self, x, token, head):
+    def ask_element(self, x, token, head, positive):
         offset = Int64(token) * x.stride[0] + Int64(head) * x.stride[1]
-        return cute.make_tensor(x.iterator + offset, cute.make_layout(1))[0].to(Float32)
+        size = x.element_type.width // 8
+        return ptx.load_global_if(x.iterator.toint() + offset * size, size, positive)
 
     @cute.jit
-    def publish_gates(self, rows, gates, betas, minus_rate, bias, valid, lane):
+    def publish_gates(self, rows, g, beta, words, minus_rate, bias, valid, lane):
         """Cumulative log2 decays and beta; tokens past the end have g = 0 and beta = 0."""
         logs = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         strengths = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         for i in cutlass.range_constexpr(2):
-            log_decay = gates[i]
+            log_decay = Float32(0.0)
+            if cutlass.const_expr(self.has_gate):
+                log_decay = ptx.number(g.element_type, words[i])
             if cutlass.const_expr(self.raw_gate):
-                raw = gates[i] + bias
+                raw = log_decay + bias
                 softplus = raw
                 if raw <= SOFTPLUS_THRESHOLD:
                     softplus = cute.math.log1p(cute.math.exp(raw))
                 log_decay = minus_rate * softplus
             strength = Float32(1.0)
             if cutlass.const_expr(self.has_beta):
-                strength = betas[i]
+                strength = ptx.number(beta.element_type, words[2 + i])
                 if cutlass.const_expr(self.raw_beta):
-                    strength = 1.0 / (1.0 + cute.math.exp(-betas[i]))
+                    strength = 1.0 / (1.0 + cute.math.exp(-strength))
             if 2 * lane + i >= valid:
                 log_decay, strength = Float32(0.0), Float32(0.0)
             # A NaN gate stays NaN.

@@ -194,13 +194,15 @@ class Items:
             item = self.take(storage, number, None)
             going = item.sequence >= 0
             number = number + 1
+            first = self.first_own(base, rank)
+            lane = cute.arch.lane_idx()
+            asked = self.ask_item(g, beta, a_log, dt_bias, item.begin, first, item.live_length, item.head, lane)
             if going:
                 next_rank, next_unit, sequence, unit = self.deal(
                     storage, loads, bounds, indices, null_slot, is_sorted, cluster, next_rank, next_unit
                 )
                 self.write_record(storage, number, self.describe(sequence, unit, rank, bounds, indices, mask, null_slot))
-            first = self.first_own(base, rank)
-            self.gate_warp(storage, g, beta, a_log, dt_bias, item.begin, item.live_length, item.head, first, base)
+            self.gate_warp(storage, g, beta, a_log, dt_bias, item.begin, item.live_length, item.head, first, base, asked)
             base = base + self.num_chunks(item.live_length)
 
     @cute.jit

@@ -98,6 +98,26 @@ def store_byte(address: Any, value: Any) -> None:
     cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def load_global_if(address: Any, size: int, positive: Any) -> Any:
+    """A word, or the 16 bits of one of size 2, from global memory where `positive` is, else 0. Without a branch: what follows need not
+    wait for it."""
+    kind = "b32" if size == 4 else "u16"
+    return cute.arch.inline_ptx(
+        "{.reg .pred p;\n.reg .b32 w;\nsetp.gt.s32 p, {$r1}, 0;\nmov.b32 w, 0;\n@p ld.global."
+        + kind
+        + " w, [{$r0}];\nmov.b32 {$w0}, w;}",
+        write_only_types=[Int32],
+        read_only_args=[address, positive],
+    )
+
+
+def number(dtype: Any, word: Any) -> Any:
+    """What load_global_if has loaded, as float32."""
+    if dtype is Float32:
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+    return unpack(dtype, word)[0]
+
+
 def prefetch_line(address: Any) -> None:
     """The L2 cache is asked for what lies around a global address."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

@@ -48,18 +48,14 @@ class MakerCopies:
     def maker_gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, number):
         """Cumulative log2 decays and beta of this block's chunks, for either set."""
         lane = cute.arch.lane_idx()
-        gates = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        betas = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        minus_rate, bias = Float32(0.0), Float32(0.0)
+        words, minus_rate, bias = self.ask_item(g, beta, a_log, dt_bias, begin, number, length, head, lane)
         if cutlass.const_expr(self.raw_gate):
-            minus_rate = -cute.math.exp(a_log[head])
-            bias = dt_bias[head]
-        self.load_gates(g, beta, gates, betas, begin, number * CHUNK, length, head, lane)
+            minus_rate = -cute.math.exp(minus_rate)
         for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
             turn = step // ROUND
             half, half_turn = step // MAKERS % SETS * 2 + turn % 2, turn // 2 & 1
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             cute.arch.mbarrier_wait(storage.gates_free.data_ptr() + half, half_turn ^ 1)
-            self.publish_gates(rows, gates, betas, minus_rate, bias, length - step * CHUNK, lane)
+            self.publish_gates(rows, g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
             cute.arch.mbarrier_arrive(storage.gates_full.data_ptr() + half)
-            self.load_gates(g, beta, gates, betas, begin, (step + MAKERS) * CHUNK, length, head, lane)
+            self.ask_gates(g, beta, words, begin, (step + MAKERS) * CHUNK, length, head, lane)
