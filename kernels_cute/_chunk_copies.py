@@ -29,16 +29,19 @@ class CopyRoles:
     @cute.jit
     def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece, base=0):
         to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
-        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
+        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.key_stages, begin, head // self.k_group, 0)
         to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, self.stages, begin, head // self.v_group, piece)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         num_chunks = (length + (CHUNK - 1)) // CHUNK
+        if num_chunks > 0:
+            self.copy_keys(storage, k_atom, from_k, to_k, Int32(0), base)
         for step in cutlass.range(num_chunks, unroll=1):
+            if step + 1 < num_chunks:
+                self.copy_keys(storage, k_atom, from_k, to_k, step + 1, base)
             stage, parity = self.stage_of(base + step)
             cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * self.key_bytes + self.value_bytes)
-            cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.key_bytes + self.value_bytes)
             cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
             cute.copy(v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
             if cutlass.const_expr(self.prefetch > 0):
@@ -46,6 +49,15 @@ class CopyRoles:
                     cute.prefetch(k_atom, from_k[None, step + self.prefetch])
                     cute.prefetch(q_atom, from_q[None, step + self.prefetch])
                     cute.prefetch(v_atom, from_v[None, step + self.prefetch])
+
+    @cute.jit
+    def copy_keys(self, storage, k_atom, from_k, to_k, step, base):
+        stage, parity = self.key_stage_of(base + step)
+        full = storage.keys_full.data_ptr() + stage
+        cute.arch.mbarrier_wait(storage.keys_empty.data_ptr() + stage, parity ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.key_bytes)
+        cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def prefetch_state(self, initial, item):

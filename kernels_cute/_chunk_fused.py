@@ -23,7 +23,9 @@ blocks of a head are a cluster: block b prepares the chunks of parity b for both
 otherwise a block prepares every chunk itself, buffers in turn.
 
     barrier             arrivals                                      waits
-    full[stage]         1: the copying lane, with the bytes           state, inverse, score
+    keys_full[stage]    1: the copying lane, with the bytes of K      state, inverse, score
+    keys_empty[stage]   4: a lane of a state warp, S done             the copying warp
+    full[stage]         1: the copying lane, with those of Q and V    state, score
     stored[stage]       4: a lane of a state warp, O where V was      the storing warp
     empty[stage]        1: the storing warp, O read                   the copying warp
     ready[buffer]       256: inverse and score of this block; or      state; the handing warp
@@ -33,7 +35,8 @@ otherwise a block prepares every chunk itself, buffers in turn.
     factors_full[half]  128: inverse, key factors written             score
     gates_free[half]    8: a lane of each inverse and score warp      the gate warp
     named 1, 2, 3       128 threads: within inverse, score, state
-A state warp is done with K, Q and V of a stage, and waits for what inverse and score made of them, before its `stored`.
+A state warp is done with K of a stage, and waits for what inverse and score made of it, before its `keys_empty`; with Q and V,
+likewise, before its `stored`. K has a ring of its own, a stage longer, because M takes longest to make.
 `half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free
 has been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
 
@@ -61,6 +64,7 @@ from kernels_cute._chunk_shape import (
     TILE_BYTES,
     VECTOR_BYTES,
     WARPGROUP,
+    key_stages,
 )
 from kernels_cute._chunk_state import StateRole
 from kernels_cute._chunk_tiles import TileRoles
@@ -106,6 +110,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         self.has_final, self.has_final_indices = has_final, has_final_indices
         self.has_checkpoints = has_checkpoints
         self.num_state, self.stages, self.prefetch = num_state, stages, prefetch
+        self.key_stages = key_stages(stages)
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.deals = deals  # blocks take item after item, else one is all that a block works on
         self.columns = 64 * num_state
@@ -163,6 +168,8 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
 
         @cute.struct
         class Storage:
+            keys_full: cute.struct.MemRange[Int64, self.key_stages]
+            keys_empty: cute.struct.MemRange[Int64, self.key_stages]
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
             stored: cute.struct.MemRange[Int64, stages]
@@ -179,7 +186,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * self.key_stages], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
             m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
@@ -239,6 +246,9 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
             cpasync.prefetch_descriptor(v_atom)
             cpasync.prefetch_descriptor(out_atom)
             with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(self.key_stages):
+                    cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
+                    cute.arch.mbarrier_init(storage.keys_empty.data_ptr() + stage, 4 * self.num_state)
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
@@ -372,9 +382,20 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
     # in every role's wait. Shifts are the same for both signs.
     def stage_of(self, count: Any) -> tuple[Any, Any]:
         """A chunk's stage, and the parity of that stage's turn."""
-        if self.stages & (self.stages - 1):
-            return count % self.stages, count // self.stages & 1
-        return count & (self.stages - 1), count >> (self.stages.bit_length() - 1) & 1
+        return self.place_in(self.stages, count)
+
+    def key_stage_of(self, count: Any) -> tuple[Any, Any]:
+        """The same of K."""
+        return self.place_in(self.key_stages, count)
+
+    def keys_full(self, storage: Any) -> Any:
+        return storage.keys_full.data_ptr()
+
+    def place_in(self, stages: int, count: Any) -> tuple[Any, Any]:
+        if stages & (stages - 1):
+            turn = Int32(cutlass.Uint32(count) // cutlass.Uint32(stages))
+            return count - turn * stages, turn & 1
+        return count & (stages - 1), count >> (stages.bit_length() - 1) & 1
 
     def half_of(self, count: Any) -> tuple[Any, Any]:
         """The same of `half`."""

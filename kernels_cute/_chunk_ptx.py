@@ -99,7 +99,7 @@ def store_byte(address: Any, value: Any) -> None:
 
 
 def load_global_if(address: Any, size: int, positive: Any) -> Any:
-    """A word, or the 16 bits of one of size 2, from global memory where `positive` is, else 0. Without a branch: what follows need not
+    """A word, or with size 2 its 16 bits, from global memory where `positive` is, else 0. Without a branch: what follows need not
     wait for it."""
     kind = "b32" if size == 4 else "u16"
     return cute.arch.inline_ptx(

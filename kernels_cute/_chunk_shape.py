@@ -29,3 +29,9 @@ SOFTPLUS_THRESHOLD = 20.0
 LOG2E = 1.4426950408889634
 # A decay below exp(-128) is 0 in float32. Cutting g there keeps c small, so that its later differences keep their digits.
 LOWEST_LOG_DECAY = -128.0
+
+
+def key_stages(stages: int) -> int:
+    """Chunks of K in shared memory where there are `stages` of Q and V: K is needed first, for M. Makers of every second chunk
+    wait for every second fill of a ring of odd size: of 5 the fill between is over by then (notes); of 3 nothing ensures that."""
+    return stages + 1 if stages > 2 else stages

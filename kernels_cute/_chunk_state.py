@@ -38,10 +38,9 @@ class StateRole:
         dim = self.dim
         by_key = self.product(CHUNK, True)
         by_token = self.product(dim, True, True)
-        key_layout = layouts.by_rows(self.dtype, CHUNK, dim, self.stages)
-        token_layout = layouts.by_columns(self.dtype, CHUNK, dim, self.stages)
-        keys = self.right(by_key, storage.k, key_layout)
-        queries = self.right(by_key, storage.q, key_layout)
+        keys = self.right(by_key, storage.k, layouts.by_rows(self.dtype, CHUNK, dim, self.key_stages))
+        queries = self.right(by_key, storage.q, layouts.by_rows(self.dtype, CHUNK, dim, self.stages))
+        token_layout = layouts.by_columns(self.dtype, CHUNK, dim, self.key_stages)
         tokens = self.right(by_token, storage.k, token_layout)
         m_operand = self.right(by_key, storage.m, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
         p_operand = self.right(by_key, storage.p, layouts.by_rows(self.dtype, CHUNK, CHUNK, BUFFERS))
@@ -59,7 +58,7 @@ class StateRole:
         row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
         pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
         column0 = half * 64 + warp * 16  # the warp's first V column of the block's
-        full = storage.full.data_ptr()
+        full, keys_full = storage.full.data_ptr(), storage.keys_full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         vectors = storage.vectors.data_ptr().toint() + pair * 8
         # Lane l names row l % 8 of matrix l // 8; matrices alternate between the warp's two halves of 8 columns.
@@ -94,20 +93,22 @@ class StateRole:
             num_chunks = self.num_chunks(item.live_length)
             first_column = item.piece * self.columns + half * 64  # of the warpgroup
             row0 = item.piece * self.columns + column0 + row  # of this lane
-            first_stage, first_parity = self.stage_of(base)
+            first_stage, first_parity = self.key_stage_of(base)
             if num_chunks > 0:
-                cute.arch.mbarrier_wait(full + first_stage, first_parity)
+                cute.arch.mbarrier_wait(keys_full + first_stage, first_parity)
             self.issue_keys(by_key, sums, state, state_operand, state_words, keys, first_stage, False)
             warpgroup.wait_group(0)
             for step in cutlass.range(num_chunks, unroll=1):
                 count = base + step
-                stage, _ = self.stage_of(count)
-                following, following_parity = self.stage_of(count + 1)
+                stage, parity = self.stage_of(count)
+                key_stage, _ = self.key_stage_of(count)
+                following, following_parity = self.key_stage_of(count + 1)
                 buffer, turn = count & 1, count >> 1 & 1
                 valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
                 vector = vectors + buffer * VECTOR_BYTES
                 half_steps = dim // 32
                 # What the next steps need is asked for before the products that keep this warp waiting are issued.
+                cute.arch.mbarrier_wait(full + stage, parity)
                 values = [
                     ptx.load_matrices(value_lane + stage * self.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)
                 ]
@@ -142,7 +143,7 @@ class StateRole:
                 if cutlass.const_expr(self.paired):
                     if valid < CHUNK:
                         # The block whose turn it was has done this for its own tile alone.
-                        self.zero_keys(storage.k.data_ptr().toint() + stage * self.key_bytes, valid, warp * 32 + lane)
+                        self.zero_keys(storage.k.data_ptr().toint() + key_stage * self.key_bytes, valid, warp * 32 + lane)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
                 factors = self.load_factors(vector, KEY_TO_LAST)
@@ -160,7 +161,7 @@ class StateRole:
                                 self.dtype, sums[place] * factors[n][0], sums[place + 1] * factors[n][1]
                             )
                     warpgroup.fence()
-                    self.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
+                    self.multiply_step(by_token, state, decayed, tokens[None, None, None, key_stage], i, False)
                 warpgroup.commit_group()
 
                 # O
@@ -177,8 +178,10 @@ class StateRole:
                     self.multiply_step(by_key, outputs, operand, p_operand[None, None, None, buffer], i, False)
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(storage.keys_empty.data_ptr() + key_stage)
                 if step + 1 < num_chunks:
-                    cute.arch.mbarrier_wait(full + following, following_parity)
+                    cute.arch.mbarrier_wait(keys_full + following, following_parity)
                     self.issue_keys(by_key, sums, state, state_operand, state_words, keys, following)
                     warpgroup.wait_group(1)
                 else:

@@ -50,7 +50,7 @@ class TileRoles:
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
         mma = self.product(CHUNK, True)
-        keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages))
+        keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.key_stages))
         left_operand = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
         left_words = cute.recast_tensor(left_operand, Int32)
         kk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
@@ -73,13 +73,13 @@ class TileRoles:
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(first, num_chunks, self.aux_step, unroll=1):
             count = base + step
-            stage, parity = self.stage_of(count)
+            stage, parity = self.key_stage_of(count)
             buffer, turn = count & 1, count >> 1 & 1
             half, half_turn = self.half_of(count)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
             valid = length - step * CHUNK
-            cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
+            cute.arch.mbarrier_wait(self.keys_full(storage) + stage, parity)
             if valid < CHUNK:
                 # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
                 self.zero_keys(k_base + stage * self.key_bytes, valid, thread)
@@ -137,7 +137,7 @@ class TileRoles:
         thread = warp * 32 + lane
         row, pair = lane // 4, lane % 4
         mma = self.product(CHUNK, True)
-        keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.stages))
+        keys = self.right(mma, storage.k, layouts.by_rows(self.dtype, CHUNK, self.dim, self.key_stages))
         left_operand = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, self.dim)), self.dtype)
         left_words = cute.recast_tensor(left_operand, Int32)
         qk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
@@ -158,11 +158,13 @@ class TileRoles:
             half, half_turn = self.half_of(count)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
             columns = rows + pair * 8
+            key_stage, key_parity = self.key_stage_of(count)
+            cute.arch.mbarrier_wait(self.keys_full(storage) + key_stage, key_parity)
             cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
             self.load_rows(q_base + stage * self.key_bytes, left_words, tile_row, unit)
             warpgroup.fence()
             # Rows of K past the end may be anything here: right of the diagonal, or in rows past the end.
-            self.multiply(mma, qk, left_operand, keys[None, None, None, stage], True)
+            self.multiply(mma, qk, left_operand, keys[None, None, None, key_stage], True)
             warpgroup.commit_group()
             row_query = self.query_factors(left_words, scale)
             cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)

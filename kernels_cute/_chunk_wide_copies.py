@@ -5,7 +5,7 @@ The barriers and who waits for whom stand in `_chunk_wide`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32
+from cutlass import Int16, Int32
 
 from kernels_cute._chunk_shape import AUX_BYTES, CHUNK
 from kernels_cute._chunk_wide_shape import KEY_BYTES, KEY_STAGES, MAKERS, ROUND, SETS

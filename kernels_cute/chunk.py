@@ -48,7 +48,7 @@ from kernels_cute._chunk_plan import (
     wide_places,
 )
 from kernels_cute._chunk_segments import num_slots, summary_bytes
-from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
+from kernels_cute._chunk_shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, key_stages
 from kernels_cute._chunk_wide import WideChunk
 from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute._memory import CUTE_DTYPES, fake
@@ -56,7 +56,7 @@ from kernels_cute._memory import CUTE_DTYPES, fake
 ENTRY = "gdn_cute_chunk"
 RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
-_BARRIER_BYTES = 896  # most of the barriers, records and order, and of what aligning the vectors behind them costs
+_BARRIER_BYTES = 1024  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (232, 128, 112, 40)
@@ -71,7 +71,7 @@ TUNED_WITHIN = 0.25
 @dataclass(frozen=True)
 class Config:
     paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
-    stages: int  # chunks of q, k, v in shared memory: more hide the way from memory through M and P
+    stages: int  # chunks of q and v in shared memory, of k one more (not with 2): more hide the way from memory through M and P
     prefetch: int  # chunks ahead of a copy that the L2 cache is asked for; 0 = none
     # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
@@ -107,10 +107,12 @@ def note(problem: ChunkProblem) -> str | None:
 
 
 def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
-    stage = CHUNK * 2 * (2 * problem.head_k_dim + 64)
+    key = CHUNK * 2 * problem.head_k_dim
+    stage = key + CHUNK * 2 * 64  # of Q and V
     tiles = BUFFERS * 2 + 1  # M and P, and L
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
-    return config.stages * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
+    shared = config.stages * stage + key_stages(config.stages) * key + tiles * TILE_BYTES
+    return shared + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
 def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
