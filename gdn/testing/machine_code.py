@@ -11,10 +11,12 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 _MACHINE_CUDA = 190  # e_machine of a cubin
@@ -28,7 +30,11 @@ _ATTRIBUTE_REQUIRED_THREADS = 0x10
 _ATTRIBUTE_FRAME_SIZE = 0x11
 _ATTRIBUTE_REGISTERS = 0x2F
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+_CODE_OF_FAMILY = 0x09  # of .nv.compat, which is laid out alike: 1 where the code is for one architecture alone, as sm_90a's
+_ABI_WITH_COMPAT = 8  # of CUDA 13's cubins, the ones whose target is read here
+_INSTRUCTION_BYTES = 16
+
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
 class MachineCodeError(RuntimeError):
@@ -61,6 +67,14 @@ class MachineCode:
     def spills(self) -> int:
         """Loads and stores of local memory: spilled registers, or arrays that did not fit into registers."""
         return self.count("LDL") + self.count("STL")
+
+
+@dataclass(frozen=True)
+class Undecoded:
+    """A kernel function whose instructions are still to be counted: `decoded` does so for many at once."""
+
+    kernel: MachineCode  # without instructions, where there is code
+    code: bytes  # empty: they are counted already
 
 
 @dataclass(frozen=True)
@@ -113,16 +127,22 @@ class _Cubin:
         offsets = [struct.unpack_from("<I", self.bytes, table.offset + at)[0] for at in range(0, table.size, 24)]
         return [self._text(strings.offset + offset) for offset in offsets]
 
-    def attributes(self, section_name: str) -> Iterator[tuple[int, bytes]]:
-        """(code, value) of an .nv.info section; entries whose value sits in the header are skipped, none is needed."""
+    def entries(self, section_name: str) -> Iterator[tuple[int, int, bytes | None]]:
+        """(code, size or value, bytes where it is a size) of an .nv.info section or one that is laid out alike."""
         section = self.section(section_name)
         at, end = section.offset, section.offset + section.size
         while at < end:
             form, code, size = struct.unpack_from("<BBH", self.bytes, at)
             at += 4
-            if form == _FORMAT_SIZED:
-                yield code, self.bytes[at : at + size]
-                at += size
+            value = self.bytes[at : at + size] if form == _FORMAT_SIZED else None
+            yield code, size, value
+            at += len(value or b"")
+
+    def attributes(self, section_name: str) -> Iterator[tuple[int, bytes]]:
+        """(code, value) of an .nv.info section; entries whose value sits in the header are skipped, none is needed."""
+        for code, _, value in self.entries(section_name):
+            if value is not None:
+                yield code, value
 
     def per_kernel(self, code: int) -> dict[str, int]:
         """Kernel name -> value of an attribute that .nv.info keeps as (symbol, value) pairs."""
@@ -174,8 +194,19 @@ def _disassemble(cubin: _Cubin) -> tuple[str, dict[str, Counter[str]]]:
             name = line.split()[1].split(",")[0].removeprefix(".text.").strip('"')
             current = opcodes.setdefault(name, Counter())
         elif (instruction := _INSTRUCTION.match(line)) is not None:
-            current[instruction[1]] += 1
+            current[instruction[2]] += 1
     return target[1], opcodes
+
+
+def _target(cubin: _Cubin) -> str | None:
+    """As nvdisasm names it; None where the cubin is of another format than CUDA 13's."""
+    compat = cubin.find(".nv.compat")
+    if cubin.bytes[8] != _ABI_WITH_COMPAT or compat is None:
+        return None
+    (flags,) = struct.unpack_from("<I", cubin.bytes, 48)
+    entries = cubin.entries(".nv.compat")
+    family = next((value for code, value, _ in entries if code == _CODE_OF_FAMILY), None)
+    return {0: f"sm_{flags >> 8 & 0xFF}", 1: f"sm_{flags >> 8 & 0xFF}a"}.get(family if family is not None else -1)
 
 
 def _max_threads(cubin: _Cubin, kernel: str) -> int:
@@ -194,27 +225,71 @@ def _required(kernel: str, what: str, figures: dict[str, int]) -> int:
 
 def kernels(library: bytes) -> list[MachineCode]:
     """Every kernel function in the cubins of a shared library, in file order; at least one."""
-    found: list[MachineCode] = []
+    return [found.kernel for found in _read(library, may_wait=False)]
+
+
+def undecoded(library: bytes) -> list[Undecoded]:
+    """The same but for the instructions, which `decoded` counts: the disassembler takes longer to start than for a kernel."""
+    return _read(library, may_wait=True)
+
+
+def _read(library: bytes, *, may_wait: bool) -> list[Undecoded]:
+    found: list[Undecoded] = []
     for cubin in _cubins(library):
         registers = cubin.per_kernel(_ATTRIBUTE_REGISTERS)
         frames = cubin.per_kernel(_ATTRIBUTE_FRAME_SIZE)
-        target, opcodes = _disassemble(cubin)
+        target = _target(cubin) if may_wait else None
+        waits = target is not None
+        opcodes: dict[str, Counter[str]] = {}
+        if target is None:
+            target, opcodes = _disassemble(cubin)
         for name in cubin.kernels():
-            if not opcodes.get(name):
+            if not waits and not opcodes.get(name):
                 raise MachineCodeError(f"{name}: nvdisasm shows no instruction")
+            text = cubin.section(f".text.{name}")
             shared = cubin.find(f".nv.shared.{name}")
-            found.append(
-                MachineCode(
-                    name=name,
-                    target=target,
-                    registers=_required(name, "register count", registers),
-                    max_threads=_max_threads(cubin, name),
-                    stack_bytes=_required(name, "stack frame", frames),
-                    # A kernel without static shared memory has no such section.
-                    static_shared_bytes=max(0, shared.size - _RESERVED_SHARED_BYTES) if shared is not None else 0,
-                    instructions=opcodes[name],
-                )
+            kernel = MachineCode(
+                name=name,
+                target=target,
+                registers=_required(name, "register count", registers),
+                max_threads=_max_threads(cubin, name),
+                stack_bytes=_required(name, "stack frame", frames),
+                # A kernel without static shared memory has no such section.
+                static_shared_bytes=max(0, shared.size - _RESERVED_SHARED_BYTES) if shared is not None else 0,
+                instructions=opcodes.get(name, Counter()),
             )
+            found.append(Undecoded(kernel, cubin.bytes[text.offset : text.offset + text.size] if waits else b""))
     if not found:
         raise MachineCodeError("the library holds no cubin")
     return found
+
+
+def decoded(kernels: Sequence[Undecoded]) -> list[MachineCode]:
+    """In the same order, with one run of the disassembler for each target."""
+    counted: dict[int, Counter[str]] = {}
+    for target in dict.fromkeys(one.kernel.target for one in kernels if one.code):
+        places = [at for at, one in enumerate(kernels) if one.code and one.kernel.target == target]
+        counted |= zip(places, _count([kernels[at].code for at in places], target), strict=True)
+    found = []
+    for at, one in enumerate(kernels):
+        if one.code and sum(counted[at].values()) != len(one.code) // _INSTRUCTION_BYTES:
+            raise MachineCodeError(f"{one.kernel.name}: nvdisasm does not show every instruction")
+        found.append(replace(one.kernel, instructions=counted[at]) if one.code else one.kernel)
+    return found
+
+
+def _count(codes: Sequence[bytes], target: str) -> list[Counter[str]]:
+    """The opcodes of each piece of machine code."""
+    ends = list(accumulate(len(code) for code in codes))
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [str(nvdisasm()), "-b", target.replace("sm_", "SM"), "-ndf", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MachineCodeError(f"nvdisasm failed: {done.stderr.strip()}")
+    opcodes: list[Counter[str]] = [Counter() for _ in codes]
+    for line in done.stdout.splitlines():
+        if (instruction := _INSTRUCTION.match(line)) is not None:
+            opcodes[bisect_right(ends, int(instruction[1], 16))][instruction[2]] += 1
+    return opcodes

@@ -7,7 +7,7 @@ import pytest
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from tests.compile import session
+from tests.compile import inspection, session
 from tests.compile.expectations import expectation
 from tests.compile.inspection import Report
 
@@ -57,7 +57,8 @@ def failures(module_name: str, backend: str, variants: Sequence[tuple[Problem, A
     """One paragraph per (problem, config) that does not compile or whose machine code is not as it should be."""
     found = []
     outcomes = session.CURRENT.outcomes(tasks_of(module_name, variants))
+    reports = iter(inspection.read([outcome.value for outcome in outcomes if outcome.failure is None]))
     for (problem, config), outcome in zip(variants, outcomes, strict=True):
-        wrong = [outcome.failure] if outcome.failure is not None else violations(outcome.value, problem, backend, device)
+        wrong = [outcome.failure] if outcome.failure is not None else violations(next(reports), problem, backend, device)
         found += [f"{problem.static_key()} {config or 'default config'}:\n    {what}" for what in wrong]
     return found

@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from unittest import mock
 
 from gdn.problems import Problem
 from gdn.testing import machine_code
-from gdn.testing.machine_code import MachineCode
+from gdn.testing.machine_code import MachineCode, Undecoded
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,24 @@ class Report:
         return sum(kernel.count(pattern) for kernels in self.kernels.values() for kernel in kernels)
 
 
-def inspect(module_name: str, problem: Problem, config: Any) -> Report:
+@dataclass(frozen=True)
+class Unread:
+    """A report whose instructions are still to be counted: `read` does so for many at once."""
+
+    kernels: dict[str, list[Undecoded]]
+    dynamic_shared_bytes: dict[str, int]
+
+
+def read(reports: Sequence[Unread]) -> list[Report]:
+    waiting = [kernel for report in reports for kernels in report.kernels.values() for kernel in kernels]
+    found = iter(machine_code.decoded(waiting))
+    return [
+        Report({entry: [next(found) for _ in kernels] for entry, kernels in report.kernels.items()}, report.dynamic_shared_bytes)
+        for report in reports
+    ]
+
+
+def inspect(module_name: str, problem: Problem, config: Any) -> Unread:
     """config None: the analytic default for an H100."""
     from gdn.device import H100
 
@@ -48,7 +65,7 @@ def inspect(module_name: str, problem: Problem, config: Any) -> Report:
         raise AssertionError(f"{len(libraries)} entries were compiled by {len(sizes)} calls of the DSL's compiler")
     # A dict keeps its order, and entries are compiled one after the other.
     dynamic = dict(zip(libraries, sizes, strict=True))
-    return Report({entry: machine_code.kernels(library) for entry, library in libraries.items()}, dynamic)
+    return Unread({entry: machine_code.undecoded(library) for entry, library in libraries.items()}, dynamic)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def in_order(tasks: Sequence[Task]) -> list[list[Task]]:
     return [[task for task in longest_first if task[0].startswith(f"{package}.")] for package in packages]
 
 
-def inspect_politely(*task: Any) -> inspection.Report:
+def inspect_politely(*task: Any) -> inspection.Unread:
     os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     return inspection.inspect(*task)
 

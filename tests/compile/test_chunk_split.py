@@ -1,8 +1,7 @@
-"""Split calls of the CuTe chunk kernel: slots, workspace, the choice of a length, and machine code with and without a split."""
+"""Split calls of the CuTe chunk kernel: slots, workspace, and the choice of a length."""
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from gdn.problems import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem
-from tests.compile import checks, variants
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 segments = pytest.importorskip("kernels_cute._chunk_segments", reason="needs the CuTe DSL")
@@ -122,21 +120,6 @@ def test_a_length_compiles_nothing_new() -> None:
         segment: compiled.entry_key("chunk", "cute", chunk, problem, replace(config, segment=segment)) for segment in (0, 8, 16)
     }
     assert keys[8] == keys[16] != keys[0]
-
-
-def _other_stages_and_prefetch() -> list[tuple[ChunkProblem, Any]]:
-    cover: list[Any] = variants.cover("chunk", chunk)
-    both = [next(one for one in cover if bool(one[1].segment) == wanted) for wanted in (True, False)]
-    assert all(config.stages > 2 for _, config in both)
-    found = [(problem, replace(config, stages=2)) for problem, config in both]
-    return found + [(problem, replace(config, prefetch=2 - config.prefetch)) for problem, config in both]
-
-
-@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", _other_stages_and_prefetch()))
-def test_two_stages_and_the_other_prefetch() -> None:
-    """The cover has the default's: as many stages as fit. Compositions go through the stages' buffers."""
-    failed = checks.failures("kernels_cute.chunk", "cute", _other_stages_and_prefetch(), H100)
-    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 64])

@@ -118,15 +118,9 @@ def test_room(stages: int, parts: int) -> None:
     assert max(registers, shape.STATE_REGISTERS + shape.COPY_REGISTERS + idle) <= pool
 
 
-def _variants() -> list[tuple[ChunkProblem, Any]]:
-    served = (problem for problem, _ in variants.cover("chunk", chunk) if isinstance(problem, ChunkProblem))
-    found = [problem for problem in served if problem.head_v_dim == 128]
-    forms: tuple[dict[str, Any], ...] = ({}, {"prefetch": 2}, {"places": 0}, {"ringed": 0})
-    return [(problem, replace(wide_config(problem), **forms[i % 4])) for i, problem in enumerate(dict.fromkeys(found))]
-
-
-@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", _variants()))
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", variants.wide_cover(chunk)))
 def test_variants_compile_as_they_should() -> None:
-    assert len(_variants()) >= 5
-    failed = checks.failures("kernels_cute.chunk", "cute", _variants(), H100)
+    cover = variants.wide_cover(chunk)
+    assert all(chunk.fits(problem, config, H100) and config.makers for problem, config in cover)
+    failed = checks.failures("kernels_cute.chunk", "cute", cover, H100)
     assert not failed, "\n".join(failed)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,8 @@ def _build(package: str, compile_: Callable[[], bytes]) -> tuple[machine_code.Ma
     with inspection._recording(f"{package}.tiny", sizes):
         library = compile_()
     (kernel,) = machine_code.kernels(library)
+    # Many at once: the same figures, target and counts, whichever stands before.
+    assert machine_code.decoded(machine_code.undecoded(library) * 3) == [kernel] * 3
     (dynamic,) = sizes
     return kernel, dynamic
 
@@ -69,6 +72,23 @@ def test_the_target_does_not_depend_on_who_imports_the_dsl_first() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CUTE_DSL_ARCH"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "['sm_90a']", done.stderr
+
+
+def test_the_target_without_the_disassembler_is_the_disassemblers() -> None:
+    library = importlib.import_module("tests.compile.tiny_cute").reverse()
+    general = library.replace(b"\x02\x09\x01\x00", b"\x02\x09\x00\x00")  # .nv.compat: not for one architecture alone
+    for one, target in ((library, "sm_90a"), (general, "sm_90")):
+        (kernel,) = machine_code.undecoded(one)
+        assert kernel.kernel.target == target and len(kernel.code) > 0
+        assert [found.target for found in machine_code.kernels(one)] == [target]
+
+
+def test_machine_code_that_is_not_all_shown_raises() -> None:
+    library = importlib.import_module("tests.compile.tiny_cute").reverse()
+    (kernel,) = machine_code.undecoded(library)
+    broken = replace(kernel, code=kernel.code + bytes(range(8)))
+    with pytest.raises(MachineCodeError, match="nvdisasm"):
+        machine_code.decoded([broken, kernel])
 
 
 def test_a_library_without_a_cubin_raises() -> None:

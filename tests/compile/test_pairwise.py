@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.compile import pairwise, variants
+from tests.compile import pairwise, shrink, variants
 
 
 def _pairs(rows: list[pairwise.Row]) -> set[frozenset[tuple[str, object]]]:
@@ -24,6 +24,10 @@ def test_every_possible_pair_is_held_and_no_row_is_forbidden() -> None:
     assert _pairs(rows) == _pairs(everything)
     assert len(rows) < len(everything) / 3
     assert rows == pairwise.pairwise(axes, allowed)
+    fewer = shrink.shrink(axes, allowed, [*rows, *rows])
+    assert len(fewer) <= len(rows) and all(allowed(row) for row in fewer)
+    assert _pairs(fewer) == _pairs(everything)
+    assert fewer == shrink.shrink(axes, allowed, [*rows, *rows])
 
 
 @pytest.mark.parametrize("op", variants.AXES)

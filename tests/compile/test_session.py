@@ -12,7 +12,7 @@ import pytest
 from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.problems import ExpandTopkGroupsProblem
-from tests.compile import checks, conftest, session
+from tests.compile import checks, conftest, inspection, session
 from tests.compile.session import Session, Task, key_of
 
 PROBLEM = ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=64, k=512)
@@ -107,6 +107,7 @@ def test_a_pool_that_fails_fails_who_waits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_variant_that_does_not_compile_is_a_finding(compiled: list[list[Task]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "CURRENT", Session())
     monkeypatch.setattr(checks, "violations", lambda *_: [])
+    monkeypatch.setattr(inspection, "read", list)
     (failed,) = checks.failures(EXPAND, "cute", [(task_of(ratio)[1], None) for ratio in (12, 13, 14)], H100)
     assert "ratio=13" in failed and "does not compile" in failed
 
