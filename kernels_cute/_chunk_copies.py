@@ -153,7 +153,8 @@ class CopyRoles:
 
     @cute.jit
     def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, base=0, asked=None):
-        """Cumulative log2 decays and beta of the chunks that this block prepares; asked: the first one's, if on their way."""
+        """Cumulative log2 decays and beta of the chunks that this block prepares; asked: the first one's, if on their way.
+        They are made, and the next chunk's asked for, before there is room for them."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(asked is None):
             asked = self.ask_item(g, beta, a_log, dt_bias, begin, first, length, head, lane)
@@ -164,10 +165,11 @@ class CopyRoles:
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
             half, half_turn = self.half_of(base + step)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
-            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
-            self.publish_gates(rows, g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
-            cute.arch.mbarrier_arrive(gates_full + half)
+            values = self.make_gates(g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
             self.ask_gates(g, beta, words, begin, (step + self.aux_step) * CHUNK, length, head, lane)
+            cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+            self.publish_gates(rows, values, lane)
+            cute.arch.mbarrier_arrive(gates_full + half)
 
     @cute.jit
     def ask_item(self, g, beta, a_log, dt_bias, begin, first, length, head, lane):
@@ -179,7 +181,7 @@ class CopyRoles:
             rate, bias = a_log[head], dt_bias[head]
         return words, rate, bias
 
-    # What is asked for stays as it lies in memory until it is published: a conversion, or a branch around the load, would
+    # What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
     # have the warp wait for one answer of the memory after the other.
     @cute.jit
     def ask_gates(self, g, beta, words, begin, offset, length, head, lane):
@@ -198,8 +200,8 @@ class CopyRoles:
         return ptx.load_global_if(x.iterator.toint() + offset * size, size, positive)
 
     @cute.jit
-    def publish_gates(self, rows, g, beta, words, minus_rate, bias, valid, lane):
-        """Cumulative log2 decays and beta; tokens past the end have g = 0 and beta = 0."""
+    def make_gates(self, g, beta, words, minus_rate, bias, valid, lane):
+        """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
         logs = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         strengths = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         for i in cutlass.range_constexpr(2):
@@ -233,5 +235,9 @@ class CopyRoles:
         if lane == 0:
             before = Float32(0.0)
         first = before + logs[0]
-        ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, first, first + logs[1])
-        ptx.store_pair(rows + KEY_BETA * CHUNK * 4 + lane * 8, strengths[0], strengths[1])
+        return first, first + logs[1], strengths[0], strengths[1]
+
+    @cute.jit
+    def publish_gates(self, rows, values, lane):
+        ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, values[0], values[1])
+        ptx.store_pair(rows + KEY_BETA * CHUNK * 4 + lane * 8, values[2], values[3])

@@ -55,7 +55,8 @@ class MakerCopies:
             turn = step // ROUND
             half, half_turn = step // MAKERS % SETS * 2 + turn % 2, turn // 2 & 1
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
-            cute.arch.mbarrier_wait(storage.gates_free.data_ptr() + half, half_turn ^ 1)
-            self.publish_gates(rows, g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
-            cute.arch.mbarrier_arrive(storage.gates_full.data_ptr() + half)
+            values = self.make_gates(g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
             self.ask_gates(g, beta, words, begin, (step + MAKERS) * CHUNK, length, head, lane)
+            cute.arch.mbarrier_wait(storage.gates_free.data_ptr() + half, half_turn ^ 1)
+            self.publish_gates(rows, values, lane)
+            cute.arch.mbarrier_arrive(storage.gates_full.data_ptr() + half)
