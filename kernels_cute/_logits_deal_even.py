@@ -38,7 +38,7 @@ class EvenDeal:
         near = cutlass.min(row, num_queries - 1)
         first = cutlass.max(starts[near], 0)
         end = cutlass.min(ends[near], num_keys)
-        if cutlass.const_expr(not self.packed):
+        if cutlass.const_expr(self.bounded):
             end = cutlass.min(end, num_columns)
         if first >= end or row >= num_queries:
             first, end = Int32(0), Int32(0)

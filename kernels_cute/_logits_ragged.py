@@ -76,6 +76,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         self.dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
         self.has_k_scale, self.has_weights = has_k_scale, has_weights
         self.relu, self.clean, self.packed = relu, clean, packed
+        self.bounded = not packed  # ranges end with the columns of out, too
         self.columns = columns
         self.query_stages, self.key_stages = query_stages, key_stages
         self.handoff, self.halves = handoff, halves
@@ -530,7 +531,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         while row0 >= 0:
             tile_first, tile_end = s_items[4 * stage + 1], s_items[4 * stage + 2]
             slot = stage * self.queries + query_lane
-            place = self.place(out, row0, half)
+            place = self.place(storage, out, row0, stage, half)
             if cutlass.const_expr(self.has_weights):
                 for group in cutlass.range_constexpr(self.groups):
                     for head in cutlass.range_constexpr(self.num_heads):
@@ -577,7 +578,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     for one in cutlass.range_constexpr(2 * self.kv_turn):
                         factor[one] = factor[one] * scale
                     if cutlass.const_expr(turn == self.turns - 1):
-                        self.begin(half)
+                        self.begin(place, half)
                     for group in cutlass.range_constexpr(self.groups):
                         low, high = Float32(0.0), Float32(0.0)
                         if cutlass.const_expr(self.num_kv_heads == 1):
