@@ -232,7 +232,7 @@ class MqaLogitsProblem(LogitsProblem):
 class IndexerSiftProblem(LogitsProblem):
     """Kernels of `gdn.indexer_topk` that list only the scores above a sampled bound, and select from these.
 
-    A row of the workspace `rows` int32 [M, header_words + 3 * room] is a query; the room for entries is even. Bounds of ranges are
+    A row of the workspace `rows` int32 [M, header_words + 3 * room] is a query; room is a multiple of 8. Bounds of ranges are
     int32 [M], of any value; a row of at most k keys (`out` has k columns) is left out by all but "select", which lists it.
     launch(compiled, step, ...) with the steps in this order, and between the first two `mqa_logits` of the sample into
     rows[:, header_words:] as float32:
@@ -251,7 +251,7 @@ class IndexerSiftProblem(LogitsProblem):
     """
 
     op: ClassVar[str] = "indexer_sift"
-    header_words: ClassVar[int] = 8
+    header_words: ClassVar[int] = 24
     sampled: ClassVar[int] = 16
 
     num_queries: int = size()

@@ -52,7 +52,7 @@ class EvenDeal:
     @cute.jit
     def seen(self, ranges, query_tile, wanted):
         """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges[:9]
         low, high = Int32(NO_KEY), Int32(0)
         local0 = cute.arch.lane_idx() % self.item_lanes * ROWS_PER_LANE
         if wanted:

@@ -390,7 +390,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
 
         stage, parity = Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles, least)
+        spans = num_items // query_tiles
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, spans, least, out)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -425,7 +426,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     @cute.jit
     def publish_item(self, storage, weights, ranges, row0, tile_first, tile_end, stage, parity):
         """Tells the math warps of one item, where it holds anything: its place, ranges and weights."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _, least, _ = ranges
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
@@ -445,16 +446,21 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     s_starts[slot + local] = first
                     s_ends[slot + local] = end
             if cutlass.const_expr(self.has_weights):
-                for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
-                    row = row0 + local // self.num_heads
-                    weight = Float32(0.0)
-                    if row < num_queries:
-                        offset = Int64(row) * weights.stride[0] + local % self.num_heads
-                        weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
-                    s_weights[slot * self.num_heads + local] = weight
+                self.publish_weights(s_weights, weights, row0, num_queries, slot)
             cute.arch.mbarrier_arrive(storage.queries_full.data_ptr() + stage)
             stage, parity = self.advance(stage, parity, self.query_stages)
         return stage, parity
+
+    @cute.jit
+    def publish_weights(self, s_weights, weights, row0, num_queries, slot):
+        lane = cute.arch.lane_idx()
+        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
+            row = row0 + local // self.num_heads
+            weight = Float32(0.0)
+            if row < num_queries:
+                offset = Int64(row) * weights.stride[0] + local % self.num_heads
+                weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
+            s_weights[slot * self.num_heads + local] = weight
 
     @cute.jit
     def fill_warp(self, starts, ends, out, num_keys, query_tiles, fill_tiles, fill_items, half):

@@ -1,38 +1,62 @@
-"""Single instructions that the sifting logits kernel wants exactly so."""
+"""Instructions that the sifting logits kernel wants exactly so."""
 
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-# A comparison with NaN, on either side, is false.
-_CLAIM = """{
-.reg .pred hit;
-.reg .b32 place;
-mov.b32 place, 0xffffffff;
-setp.ge.f32 hit, {$r0}, {$r1};
-setp.lt.and.u32 hit, {$r2}, {$r3}, hit;
-@hit atom.shared.add.u32 place, [{$r4}], {$r5};
-mov.b32 {$w0}, place;
-}"""
-_STORE_BELOW = """{
-.reg .pred fits;
+# A query's lanes are every fourth. Their votes move to bits 0, 4, 8, ..., those for the second keys to bits 1, 5, 9, ... A comparison
+# with NaN, on either side, is false.
+_LIST_TWO = """{
+.reg .pred near, far;
+.reg .b32 near_lanes, far_lanes, further, before, all, place, next;
 .reg .b64 at;
-setp.lt.u32 fits, {$r0}, {$r1};
-cvt.u64.u32 at, {$r0};
-add.s64 at, at, {$r2};
-@fits st.global.v2.b32 [at], {{$r3}, {$r4}};
+setp.ge.f32 near, {$r0}, {$r2};
+setp.lt.and.u32 near, {$r3}, {$r4}, near;
+add.s32 further, {$r3}, 8;
+setp.ge.f32 far, {$r1}, {$r2};
+setp.lt.and.u32 far, further, {$r4}, far;
+vote.sync.ballot.b32 near_lanes, near, 0xffffffff;
+vote.sync.ballot.b32 far_lanes, far, 0xffffffff;
+shr.u32 near_lanes, near_lanes, {$r5};
+shf.r.wrap.b32 far_lanes, far_lanes, far_lanes, {$r11};
+and.b32 near_lanes, near_lanes, 0x11111111;
+and.b32 far_lanes, far_lanes, 0x22222222;
+or.b32 all, far_lanes, near_lanes;
+and.b32 before, all, {$r6};
+popc.b32 before, before;
+popc.b32 all, all;
+mad.lo.s32 place, before, {$r8}, {$r7};
+mov.b32 next, place;
+@near add.s32 next, place, {$r8};
+setp.lt.and.u32 near, place, {$r9}, near;
+setp.lt.and.u32 far, next, {$r9}, far;
+cvt.u64.u32 at, place;
+add.s64 at, at, {$r10};
+@near st.global.v2.b32 [at], {{$r0}, {$r3}};
+cvt.u64.u32 at, next;
+add.s64 at, at, {$r10};
+@far st.global.v2.b32 [at], {{$r1}, further};
+mad.lo.s32 {$w0}, all, {$r8}, {$r7};
 }"""
 
 
-def claim(score: Any, bound: Any, column: Any, length: Any, cursor: Any, step: Any) -> Any:
-    """Where score >= bound and 0 <= column < length: the value of shared[cursor], which moves by step; else all ones."""
-    return cute.arch.inline_ptx(_CLAIM, write_only_types=[Int32], read_only_args=[score, bound, column, length, cursor, step])
+def list_two(
+    near: Any, far: Any, bound: Any, column: Any, length: Any, lane: Any, cursor: Any, step: Any, limit: Any, line: Any
+) -> Any:
+    """Appends the lanes' two scores, of a column and of the eighth after it, where they reach the bound and 0 <= column < length.
+
+    Lanes of one query share a list, whose next entry goes to global[line + cursor]; entries are `step` apart, and those whose
+    place, without sign, is not below `limit` are only counted. Returns the cursor behind them. lane: what `lane_masks` makes.
+    """
+    moved, moved_on, below = lane
+    arguments = [near, far, bound, column, length, moved, below, cursor, step, limit, line, moved_on]
+    return cute.arch.inline_ptx(_LIST_TWO, write_only_types=[Int32], read_only_args=arguments)
 
 
-def store_below(place: Any, limit: Any, line: Any, score: Any, column: Any) -> None:
-    """(score, column) to global[line + place] where place, without sign, is below limit."""
-    cute.arch.inline_ptx(_STORE_BELOW, read_only_args=[place, limit, line, score, column])
+def lane_masks(lane: Any) -> Any:
+    """By how many bits a lane's votes move (two votes), and the bits of its query's lanes before it."""
+    return lane % 4, lane % 4 + 31, (Int32(1) << (lane & 28)) - 1
 
 
 def add_global(address: Any, value: Any) -> Any:
