@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64
 from kernels_cute import _sift_ptx as ptx
 from kernels_cute._logits_deal_even import KEY_ROWS
 from kernels_cute._logits_ragged import RaggedLogits
-from kernels_cute._sift_rows import BOUND, CLAIMS, COUNTS, FAILED, HEADER, NO_LIST, WARPS, room_of
+from kernels_cute._sift_rows import AT_ONCE, BOUND, CLAIMS, COUNTS, FAILED, HEADER, NO_LIST, WARPS, room_of
 
 ENTRY_BYTES = 8
 NAN = 0x7FFFFFFF
@@ -62,51 +62,55 @@ class SiftLogits(RaggedLogits):
 
     @cute.jit
     def part_of_row(self, out, list_number, warp):
-        """(byte of a row where the part that a warp has of a list begins, the part's bytes, byte of it that the first entry
-        goes to, distance to the next)"""
+        """(byte of a row where the part that a warp has of a list has its first entry, bytes to the next one, most entries)"""
         room = room_of(Int32(cute.size(out, mode=[1])))
-        limit, start, step = room // WARPS * ENTRY_BYTES, Int32(0), Int32(ENTRY_BYTES)
-        offset = 4 * HEADER + warp * limit
+        entries, first, step = room // WARPS, warp * (room // WARPS), Int32(ENTRY_BYTES)
         if list_number >= 2:
-            limit = limit // 2
-            offset = 4 * HEADER + ENTRY_BYTES * room + warp * limit
+            entries = entries // 2
+            first = room + warp * entries
         if list_number % 2 == 1:
-            start, step = limit - ENTRY_BYTES, Int32(-ENTRY_BYTES)
-        return offset, limit, start, step
+            first, step = first + entries - 1, Int32(-ENTRY_BYTES)
+        return 4 * HEADER + ENTRY_BYTES * first, step, entries - AT_ONCE
 
     @cute.jit
     def place(self, storage, out, row0, stage, half):
-        """What an item needs all the time: address of the warp's part of this lane's first row, distance between groups, the
-        part's bytes, the step; where this lane's mark stands; masks of lanes; cursors, and the mark of the group at work."""
+        """What an item needs all the time: address of its first entry of this lane's first row, bytes from an entry to the
+        next, where this lane's mark stands, what else concerns the lane; cursors, with what they start from and, of the first
+        group, end at; the mark of the group at work. Last what `leave` needs."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
         list_number = s_items[4 * stage + 3]
-        offset, limit, start, step = self.part_of_row(out, list_number, warp)
+        first, step, limit = self.part_of_row(out, list_number, warp)
         query = half * self.queries_per_warpgroup + lane % 4
-        line = (out.iterator + Int64(row0 + query) * out.stride[0]).toint() + offset
-        pitch = Int64(4 * 4) * out.stride[0]
+        line = (out.iterator + Int64(row0 + query) * out.stride[0]).toint() + first
+        # Entries are counted from the first row's on, so that all groups share its address.
+        pitch = Int32(out.stride[0]) * (4 * 4 // ENTRY_BYTES)
+        if step < 0:
+            pitch = -pitch
         mark_at = storage.marks.data_ptr().toint() + 16 * (stage * self.queries + query)
-        masks = ptx.lane_masks(lane)
         cursors = cute.make_rmem_tensor(self.groups, Int32)
-        cursors.fill(start)
+        for group in cutlass.range_constexpr(self.groups):
+            cursors[group] = group * pitch
         mark = cute.make_rmem_tensor(3, Int32)
-        counts = (out, row0 + query, list_number, warp, start)
-        return line, pitch, limit, step, mark_at, masks, cursors, mark, counts
+        return (
+            ptx.kept_address(line), ptx.kept(step), ptx.kept(mark_at), ptx.lane_masks(lane), cursors, ptx.kept(pitch),
+            ptx.kept(limit), mark, (out, row0 + query, list_number, warp),
+        )  # fmt: skip
 
     @cute.jit
     def look(self, place, group: cutlass.Constexpr):
-        mark_at, mark = place[4], place[7]
+        mark_at, mark = place[2], place[7]
         first, length, bound, _ = ptx.load_four(mark_at + 64 * group)
         mark[0], mark[1], mark[2] = first, length, bound
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):
-        line, pitch, limit, step, _, masks, cursors, mark, _ = place
+        line, step, _, masks, cursors, pitch, limit, mark, _ = place
         column = tile * KEY_ROWS + 16 * warp + cute.arch.lane_idx() // 4 - mark[0]
         cursors[group] = ptx.list_two(
-            low, high, ptx.as_float(mark[2]), column, mark[1], masks, cursors[group], step, limit, line + group * pitch
-        )  # fmt: skip
+            low, high, ptx.as_float(mark[2]), column, mark[1], masks, cursors[group], step, limit + group * pitch, line
+        )
 
     @cute.jit
     def begin(self, place, half):
@@ -118,13 +122,13 @@ class SiftLogits(RaggedLogits):
 
     @cute.jit
     def leave(self, place):
-        """Writes how many entries the item has listed of each row."""
-        _, _, _, step, _, _, cursors, _, (out, row, list_number, warp, start) = place
+        """Writes how many entries the item has listed of each row: too many, where that is all that may be."""
+        cursors, pitch, (out, row, list_number, warp) = place[4], place[5], place[8]
         if cute.arch.lane_idx() < 4:
             for group in cutlass.range_constexpr(self.groups):
                 if row + 4 * group < cute.size(out, mode=[0]):
                     if list_number < NO_LIST:
-                        out[row + 4 * group, COUNTS + list_number * WARPS + warp] = (cursors[group] - start) // step
+                        out[row + 4 * group, COUNTS + list_number * WARPS + warp] = cursors[group] - group * pitch
                     else:
                         out[row + 4 * group, FAILED] = Int32(1)
 

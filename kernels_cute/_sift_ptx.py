@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 # A query's lanes are every fourth. Their votes move to bits 0, 4, 8, ..., those for the second keys to bits 1, 5, 9, ... A comparison
 # with NaN, on either side, is false.
@@ -26,18 +26,15 @@ or.b32 all, far_lanes, near_lanes;
 and.b32 before, all, {$r6};
 popc.b32 before, before;
 popc.b32 all, all;
-mad.lo.s32 place, before, {$r8}, {$r7};
+add.s32 place, before, {$r7};
 mov.b32 next, place;
-@near add.s32 next, place, {$r8};
-setp.lt.and.u32 near, place, {$r9}, near;
-setp.lt.and.u32 far, next, {$r9}, far;
-cvt.u64.u32 at, place;
-add.s64 at, at, {$r10};
+@near add.s32 next, place, 1;
+mad.wide.s32 at, place, {$r8}, {$r10};
 @near st.global.v2.b32 [at], {{$r0}, {$r3}};
-cvt.u64.u32 at, next;
-add.s64 at, at, {$r10};
+mad.wide.s32 at, next, {$r8}, {$r10};
 @far st.global.v2.b32 [at], {{$r1}, further};
-mad.lo.s32 {$w0}, all, {$r8}, {$r7};
+add.s32 all, all, {$r7};
+min.s32 {$w0}, all, {$r9};
 }"""
 
 
@@ -46,8 +43,8 @@ def list_two(
 ) -> Any:
     """Appends the lanes' two scores, of a column and of the eighth after it, where they reach the bound and 0 <= column < length.
 
-    Lanes of one query share a list, whose next entry goes to global[line + cursor]; entries are `step` apart, and those whose
-    place, without sign, is not below `limit` are only counted. Returns the cursor behind them. lane: what `lane_masks` makes.
+    Lanes of one query share a list, whose next entry goes to global[line + cursor * step]. Returns the cursor behind those that
+    were appended, `limit` at most: where that is reached 16 entries from there on may be written. lane: what `lane_masks` makes.
     """
     moved, moved_on, below = lane
     arguments = [near, far, bound, column, length, moved, below, cursor, step, limit, line, moved_on]
@@ -57,6 +54,18 @@ def list_two(
 def lane_masks(lane: Any) -> Any:
     """By how many bits a lane's votes move (two votes), and the bits of its query's lanes before it."""
     return lane % 4, lane % 4 + 31, (Int32(1) << (lane & 28)) - 1
+
+
+def kept(value: Any) -> Any:
+    """The same 32 bits, in a way that ptxas cannot follow: it would make them anew for every tile."""
+    code = "shfl.sync.idx.b32 {$w0}, {$r0}, {$r1}, 31, 0xffffffff;"
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[value, cute.arch.lane_idx()])
+
+
+def kept_address(address: Any) -> Any:
+    """The same of 64 bits."""
+    low, high = kept(Int32(address)), kept(Int32(address >> 32))
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high])
 
 
 def add_global(address: Any, value: Any) -> Any:

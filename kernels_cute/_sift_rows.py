@@ -17,6 +17,7 @@ SAMPLED = IndexerSiftProblem.sampled  # one key of so many is sampled
 BOUND, CLAIMS, FAILED, COUNTS = 0, 1, 2, 8
 LISTS, WARPS = 4, 4
 NO_LIST = LISTS  # in place of a list's number: the piece comes too late for one
+AT_ONCE = 16  # most entries that a warp lists of a row before it looks whether there is room for more
 
 
 def room_of(row_words):
