@@ -5,8 +5,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-# A query's lanes are every fourth. Their votes move to bits 0, 4, 8, ..., those for the second keys to bits 1, 5, 9, ... A comparison
-# with NaN, on either side, is false.
+# A query's lanes are every fourth. Their votes move to bits 0, 4, 8, ..., those for the second keys to bits 1, 5, 9, ...
+# A comparison with NaN, on either side, is false.
 _LIST_TWO = """{
 .reg .pred near, far;
 .reg .b32 near_lanes, far_lanes, further, before, all, place, next;

@@ -1,7 +1,8 @@
 """Selects from a row's lists; and, of rows that these do not answer, from all scores.
 
-The lists answer a row if none failed or met another, and k entries or more are there: then the k largest scores, and all that
-equal the least of them, are among them, whatever the bound was. With the least bound of all they hold whatever may be selected.
+The lists answer a row if none failed, was full or met another, and k entries or more are there: then the k largest scores, and
+all that equal the least of them, are among them, whatever the bound was. With the least bound of all they hold whatever may be
+selected.
 """
 
 import cutlass
@@ -9,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from kernels_cute import _topk_ptx as ptx
-from kernels_cute._sift_rows import BOUND, COUNTS, FAILED, HEADER, room_of
+from kernels_cute._sift_rows import AT_ONCE, BOUND, COUNTS, FAILED, HEADER, LISTS, WARPS, room_of
 from kernels_cute._topk_rows import FIRST_SHIFT, LEAST_KEY, LIST_SHIFT, TopkRows
 
 
@@ -37,32 +38,47 @@ class SelectListed(TopkRows):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         k = Int32(out.shape[1])
         _, visible = self.row_range(starts, ends, row, num_keys, num_keys, Int32(1))
+        # Each quarter of the block takes the lists of one warp of the logits, which it first looks over: all four, so that all
+        # threads know all counts.
         room = room_of(Int32(cute.size(rows, mode=[1])))
-        counts = cute.make_rmem_tensor(4, Int32)
-        for part in cutlass.range_constexpr(4):
-            counts[part] = rows[row, COUNTS + part]
-        bound, failed = Uint32(rows[row, BOUND]), rows[row, FAILED]
-        listed = counts[0] + counts[1] + counts[2] + counts[3]
+        own = thread // (self.threads // WARPS)
+        counts = cute.make_rmem_tensor(LISTS, Int32)
+        counts.fill(0)
+        listed, place, is_whole = Int32(0), Int32(0), rows[row, FAILED] == 0
+        for warp in cutlass.range_constexpr(WARPS):
+            if own == warp:
+                place = listed
+            for number in cutlass.range_constexpr(LISTS):
+                count = rows[row, COUNTS + number * WARPS + warp]
+                if own == warp:
+                    counts[number] = count
+                listed = listed + count
+                entries = room // WARPS
+                if cutlass.const_expr(number >= 2):
+                    entries = entries // 2
+                # At the limit a list may have lost entries; and two that fill a part must not have met.
+                is_whole = is_whole and count < entries - AT_ONCE
+                if cutlass.const_expr(number % 2 == 1):
+                    is_whole = is_whole and count + rows[row, COUNTS + (number - 1) * WARPS + warp] <= entries
+        bound = Uint32(rows[row, BOUND])
         again_start, again_end = Int32(0), Int32(0)
         if visible <= k:
-            for place in cutlass.range(thread, k, self.threads, unroll=1):
-                column = Int32(place)
-                if place >= visible:
+            for i in cutlass.range(thread, k, self.threads, unroll=1):
+                column = Int32(i)
+                if i >= visible:
                     column = Int32(-1)
-                out[row, place] = column
+                out[row, i] = column
         else:
             lower = ptx.key_of(bound)
-            is_answered = failed == 0 and counts[0] + counts[1] <= room and counts[2] + counts[3] <= room // 2
-            is_answered = is_answered and listed <= self.list_entries and (listed >= k or lower == LEAST_KEY)
-            if is_answered:
-                self.select_listed(storage, rows, out, row, visible, thread, k, counts, room, listed, lower)
+            if is_whole and listed <= self.list_entries and (listed >= k or lower == LEAST_KEY):
+                self.select_listed(storage, rows, out, row, visible, thread, k, counts, own, place, room, listed, lower)
             else:
                 again_start, again_end = starts[row], ends[row]
         if thread == 0:
             again_starts[row], again_ends[row] = again_start, again_end
 
     @cute.jit
-    def select_listed(self, storage, rows, out, row, visible, thread, k, counts, room, listed, lower):
+    def select_listed(self, storage, rows, out, row, visible, thread, k, counts, own, place, room, listed, lower):
         words = (visible + 31) // 32
         s_passed = storage.passed.get_tensor(cute.make_layout(4))
         if thread == 0:
@@ -70,19 +86,16 @@ class SelectListed(TopkRows):
         self.clear_bins(storage, thread)
         self.clear_bitmap(storage, thread, words)
         line = rows.iterator.toint() + (Int64(row) * rows.stride[0] + HEADER) * 4
-        end = Int32(0)
-        for part in cutlass.range_constexpr(4):
-            count = counts[part]
-            # The first entry of a list that has been filled from the back is its last one.
-            first = Int32(0)
-            if cutlass.const_expr(part == 2):
-                first = room
-            elif cutlass.const_expr(part == 1):
-                first = room - count
-            elif cutlass.const_expr(part == 3):
-                first = room + room // 2 - count
-            self.take(storage, line + Int64(first) * 8, count, end, thread)
-            end = end + count
+        for number in cutlass.range_constexpr(LISTS):
+            count, entries, first = counts[number], room // WARPS, own * (room // WARPS)
+            if cutlass.const_expr(number >= 2):
+                entries = entries // 2
+                first = room + own * entries
+            # The first entry in memory of a list that has been filled from the back is its last one.
+            if cutlass.const_expr(number % 2 == 1):
+                first = first + entries - count
+            self.take(storage, line + Int64(first) * 8, count, place, thread % (self.threads // WARPS))
+            place = place + count
         cute.arch.sync_threads()
         shift = Int32(LIST_SHIFT)
         if lower == LEAST_KEY:
@@ -99,9 +112,9 @@ class SelectListed(TopkRows):
 
     @cute.jit
     def take(self, storage, address, count, place, thread):
-        """`count` entries from a global address on become those of the block's list from `place` on."""
+        """`count` entries from a global address on become those of the block's list from `place` on. thread: of a quarter."""
         target = storage.keys.data_ptr().toint() + 8 * place
-        for i in cutlass.range(thread, count, self.threads, unroll=4):
+        for i in cutlass.range(thread, count, self.threads // WARPS, unroll=4):
             score, column = ptx.load_global_pair(address + Int64(i) * 8)
             ptx.store_pair(target + 8 * i, score, column)
 

@@ -19,12 +19,11 @@ from kernels_cute._sift_bound import SiftBound
 from kernels_cute._sift_logits import SiftLogits
 from kernels_cute._sift_sample import SiftSample
 from kernels_cute._sift_select import SelectAgain, SelectListed
-from kernels_cute.mqa_logits import DTYPES
 
 MOST_KEYS = 131072  # a bitmap of 16 KiB
 LIST_ENTRIES = 4096  # of a row that the selection holds
 HEADS = (8, 16, 32)
-MARK_BYTES = 20  # of shared memory a query and stage: a mark and a cursor
+MARK_BYTES = 16  # of shared memory a query and stage
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ def _logits_config(problem: IndexerSiftProblem, config: Config) -> mqa_logits.Co
 def fits(problem: IndexerSiftProblem, config: Config, device: DeviceSpec) -> bool:
     slots = 2 * mqa_logits.MAX_COLUMNS // problem.num_heads * config.query_stages
     room = replace(device, shared_bytes_per_block=device.shared_bytes_per_block - MARK_BYTES * slots - 1024)
-    return config.max_columns in (32768, MOST_KEYS) and mqa_logits.fits(
-        _logits(problem), _logits_config(problem, config), room
-    )
+    return config.max_columns in (32768, MOST_KEYS) and mqa_logits.fits(_logits(problem), _logits_config(problem, config), room)
 
 
 def default_config(problem: IndexerSiftProblem, device: DeviceSpec) -> Config:
