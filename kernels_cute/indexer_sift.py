@@ -1,5 +1,9 @@
 """Indexer top-k without most of the scores: a sample bounds each row's answer, and only scores from the bound on are listed.
 
+    out[i] = the k largest of  scale * k_scale[j] * sum_h w[i, h] * relu(q[i, h] . k[j]),  ks[i] <= j < ke[i], as `topk_indices`
+
+    q [M, H, D] e4m3    k [Nk, 1, D] e4m3    k_scale [Nk, 1] float32    weights [M, H]    ks, ke [M] int32    out [M, k] int32
+
 The steps and their arguments: IndexerSiftProblem. The logits kernel that lists: _sift_logits.py; a row of the workspace:
 _sift_rows.py; sample: _sift_sample.py; bound: _sift_bound.py; selection: _sift_select.py.
 """

@@ -57,11 +57,11 @@ def room_for(k: int) -> Room | None:
     rank = math.ceil(expected + 5 * math.sqrt(expected) + 4)
     of_warp = SAMPLED * rank / WARPS
     deviation = math.sqrt(SAMPLED * rank + of_warp)
-    entries = math.ceil((of_warp + 6 * deviation + 16) * WARPS / 64) * 64
+    entries = max(640, math.ceil((of_warp + 6 * deviation + 16) * WARPS / 64) * 64)
     if SAMPLED * (rank + 4.8 * math.sqrt(rank)) > LIST_ENTRIES:
         return None
     # Of a row that is listed whole a warp has a quarter of the keys, and up to 32 more by where it begins and ends.
-    return Room(rank, entries, min(entries - 256, LIST_ENTRIES))
+    return Room(rank, entries, min(entries - 384, LIST_ENTRIES))
 
 
 @dataclass(frozen=True)
