@@ -143,14 +143,17 @@ def compile(problem: IndexerSiftProblem, config: Config) -> dict[str, bytes]:
     logits_arguments = mqa_logits._arguments(_logits(problem))
     logits_arguments[6] = _matrix(cutlass.Int32)
     row_words = problem.head_dim // 4
-    keys = make_fake_tensor(cutlass.Int32, (cute.sym_int(), 1, row_words), stride=(cute.sym_int64(), cute.sym_int64(), 1))
-    scales = _matrix(cutlass.Float32, 1) if problem.has_k_scale else _vector()
+
+    def keys() -> list[Any]:
+        words = make_fake_tensor(cutlass.Int32, (cute.sym_int(), 1, row_words), stride=(cute.sym_int64(), cute.sym_int64(), 1))
+        return [words, _matrix(cutlass.Float32, 1) if problem.has_k_scale else _vector(), _vector(), _vector()]
+
     rows, zero = _matrix(cutlass.Int32), cutlass.Int32(0)
     four = 4 if config.max_columns == 32768 else 3
     kernels: dict[str, tuple[Any, list[Any]]] = {
         "sample": (
             SiftSample(problem.has_k_scale, row_words),
-            [keys, scales, _vector(), _vector(), keys, scales, _vector(), _vector(), zero],
+            [*keys(), *keys(), zero],
         ),
         "bound": (SiftBound(256, 8), [rows, _vector(), _vector(), zero]),
         "sift": (logits, logits_arguments),
