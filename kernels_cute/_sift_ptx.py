@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 # A query's lanes are every fourth. Their votes move to bits 0, 4, 8, ..., those for the second keys to bits 1, 5, 9, ...
 # A comparison with NaN, on either side, is false.
@@ -84,3 +84,47 @@ def load_four(address: Any) -> Any:
 
 def as_float(bits: Any) -> Any:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def largest_of(scores: list[Any]) -> Any:
+    """The largest of float32 bits; NaN only where all are."""
+    lines = [f"max.f32 most, most, {{$r{i}}};" for i in range(1, len(scores))]
+    code = "{\n.reg .f32 most;\nmov.b32 most, {$r0};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, most;\n}"
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[as_float(one) for one in scores])
+
+
+def warp_largest(value: Any) -> Any:
+    code = "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;"
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[value])
+
+
+_PLACE_OF = """{
+.reg .pred set;
+.reg .b32 at, word, bits, mask, sum, one;
+ld.shared.b32 {$w0}, [{$r0} + 4];
+shr.u32 at, {$w0}, 5;
+mad.lo.u32 word, at, 4, {$r1};
+mad.lo.u32 sum, at, 4, {$r2};
+ld.shared.b32 bits, [word];
+ld.shared.b32 sum, [sum];
+mov.b32 one, 1;
+shf.l.wrap.b32 one, one, one, {$w0};
+and.b32 mask, bits, one;
+setp.ne.u32 set, mask, 0;
+sub.u32 one, one, 1;
+and.b32 bits, bits, one;
+popc.b32 bits, bits;
+add.s32 sum, sum, bits;
+selp.b32 {$w1}, sum, -1, set;
+}"""
+
+
+def place_of(entry: Any, bitmap: Any, before: Any) -> Any:
+    """(column of the pair at shared[entry], bits of the bitmap before its own; -1 where its own is not set)
+
+    before: address of the sums over the words before each."""
+    return cute.arch.inline_ptx(_PLACE_OF, write_only_types=[Int32, Int32], read_only_args=[entry, bitmap, before])
+
+
+def store_four(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, a, b, c, d])

@@ -10,13 +10,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from kernels_cute import _topk_ptx as ptx
+from kernels_cute._chunk_ptx import copy_from_global
+from kernels_cute._sift_ptx import place_of, store_four
 from kernels_cute._sift_rows import AT_ONCE, BOUND, COUNTS, FAILED, HEADER, LISTS, WARPS, room_of
-from kernels_cute._topk_rows import FIRST_SHIFT, LEAST_KEY, LIST_SHIFT, TopkRows
+from kernels_cute._topk_rows import BINS, FIRST_SHIFT, LEAST_KEY, LIST_SHIFT, TopkRows
+
+PLACES = 1024  # words of the bins that say how many bits come before a word of the bitmap; the result's columns follow
 
 
 class SelectListed(TopkRows):
     def __init__(self, threads: int, blocks_per_sm: int, list_entries: int, max_columns: int):
         super().__init__(True, True, True, False, threads, 1, blocks_per_sm, list_entries, max_columns)
+        self.by_entry = max_columns == 128 * threads  # four words of the bitmap a thread
 
     @cute.jit
     def launch(self, rows, starts, ends, out, again_starts, again_ends, num_keys: Int32, stream):
@@ -28,6 +33,22 @@ class SelectListed(TopkRows):
             stream=stream,
         )
 
+    def storage_type(self):
+        @cute.struct
+        class Storage:
+            # Those of TopkRows; bins, once nothing is counted any more, are places by word and the result's columns.
+            keys: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]
+            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]
+            bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS + 4], 16]
+            bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
+            warp_sums: cute.struct.MemRange[Int32, 32]
+            found: cute.struct.MemRange[Int32, 4]
+            passed: cute.struct.MemRange[Int32, 4]
+            arrived: cute.struct.MemRange[Int64, 1]
+            listed: cute.struct.MemRange[Int32, 2]
+
+        return Storage
+
     @cute.kernel
     def kernel(
         self, rows: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor, again_starts: cute.Tensor,
@@ -38,29 +59,7 @@ class SelectListed(TopkRows):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         k = Int32(out.shape[1])
         _, visible = self.row_range(starts, ends, row, num_keys, num_keys, Int32(1))
-        # Each quarter of the block takes the lists of one warp of the logits, which it first looks over: all four, so that all
-        # threads know all counts.
-        room = room_of(Int32(cute.size(rows, mode=[1])))
-        own = thread // (self.threads // WARPS)
-        counts = cute.make_rmem_tensor(LISTS, Int32)
-        counts.fill(0)
-        listed, place, is_whole = Int32(0), Int32(0), rows[row, FAILED] == 0
-        for warp in cutlass.range_constexpr(WARPS):
-            if own == warp:
-                place = listed
-            for number in cutlass.range_constexpr(LISTS):
-                count = rows[row, COUNTS + number * WARPS + warp]
-                if own == warp:
-                    counts[number] = count
-                listed = listed + count
-                entries = room // WARPS
-                if cutlass.const_expr(number >= 2):
-                    entries = entries // 2
-                # At the limit a list may have lost entries; and two that fill a part must not have met.
-                is_whole = is_whole and count < entries - AT_ONCE
-                if cutlass.const_expr(number % 2 == 1):
-                    is_whole = is_whole and count + rows[row, COUNTS + (number - 1) * WARPS + warp] <= entries
-        bound = Uint32(rows[row, BOUND])
+        lower = ptx.key_of(Uint32(rows[row, BOUND]))
         again_start, again_end = Int32(0), Int32(0)
         if visible <= k:
             for i in cutlass.range(thread, k, self.threads, unroll=1):
@@ -69,34 +68,81 @@ class SelectListed(TopkRows):
                     column = Int32(-1)
                 out[row, i] = column
         else:
-            lower = ptx.key_of(bound)
-            if is_whole and listed <= self.list_entries and (listed >= k or lower == LEAST_KEY):
-                self.select_listed(storage, rows, out, row, visible, thread, k, counts, own, place, room, listed, lower)
+            s_listed = storage.listed.get_tensor(cute.make_layout(2))
+            s_passed = storage.passed.get_tensor(cute.make_layout(4))
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                listed = self.fetch(storage, rows, row, k, lower)
+                if thread == 0:
+                    s_listed[0], s_passed[0], s_passed[1] = listed, Int32(0), Int32(0)
+            self.clear_bins(storage, thread)
+            if cutlass.const_expr(self.by_entry):
+                ptx.store_zeros(storage.bitmap.data_ptr().toint() + 16 * thread)
+            else:
+                self.clear_bitmap(storage, thread, (visible + 31) // 32)
+            cute.arch.sync_threads()
+            listed = s_listed[0]
+            if listed >= 0:
+                cute.arch.mbarrier_wait(storage.arrived.data_ptr(), 0)
+                self.select_listed(storage, out, row, visible, thread, k, listed, lower)
             else:
                 again_start, again_end = starts[row], ends[row]
         if thread == 0:
             again_starts[row], again_ends[row] = again_start, again_end
 
     @cute.jit
-    def select_listed(self, storage, rows, out, row, visible, thread, k, counts, own, place, room, listed, lower):
-        words = (visible + 31) // 32
-        s_passed = storage.passed.get_tensor(cute.make_layout(4))
-        if thread == 0:
-            s_passed[0], s_passed[1] = Int32(0), Int32(0)
-        self.clear_bins(storage, thread)
-        self.clear_bitmap(storage, thread, words)
-        line = rows.iterator.toint() + (Int64(row) * rows.stride[0] + HEADER) * 4
-        for number in cutlass.range_constexpr(LISTS):
-            count, entries, first = counts[number], room // WARPS, own * (room // WARPS)
-            if cutlass.const_expr(number >= 2):
-                entries = entries // 2
-                first = room + own * entries
+    def fetch(self, storage, rows, row, k, lower):
+        """One warp has the row's lists copied to the block's, a lane each. Number of entries; -1 where they are no answer, and
+        then nothing comes.
+
+        Copies are of two entries at least. Of a list of an odd number the one that stands apart is put behind all others.
+        """
+        lane = cute.arch.lane_idx()
+        own, number, warp = lane % (LISTS * WARPS), lane % (LISTS * WARPS) // WARPS, lane % WARPS
+        count, failed = rows[row, COUNTS + own], rows[row, FAILED]
+        arrived = storage.arrived.data_ptr()
+        if lane == 0:
+            cute.arch.mbarrier_init(arrived, 1)
+        cute.arch.mbarrier_init_fence()
+        room = room_of(Int32(cute.size(rows, mode=[1])))
+        entries, first = room // WARPS, warp * (room // WARPS)
+        if number >= 2:
+            entries = entries // 2
+            first = room + warp * entries
+        # At the limit a list may have lost entries; and two that fill a part must not have met.
+        other = cute.arch.shuffle_sync_bfly(count, WARPS)
+        spoilt = ptx.as_int(count >= entries - AT_ONCE or count + other > entries or failed != 0)
+        if lane >= LISTS * WARPS:
+            count = Int32(0)
+        odd = count & 1
+        # Twice 16 bits: neither sum is more than 16 of these lists, or than the most that a row has.
+        before = ptx.running_sum((count - odd) + (odd << 24)) - ((count - odd) + (odd << 24))
+        listed = ptx.warp_sum(count)
+        pairs = listed - ptx.warp_sum(odd)
+        is_answer = ptx.warp_sum(spoilt) == 0 and listed <= self.list_entries and (listed >= k or lower == LEAST_KEY)
+        if is_answer:
+            source = rows.iterator.toint() + (Int64(row) * rows.stride[0] + HEADER) * 4 + first * 8
+            apart = count - odd
             # The first entry in memory of a list that has been filled from the back is its last one.
-            if cutlass.const_expr(number % 2 == 1):
-                first = first + entries - count
-            self.take(storage, line + Int64(first) * 8, count, place, thread % (self.threads // WARPS))
-            place = place + count
-        cute.arch.sync_threads()
+            if number % 2 == 1:
+                source = source + 8 * (entries - count)
+                apart = Int32(0)
+            target = storage.keys.data_ptr().toint()
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived, 8 * pairs)
+            cute.arch.sync_warp()
+            if odd != 0:
+                score, column = ptx.load_global_pair(source + 8 * apart)
+                ptx.store_pair(target + 8 * (pairs + (before >> 24)), score, column)
+                if apart == 0:
+                    source = source + 8
+            if count > 1:
+                copy_from_global(target + 8 * (before & 0xFFFFFF), source, 8 * (count - odd), arrived.toint())
+        else:
+            listed = Int32(-1)
+        return listed
+
+    @cute.jit
+    def select_listed(self, storage, out, row, visible, thread, k, listed, lower):
         shift = Int32(LIST_SHIFT)
         if lower == LEAST_KEY:
             shift = Int32(FIRST_SHIFT)
@@ -108,27 +154,47 @@ class SelectListed(TopkRows):
         else:
             self.mark_listed(storage, thread, listed, tie_key, last_column)
         cute.arch.sync_threads()
-        self.write(storage, Int64(0), out, row, Int32(0), words, thread, k)
+        if cutlass.const_expr(self.by_entry):
+            self.write_entries(storage, out, row, thread, k, listed)
+        else:
+            self.write(storage, Int64(0), out, row, Int32(0), (visible + 31) // 32, thread, k)
 
     @cute.jit
-    def take(self, storage, address, count, place, thread):
-        """`count` entries from a global address on become those of the block's list from `place` on. thread: of a quarter."""
-        target = storage.keys.data_ptr().toint() + 8 * place
-        for i in cutlass.range(thread, count, self.threads // WARPS, unroll=4):
-            score, column = ptx.load_global_pair(address + Int64(i) * 8)
-            ptx.store_pair(target + 8 * i, score, column)
+    def write_entries(self, storage, out, row, thread, k, listed):
+        """Every entry whose bit is set goes to the place behind the bits before its own; a thread adds up four words."""
+        bitmap, before = storage.bitmap.data_ptr().toint(), storage.bins.data_ptr().toint()
+        s_columns = cute.make_tensor(storage.bins.data_ptr() + PLACES, cute.make_layout(BINS - PLACES))
+        line = out.iterator + Int64(row) * out.stride[0]
+        a, b, c, d = ptx.load_four(bitmap + 16 * thread)
+        of_a, of_b, of_c, of_d = cute.arch.popc(a), cute.arch.popc(b), cute.arch.popc(c), cute.arch.popc(d)
+        place, written = self.sum_before(storage, thread, Int32(of_a + of_b + of_c + of_d))
+        store_four(before + 16 * thread, place, place + of_a, place + of_a + of_b, place + of_a + of_b + of_c)
+        cute.arch.sync_threads()
+        for i in cutlass.range(thread, listed, self.threads, unroll=4):
+            column, place = place_of(storage.keys.data_ptr().toint() + 8 * i, bitmap, before)
+            if place >= 0:
+                s_columns[place] = column
+        cute.arch.sync_threads()
+        for i in cutlass.range(thread, written, self.threads, unroll=4):
+            line[i] = s_columns[i]
+        for i in cutlass.range(written + thread, k, self.threads, unroll=1):
+            line[i] = Int32(-1)
 
 
 class SelectAgain(TopkRows):
-    """Rows of whole scores; those with an empty range keep what they have."""
+    """Rows of whole scores; those with an empty range keep what they have.
 
-    def __init__(self, threads: int, unroll: int, blocks_per_sm: int, list_entries: int, max_columns: int):
+    A block has every so many rows, as many blocks as run at a time: where nothing is to be done, all are gone at once.
+    """
+
+    def __init__(self, threads: int, unroll: int, blocks_per_sm: int, list_entries: int, max_columns: int, num_sms: int):
         super().__init__(True, True, True, False, threads, unroll, blocks_per_sm, list_entries, max_columns)
+        self.num_blocks = num_sms * blocks_per_sm
 
     @cute.jit
     def launch(self, scores, starts, ends, out, stream):
         self.kernel(scores, starts, ends, out).launch(
-            grid=(cute.size(scores, mode=[0]), 1, 1),
+            grid=(cutlass.min(cute.size(scores, mode=[0]), self.num_blocks), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=100,
@@ -138,9 +204,18 @@ class SelectAgain(TopkRows):
     @cute.kernel
     def kernel(self, scores: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
-        first, end = self.row_range(starts, ends, row, Int32(scores.shape[1]), Int32(-1), Int32(1))
-        if first < end:
-            self.clear_bins(storage, thread)
-            self.select(storage, scores, out, row, first, end, thread, Int32(out.shape[1]))
+        num_rows, columns = Int32(scores.shape[0]), Int32(scores.shape[1])
+        anything = Int32(0)
+        for mine in cutlass.range(block + cute.arch.lane_idx() * blocks, num_rows, 32 * blocks, unroll=1):
+            first, end = self.row_range(starts, ends, mine, columns, Int32(-1), Int32(1))
+            anything = anything | ptx.as_int(first < end)
+        if cute.arch.vote_ballot_sync(anything != 0) != 0:
+            for row in cutlass.range(block, num_rows, blocks, unroll=1):
+                first, end = self.row_range(starts, ends, row, columns, Int32(-1), Int32(1))
+                if first < end:
+                    self.clear_bins(storage, thread)
+                    self.select(storage, scores, out, row, first, end, thread, Int32(out.shape[1]))
+                    cute.arch.sync_threads()

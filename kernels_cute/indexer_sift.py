@@ -155,14 +155,14 @@ def compile(problem: IndexerSiftProblem, config: Config) -> dict[str, bytes]:
             SiftSample(problem.has_k_scale, row_words),
             [*keys(), *keys(), zero],
         ),
-        "bound": (SiftBound(256, 8), [rows, _vector(), _vector(), zero]),
+        "bound": (SiftBound(1 if config.max_columns == 32768 else 4), [rows, _vector(), _vector(), zero]),
         "sift": (logits, logits_arguments),
         "select": (
-            SelectListed(512, four, LIST_ENTRIES, config.max_columns),
+            SelectListed(256, four, LIST_ENTRIES, config.max_columns),
             [rows, _vector(), _vector(), _matrix(cutlass.Int32), _vector(), _vector(), zero],
         ),
         "again": (
-            SelectAgain(512, 8, 2, LIST_ENTRIES, config.max_columns),
+            SelectAgain(512, 8, 2, LIST_ENTRIES, config.max_columns, config.num_blocks),
             [_matrix(cutlass.Float32), _vector(), _vector(), _matrix(cutlass.Int32)],
         ),
     }
