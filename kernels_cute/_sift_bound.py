@@ -55,7 +55,8 @@ class SiftBound:
             first, end = starts[row], ends[row]
             bound = Uint32(LEAST_KEY)
             if end - first > rank:
-                bound = self.search(storage, rows.iterator.toint() + (Int64(row) * rows.stride[0] + HEADER) * 4, first, end, own, rank)
+                line = rows.iterator.toint() + (Int64(row) * rows.stride[0] + HEADER) * 4
+                bound = self.search(storage, line, first, end, own, rank)
             word = cute.arch.lane_idx()
             if own == 0 and word < HEADER:
                 value = Int32(0)

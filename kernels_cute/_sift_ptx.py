@@ -98,32 +98,70 @@ def warp_largest(value: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[value])
 
 
-_PLACE_OF = """{
-.reg .pred set;
-.reg .b32 at, word, bits, mask, sum, one;
-ld.shared.b32 {$w0}, [{$r0} + 4];
-shr.u32 at, {$w0}, 5;
-mad.lo.u32 word, at, 4, {$r1};
-mad.lo.u32 sum, at, 4, {$r2};
-ld.shared.b32 bits, [word];
-ld.shared.b32 sum, [sum];
-mov.b32 one, 1;
-shf.l.wrap.b32 one, one, one, {$w0};
-and.b32 mask, bits, one;
-setp.ne.u32 set, mask, 0;
-sub.u32 one, one, 1;
-and.b32 bits, bits, one;
-popc.b32 bits, bits;
-add.s32 sum, sum, bits;
-selp.b32 {$w1}, sum, -1, set;
-}"""
+BATCH = 4  # entries of a list that a thread has loaded before it acts on any
+_ENTRY = """setp.gt.s32 there{i}, {{$r1}}, {first};
+mov.b32 score{i}, 0;
+mov.b32 column{i}, 0;
+@there{i} ld.shared.{what} [{{$r0}} + {offset}];
+"""
+_KEY_OF_ENTRY = """add.rn.f32 score{i}, score{i}, 0f00000000;
+mov.b32 key, score{i};
+shr.s32 sign, key, 31;
+or.b32 sign, sign, 0x80000000;
+xor.b32 key, key, sign;
+"""
 
 
-def place_of(entry: Any, bitmap: Any, before: Any) -> Any:
-    """(column of the pair at shared[entry], bits of the bitmap before its own; -1 where its own is not set)
+def _entries(what: str, step: int, act: str) -> str:
+    """Instructions that load a thread's next entries, every step-th from shared[$r0] on of $r1 that are left, and act on each."""
+    declared = "".join(f".reg .pred there{i};\n.reg .f32 score{i};\n.reg .b32 column{i};\n" for i in range(BATCH))
+    loads = "".join(_ENTRY.format(i=i, first=i * step, offset=8 * i * step, what=what.format(i=i)) for i in range(BATCH))
+    return declared + loads + "".join(act.replace("{i}", str(i)) for i in range(BATCH))
 
-    before: address of the sums over the words before each."""
-    return cute.arch.inline_ptx(_PLACE_OF, write_only_types=[Int32, Int32], read_only_args=[entry, bitmap, before])
+
+def count_entries(entry: Any, left: Any, step: int, bins: Any, lower: Any, shift: Any, top: Any) -> None:
+    """bins[min((key - lower) >> shift, top)] += 1 for a thread's next entries. Keys are from lower on, or wrap."""
+    act = _KEY_OF_ENTRY + (
+        "sub.u32 key, key, {$r3};\nshr.u32 key, key, {$r4};\nmin.u32 key, key, {$r5};\nmad.lo.u32 key, key, 4, {$r2};\n"
+        "@there{i} red.shared.add.u32 [key], 1;\n"
+    )
+    code = "{\n.reg .b32 key, sign;\n" + _entries("b32 score{i},", step, act) + "}"
+    cute.arch.inline_ptx(code, read_only_args=[entry, left, bins, lower, shift, top])
+
+
+def mark_entries(entry: Any, left: Any, step: int, bitmap: Any, lower: Any, highest: Any) -> Any:
+    """Sets the bits of those of a thread's next entries whose keys are above `highest`; which have keys from lower to there."""
+    act = _KEY_OF_ENTRY + (
+        "setp.gt.u32 above, key, {$r4};\nsetp.ge.u32 between, key, {$r3};\nand.pred above, above, there{i};\n"
+        "and.pred between, between, there{i};\nmov.b32 one, 1;\nshf.l.wrap.b32 one, one, one, column{i};\n"
+        "shr.u32 column{i}, column{i}, 5;\nmad.lo.u32 column{i}, column{i}, 4, {$r2};\n"
+        "@above red.shared.or.b32 [column{i}], one;\nnot.pred above, above;\nand.pred between, between, above;\n"
+        "@between or.b32 found, found, 1 << {i};\n"
+    )
+    code = (
+        "{\n.reg .b32 key, sign, one, found;\n.reg .pred above, between;\nmov.b32 found, 0;\n"
+        + _entries("v2.b32 {{score{i}, column{i}}},", step, act)
+        + "mov.b32 {$w0}, found;\n}"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[entry, left, bitmap, lower, highest])
+
+
+def place_entries(entry: Any, left: Any, step: int, bitmap: Any, before: Any, places: Any) -> None:
+    """Of a thread's next entries the columns whose bits are set, each to its place among shared[places].
+
+    That is the number of bits before its own; before: address of the sums over the words before each word.
+    """
+    entry_ends = 4  # the column's word
+    act = (
+        "shr.u32 at, column{i}, 5;\nmad.lo.u32 word, at, 4, {$r2};\nmad.lo.u32 sum, at, 4, {$r3};\n"
+        "ld.shared.b32 bits, [word];\nld.shared.b32 sum, [sum];\nmov.b32 one, 1;\n"
+        "shf.l.wrap.b32 one, one, one, column{i};\nand.b32 word, bits, one;\nsetp.ne.and.u32 there{i}, word, 0, there{i};\n"
+        "sub.u32 one, one, 1;\nand.b32 bits, bits, one;\npopc.b32 bits, bits;\nadd.s32 sum, sum, bits;\n"
+        "mad.lo.u32 sum, sum, 4, {$r4};\n@there{i} st.shared.b32 [sum], column{i};\n"
+    )
+    act = "{\n.reg .b32 at, word, sum, bits, one;\n" + act + "}\n"
+    code = "{\n" + _entries("b32 column{i},", step, act) + "}"
+    cute.arch.inline_ptx(code, read_only_args=[entry + entry_ends, left, bitmap, before, places])
 
 
 def store_four(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:

@@ -11,9 +11,9 @@ from cutlass import Int32, Int64, Uint32
 
 from kernels_cute import _topk_ptx as ptx
 from kernels_cute._chunk_ptx import copy_from_global
-from kernels_cute._sift_ptx import place_of, store_four
+from kernels_cute._sift_ptx import BATCH, count_entries, mark_entries, place_entries, store_four
 from kernels_cute._sift_rows import AT_ONCE, BOUND, COUNTS, FAILED, HEADER, LISTS, WARPS, room_of
-from kernels_cute._topk_rows import BINS, FIRST_SHIFT, LEAST_KEY, LIST_SHIFT, TopkRows
+from kernels_cute._topk_rows import BINS, FIRST_SHIFT, LAST_COLUMN, LEAST_KEY, LIST_SHIFT, TopkRows
 
 PLACES = 1024  # words of the bins that say how many bits come before a word of the bitmap; the result's columns follow
 
@@ -160,6 +160,29 @@ class SelectListed(TopkRows):
             self.write(storage, Int64(0), out, row, Int32(0), (visible + 31) // 32, thread, k)
 
     @cute.jit
+    def count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key):
+        if is_tie != 0:
+            TopkRows.count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key)
+        else:
+            bins, entries = storage.bins.data_ptr().toint(), storage.keys.data_ptr().toint()
+            for i in cutlass.range(thread, num, self.threads * BATCH, unroll=1):
+                count_entries(entries + 8 * i, num - i, self.threads, bins, lower, shift, top)
+
+    @cute.jit
+    def mark_ranked(self, storage, thread, num, lower, highest, wanted):
+        bitmap, aside = storage.bitmap.data_ptr().toint(), self.bins_anew(storage)
+        counter, entries = storage.passed.data_ptr().toint() + 4, storage.keys.data_ptr().toint()
+        for i in cutlass.range(thread, num, self.threads * BATCH, unroll=1):
+            found = mark_entries(entries + 8 * i, num - i, self.threads, bitmap, lower, highest)
+            while found != 0:
+                nth = ptx.highest_bit(Uint32(found))
+                key, column = self.entry(storage, i + self.threads * nth)
+                ptx.store_pair(aside + 8 * ptx.reserve(counter, Int32(1)), LAST_COLUMN - column, key)
+                found = found ^ (Int32(1) << nth)
+        cute.arch.sync_threads()
+        self.rank(storage, thread, aside, wanted)
+
+    @cute.jit
     def write_entries(self, storage, out, row, thread, k, listed):
         """Every entry whose bit is set goes to the place behind the bits before its own; a thread adds up four words."""
         bitmap, before = storage.bitmap.data_ptr().toint(), storage.bins.data_ptr().toint()
@@ -170,10 +193,9 @@ class SelectListed(TopkRows):
         place, written = self.sum_before(storage, thread, Int32(of_a + of_b + of_c + of_d))
         store_four(before + 16 * thread, place, place + of_a, place + of_a + of_b, place + of_a + of_b + of_c)
         cute.arch.sync_threads()
-        for i in cutlass.range(thread, listed, self.threads, unroll=4):
-            column, place = place_of(storage.keys.data_ptr().toint() + 8 * i, bitmap, before)
-            if place >= 0:
-                s_columns[place] = column
+        places, entries = before + 4 * PLACES, storage.keys.data_ptr().toint()
+        for i in cutlass.range(thread, listed, self.threads * BATCH, unroll=1):
+            place_entries(entries + 8 * i, listed - i, self.threads, bitmap, before, places)
         cute.arch.sync_threads()
         for i in cutlass.range(thread, written, self.threads, unroll=4):
             line[i] = s_columns[i]

@@ -30,7 +30,9 @@ SAMPLED, HEADER = IndexerSiftProblem.sampled, IndexerSiftProblem.header_words
 WARPS = 4  # that list a row's scores, each in a quarter of the row's room
 LIST_ENTRIES = 4096  # of a row, that the selection takes
 MOST_KEYS = 131072
-LEAST_TILES = 64  # of queries: with fewer, so many blocks work on a row that it has no list for all of them
+# Of queries, at a time. With fewer than 64 so many blocks work on a row that it has no list for all of them; and what a step
+# costs whatever its size, its launches and its kernels' first and last items, is more than so few rows save.
+LEAST_TILES = 96
 TILE_COLUMNS = 512  # queries x heads
 
 

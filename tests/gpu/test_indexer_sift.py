@@ -23,6 +23,12 @@ Tensor = torch.Tensor
 Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, weights, starts, ends, k_scale
 
 
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are right but too small to pay: what is awkward with few query tiles is tested too."""
+    monkeypatch.setattr(_sift, "LEAST_TILES", 64)
+
+
 @contextmanager
 def whole_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The path without lists."""
