@@ -20,7 +20,7 @@ Which list a piece takes is chance. What is selected from a row's lists depends 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from kernels_cute import _sift_ptx as ptx
 from kernels_cute._logits_deal_even import KEY_ROWS
@@ -29,6 +29,9 @@ from kernels_cute._sift_rows import AT_ONCE, BOUND, CLAIMS, COUNTS, FAILED, HEAD
 
 ENTRY_BYTES = 8
 NAN = 0x7FFFFFFF
+MOST_KEY = 1 << 17
+TILE_BITS = 12  # of a key tile's number
+TILE_MASK = (1 << TILE_BITS) - 1
 
 
 class SiftLogits(RaggedLogits):
@@ -50,7 +53,7 @@ class SiftLogits(RaggedLogits):
             keys_full: cute.struct.MemRange[Int64, self.key_stages]
             keys_free: cute.struct.MemRange[Int64, self.key_stages]
             loads: cute.struct.MemRange[Int32, self.load_words]
-            items: cute.struct.MemRange[Int32, 4 * self.query_stages]  # first row, key tiles from and to, list
+            items: cute.struct.MemRange[Int32, 4 * self.query_stages]  # first row, key tiles from and to, `packed`
             marks: cute.struct.Align[cute.struct.MemRange[Int32, 4 * slots], 16]  # of a query: first key, keys, bound
             weights: cute.struct.Align[cute.struct.MemRange[Float32, slots * self.num_heads], 16]
             queries: cute.struct.Align[cute.struct.MemRange[self.dtype, query_elements], 1024]
@@ -76,11 +79,13 @@ class SiftLogits(RaggedLogits):
     def place(self, storage, out, row0, stage, half):
         """What an item needs all the time: address of its first entry of this lane's first row, bytes from an entry to the
         next, where this lane's mark stands, what else concerns the lane; cursors, with what they start from and, of the first
-        group, end at; the mark of the group at work. Last what `leave` needs."""
+        group, end at; the bounds; key tiles that all see whole, the first and how many. Last what `leave` needs."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
-        list_number = s_items[4 * stage + 3]
+        s_marks = storage.marks.get_tensor(cute.make_layout(4 * self.queries * self.query_stages))
+        packed = s_items[4 * stage + 3]
+        list_number, inner, inner_tiles = packed & 7, (packed >> 3) & TILE_MASK, packed >> (3 + TILE_BITS)
         first, step, limit = self.part_of_row(out, list_number, warp)
         query = half * self.queries_per_warpgroup + lane % 4
         line = (out.iterator + Int64(row0 + query) * out.stride[0]).toint() + first
@@ -89,27 +94,32 @@ class SiftLogits(RaggedLogits):
         if step < 0:
             pitch = -pitch
         mark_at = storage.marks.data_ptr().toint() + 16 * (stage * self.queries + query)
-        cursors = cute.make_rmem_tensor(self.groups, Int32)
+        cursors, bounds = cute.make_rmem_tensor(self.groups, Int32), cute.make_rmem_tensor(self.groups, Float32)
         for group in cutlass.range_constexpr(self.groups):
             cursors[group] = group * pitch
-        mark = cute.make_rmem_tensor(3, Int32)
+            bounds[group] = ptx.as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
         return (
             ptx.kept_address(line), ptx.kept(step), ptx.kept(mark_at), ptx.lane_masks(lane), cursors, ptx.kept(pitch),
-            ptx.kept(limit), mark, (out, row0 + query, list_number, warp),
+            ptx.kept(limit), bounds, (inner, inner_tiles), (out, row0 + query, list_number, warp),
         )  # fmt: skip
 
     @cute.jit
     def look(self, place, group: cutlass.Constexpr):
-        mark_at, mark = place[2], place[7]
-        first, length, bound, _ = ptx.load_four(mark_at + 64 * group)
-        mark[0], mark[1], mark[2] = first, length, bound
+        """Bounds are in registers."""
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):
-        line, step, _, masks, cursors, pitch, limit, mark, _ = place
-        column = tile * KEY_ROWS + 16 * warp + cute.arch.lane_idx() // 4 - mark[0]
+        line, step, mark_at, masks, cursors, pitch, limit, bounds, (inner, inner_tiles), _ = place
+        key = tile * KEY_ROWS + 16 * warp + cute.arch.lane_idx() // 4
+        if Uint32(tile - inner) >= Uint32(inner_tiles):
+            # Not all queries see all of these keys. What is not seen is not a number, and so below every bound.
+            first, length, _, _ = ptx.load_four(mark_at + 64 * group)
+            if Uint32(key - first) >= Uint32(length):
+                low = Float32(float("nan"))
+            if Uint32(key + 8 - first) >= Uint32(length):
+                high = Float32(float("nan"))
         cursors[group] = ptx.list_two(
-            low, high, ptx.as_float(mark[2]), column, mark[1], masks, cursors[group], step, limit + group * pitch, line
+            low, high, bounds[group], key, masks, cursors[group], step, limit + group * pitch, line
         )
 
     @cute.jit
@@ -123,7 +133,7 @@ class SiftLogits(RaggedLogits):
     @cute.jit
     def leave(self, place):
         """Writes how many entries the item has listed of each row: too many, where that is all that may be."""
-        cursors, pitch, (out, row, list_number, warp) = place[4], place[5], place[8]
+        cursors, pitch, (out, row, list_number, warp) = place[4], place[5], place[9]
         if cute.arch.lane_idx() < 4:
             for group in cutlass.range_constexpr(self.groups):
                 if row + 4 * group < cute.size(out, mode=[0]):
@@ -146,22 +156,27 @@ class SiftLogits(RaggedLogits):
         if tile_first < tile_end:
             list_number = self.list_of(out, ranges, row0, tile_end - tile_first)
             cute.arch.mbarrier_wait(storage.queries_free.data_ptr() + stage, parity ^ 1)
-            if lane == 0:
-                s_items[4 * stage] = row0
-                s_items[4 * stage + 1] = tile_first
-                s_items[4 * stage + 2] = tile_end
-                s_items[4 * stage + 3] = list_number
             slot = stage * self.queries
+            latest, earliest = Int32(0), Int32(MOST_KEY)
             for part in cutlass.range_constexpr((self.queries + 31) // 32):
                 local = lane + 32 * part
                 if local < self.queries:
                     first, end = self.row_range(starts, ends, row0 + local, num_queries, num_keys, num_columns, least)
-                    bound = Int32(NAN)
-                    if list_number < NO_LIST and row0 + local < num_queries:
+                    bound = Int32(NAN)  # of a row that sees nothing, too: no tile need be looked at for its sake
+                    if list_number < NO_LIST and first < end:
                         bound = out[row0 + local, BOUND]
                     s_marks[4 * (slot + local)] = first
                     s_marks[4 * (slot + local) + 1] = end - first
                     s_marks[4 * (slot + local) + 2] = bound
+                    if first < end:
+                        latest, earliest = cutlass.max(latest, first), cutlass.min(earliest, end)
+            inner = (cute.arch.warp_redux_sync(latest, "max") + (KEY_ROWS - 1)) // KEY_ROWS
+            inner_tiles = cutlass.max(cute.arch.warp_redux_sync(earliest, "min") // KEY_ROWS - inner, 0)
+            if lane == 0:
+                s_items[4 * stage] = row0
+                s_items[4 * stage + 1] = tile_first
+                s_items[4 * stage + 2] = tile_end
+                s_items[4 * stage + 3] = list_number + (inner << 3) + (inner_tiles << (3 + TILE_BITS))
             if cutlass.const_expr(self.has_weights):
                 self.publish_weights(s_weights, weights, row0, num_queries, slot)
             cute.arch.mbarrier_arrive(storage.queries_full.data_ptr() + stage)

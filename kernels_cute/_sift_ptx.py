@@ -9,13 +9,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 # A comparison with NaN, on either side, is false.
 _LIST_TWO = """{
 .reg .pred near, far;
-.reg .b32 near_lanes, far_lanes, further, before, all, place, next;
+.reg .b32 near_lanes, far_lanes, before, all, place, next;
 .reg .b64 at;
 setp.ge.f32 near, {$r0}, {$r2};
-setp.lt.and.u32 near, {$r3}, {$r4}, near;
-add.s32 further, {$r3}, 8;
 setp.ge.f32 far, {$r1}, {$r2};
-setp.lt.and.u32 far, further, {$r4}, far;
 vote.sync.ballot.b32 near_lanes, near, 0xffffffff;
 vote.sync.ballot.b32 far_lanes, far, 0xffffffff;
 shr.u32 near_lanes, near_lanes, {$r5};
@@ -32,22 +29,20 @@ mov.b32 next, place;
 mad.wide.s32 at, place, {$r8}, {$r10};
 @near st.global.v2.b32 [at], {{$r0}, {$r3}};
 mad.wide.s32 at, next, {$r8}, {$r10};
-@far st.global.v2.b32 [at], {{$r1}, further};
+@far st.global.v2.b32 [at], {{$r1}, {$r4}};
 add.s32 all, all, {$r7};
 min.s32 {$w0}, all, {$r9};
 }"""
 
 
-def list_two(
-    near: Any, far: Any, bound: Any, column: Any, length: Any, lane: Any, cursor: Any, step: Any, limit: Any, line: Any
-) -> Any:
-    """Appends the lanes' two scores, of a column and of the eighth after it, where they reach the bound and 0 <= column < length.
+def list_two(near: Any, far: Any, bound: Any, key: Any, lane: Any, cursor: Any, step: Any, limit: Any, line: Any) -> Any:
+    """Appends the lanes' two scores, of a key and of the eighth after it, where they reach the bound.
 
     Lanes of one query share a list, whose next entry goes to global[line + cursor * step]. Returns the cursor behind those that
     were appended, `limit` at most: where that is reached 16 entries from there on may be written. lane: what `lane_masks` makes.
     """
     moved, moved_on, below = lane
-    arguments = [near, far, bound, column, length, moved, below, cursor, step, limit, line, moved_on]
+    arguments = [near, far, bound, key, key + 8, moved, below, cursor, step, limit, line, moved_on]
     return cute.arch.inline_ptx(_LIST_TWO, write_only_types=[Int32], read_only_args=arguments)
 
 

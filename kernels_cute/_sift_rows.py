@@ -4,7 +4,7 @@
     1           pieces of the row's query tile that have been given a list (in the tile's first row)
     2           1 = some piece found no list
     8 .. 23     entries of the row's lists: of list 0 those of warps 0 to 3, of list 1, of lists 2 and 3
-    24 ..       pairs of score and column: a quarter of `room` for each warp, which lists 0 and 1 fill from its two ends, then
+    24 ..       pairs of score and key: a quarter of `room` for each warp, which lists 0 and 1 fill from its two ends, then
                 an eighth for each, which lists 2 and 3 fill likewise
 
 `room`, a multiple of 8, follows from the row's length, HEADER + 3 * room. A warp has keys 16 w to 16 w + 15 of each 64.

@@ -59,6 +59,7 @@ class SelectListed(TopkRows):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         k = Int32(out.shape[1])
         _, visible = self.row_range(starts, ends, row, num_keys, num_keys, Int32(1))
+        first = self.clamped(starts[row], 0, num_keys)
         lower = ptx.key_of(Uint32(rows[row, BOUND]))
         again_start, again_end = Int32(0), Int32(0)
         if visible <= k:
@@ -78,12 +79,12 @@ class SelectListed(TopkRows):
             if cutlass.const_expr(self.by_entry):
                 ptx.store_zeros(storage.bitmap.data_ptr().toint() + 16 * thread)
             else:
-                self.clear_bitmap(storage, thread, (visible + 31) // 32)
+                self.clear_bitmap(storage, thread, (first + visible + 31) // 32)
             cute.arch.sync_threads()
             listed = s_listed[0]
             if listed >= 0:
                 cute.arch.mbarrier_wait(storage.arrived.data_ptr(), 0)
-                self.select_listed(storage, out, row, visible, thread, k, listed, lower)
+                self.select_listed(storage, out, row, first, visible, thread, k, listed, lower)
             else:
                 again_start, again_end = starts[row], ends[row]
         if thread == 0:
@@ -142,7 +143,8 @@ class SelectListed(TopkRows):
         return listed
 
     @cute.jit
-    def select_listed(self, storage, out, row, visible, thread, k, listed, lower):
+    def select_listed(self, storage, out, row, first, visible, thread, k, listed, lower):
+        # Entries have keys, which stand for columns as if the row began with the first of all.
         shift = Int32(LIST_SHIFT)
         if lower == LEAST_KEY:
             shift = Int32(FIRST_SHIFT)
@@ -155,9 +157,9 @@ class SelectListed(TopkRows):
             self.mark_listed(storage, thread, listed, tie_key, last_column)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.by_entry):
-            self.write_entries(storage, out, row, thread, k, listed)
+            self.write_entries(storage, out, row, first, thread, k, listed)
         else:
-            self.write(storage, Int64(0), out, row, Int32(0), (visible + 31) // 32, thread, k)
+            self.write(storage, Int64(0), out, row, first, (first + visible + 31) // 32, thread, k)
 
     @cute.jit
     def count_list(self, storage, thread, num, lower, shift, top, is_tie, tie_key):
@@ -183,7 +185,7 @@ class SelectListed(TopkRows):
         self.rank(storage, thread, aside, wanted)
 
     @cute.jit
-    def write_entries(self, storage, out, row, thread, k, listed):
+    def write_entries(self, storage, out, row, first, thread, k, listed):
         """Every entry whose bit is set goes to the place behind the bits before its own; a thread adds up four words."""
         bitmap, before = storage.bitmap.data_ptr().toint(), storage.bins.data_ptr().toint()
         s_columns = cute.make_tensor(storage.bins.data_ptr() + PLACES, cute.make_layout(BINS - PLACES))
@@ -198,7 +200,7 @@ class SelectListed(TopkRows):
             place_entries(entries + 8 * i, listed - i, self.threads, bitmap, before, places)
         cute.arch.sync_threads()
         for i in cutlass.range(thread, written, self.threads, unroll=4):
-            line[i] = s_columns[i]
+            line[i] = s_columns[i] - first
         for i in cutlass.range(written + thread, k, self.threads, unroll=1):
             line[i] = Int32(-1)
 
