@@ -79,7 +79,8 @@ class SiftLogits(RaggedLogits):
     def place(self, storage, out, row0, stage, half):
         """What an item needs all the time: address of its first entry of this lane's first row, bytes from an entry to the
         next, where this lane's mark stands, what else concerns the lane; cursors, with what they start from and, of the first
-        group, end at; the bounds; key tiles that all see whole, the first and how many. Last what `leave` needs."""
+        group, end at; the bounds; key tiles that all see whole, the first and how many, and the lane's first key in a tile. Last
+        what `leave` needs."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
@@ -100,7 +101,8 @@ class SiftLogits(RaggedLogits):
             bounds[group] = ptx.as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
         return (
             ptx.kept_address(line), ptx.kept(step), ptx.kept(mark_at), ptx.lane_masks(lane), cursors, ptx.kept(pitch),
-            ptx.kept(limit), bounds, (inner, inner_tiles), (out, row0 + query, list_number, warp),
+            ptx.kept(limit), bounds, (inner, inner_tiles, ptx.kept(16 * warp + lane // 4)),
+            (out, row0 + query, list_number, warp),
         )  # fmt: skip
 
     @cute.jit
@@ -109,8 +111,8 @@ class SiftLogits(RaggedLogits):
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):
-        line, step, mark_at, masks, cursors, pitch, limit, bounds, (inner, inner_tiles), _ = place
-        key = tile * KEY_ROWS + 16 * warp + cute.arch.lane_idx() // 4
+        line, step, mark_at, masks, cursors, pitch, limit, bounds, (inner, inner_tiles, key_lane), _ = place
+        key = tile * KEY_ROWS + key_lane
         if Uint32(tile - inner) >= Uint32(inner_tiles):
             # Not all queries see all of these keys. What is not seen is not a number, and so below every bound.
             first, length, _, _ = ptx.load_four(mark_at + 64 * group)

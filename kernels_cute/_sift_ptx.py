@@ -48,7 +48,7 @@ def list_two(near: Any, far: Any, bound: Any, key: Any, lane: Any, cursor: Any, 
 
 def lane_masks(lane: Any) -> Any:
     """By how many bits a lane's votes move (two votes), and the bits of its query's lanes before it."""
-    return lane % 4, lane % 4 + 31, (Int32(1) << (lane & 28)) - 1
+    return kept(lane % 4), kept(lane % 4 + 31), kept((Int32(1) << (lane & 28)) - 1)
 
 
 def kept(value: Any) -> Any:
