@@ -65,43 +65,40 @@ class SiftLogits(RaggedLogits):
 
     @cute.jit
     def part_of_row(self, out, list_number, warp):
-        """(byte of a row where the part that a warp has of a list has its first entry, bytes to the next one, most entries)"""
+        """(where in a row, in entries, the part that a warp has of a list begins; 1 or -1 to the next entry; most of them)"""
         room = room_of(Int32(cute.size(out, mode=[1])))
-        entries, first, step = room // WARPS, warp * (room // WARPS), Int32(ENTRY_BYTES)
+        entries, first, sign = room // WARPS, warp * (room // WARPS), Int32(1)
         if list_number >= 2:
             entries = entries // 2
             first = room + warp * entries
         if list_number % 2 == 1:
-            first, step = first + entries - 1, Int32(-ENTRY_BYTES)
-        return 4 * HEADER + ENTRY_BYTES * first, step, entries - AT_ONCE
+            first, sign = first + entries - 1, Int32(-1)
+        return HEADER * 4 // ENTRY_BYTES + first, sign, entries - AT_ONCE
 
     @cute.jit
     def place(self, storage, out, row0, stage, half):
-        """What an item needs all the time: address of its first entry of this lane's first row, bytes from an entry to the
-        next, where this lane's mark stands, what else concerns the lane; cursors, with what they start from and, of the first
-        group, end at; the bounds; key tiles that all see whole, the first and how many, and the lane's first key in a tile. Last
-        what `leave` needs."""
+        """What an item needs all the time: address of its first entry of this lane's first row, 1 or -1 to the next entry,
+        where this lane's mark stands, what else concerns the lane; of each group how many entries it has, how many lie
+        between rows of groups, and most of them; the bounds; key tiles that all see whole, the first and how many, and
+        the lane's first key in a tile. Last what `leave` needs."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
         s_marks = storage.marks.get_tensor(cute.make_layout(4 * self.queries * self.query_stages))
         packed = s_items[4 * stage + 3]
         list_number, inner, inner_tiles = packed & 7, (packed >> 3) & TILE_MASK, packed >> (3 + TILE_BITS)
-        first, step, limit = self.part_of_row(out, list_number, warp)
+        first, sign, limit = self.part_of_row(out, list_number, warp)
         query = half * self.queries_per_warpgroup + lane % 4
-        line = (out.iterator + Int64(row0 + query) * out.stride[0]).toint() + first
-        # Entries are counted from the first row's on, so that all groups share its address.
-        pitch = Int32(out.stride[0]) * (4 * 4 // ENTRY_BYTES)
-        if step < 0:
-            pitch = -pitch
+        offset = Int32(Int64(row0 + query) * out.stride[0] * 4 // ENTRY_BYTES) + first
+        pitch = Int32(out.stride[0]) * (4 * 4 // ENTRY_BYTES)  # entries between rows of neighbouring groups
         mark_at = storage.marks.data_ptr().toint() + 16 * (stage * self.queries + query)
-        cursors, bounds = cute.make_rmem_tensor(self.groups, Int32), cute.make_rmem_tensor(self.groups, Float32)
+        counts, bounds = cute.make_rmem_tensor(self.groups, Int32), cute.make_rmem_tensor(self.groups, Float32)
         for group in cutlass.range_constexpr(self.groups):
-            cursors[group] = group * pitch
+            counts[group] = Int32(0)
             bounds[group] = ptx.as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
         return (
-            ptx.kept_address(line), ptx.kept(step), ptx.kept(mark_at), ptx.lane_masks(lane), cursors, ptx.kept(pitch),
-            ptx.kept(limit), bounds, (inner, inner_tiles, ptx.kept(16 * warp + lane // 4)),
+            ptx.kept_address(out.iterator.toint(), offset), ptx.kept(sign), ptx.kept(mark_at), ptx.lane_masks(lane), counts,
+            ptx.kept(pitch), ptx.kept(limit), bounds, (inner, inner_tiles, ptx.kept(16 * warp + lane // 4)),
             (out, row0 + query, list_number, warp),
         )  # fmt: skip
 
@@ -111,18 +108,17 @@ class SiftLogits(RaggedLogits):
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):
-        line, step, mark_at, masks, cursors, pitch, limit, bounds, (inner, inner_tiles, key_lane), _ = place
+        line, sign, mark_at, masks, counts, pitch, limit, bounds, (inner, inner_tiles, key_lane), _ = place
         key = tile * KEY_ROWS + key_lane
         if Uint32(tile - inner) >= Uint32(inner_tiles):
             # Not all queries see all of these keys. What is not seen is not a number, and so below every bound.
-            first, length, _, _ = ptx.load_four(mark_at + 64 * group)
-            if Uint32(key - first) >= Uint32(length):
+            seen, length, _, _ = ptx.load_four(mark_at + 64 * group)
+            if Uint32(key - seen) >= Uint32(length):
                 low = Float32(float("nan"))
-            if Uint32(key + 8 - first) >= Uint32(length):
+            if Uint32(key + 8 - seen) >= Uint32(length):
                 high = Float32(float("nan"))
-        cursors[group] = ptx.list_two(
-            low, high, bounds[group], key, masks, cursors[group], step, limit + group * pitch, line
-        )
+        first = group * pitch
+        counts[group] = ptx.list_two(low, high, bounds[group], key, masks, counts[group], sign, limit, line, first)
 
     @cute.jit
     def begin(self, place, half):
@@ -135,12 +131,12 @@ class SiftLogits(RaggedLogits):
     @cute.jit
     def leave(self, place):
         """Writes how many entries the item has listed of each row: too many, where that is all that may be."""
-        cursors, pitch, (out, row, list_number, warp) = place[4], place[5], place[9]
+        counts, (out, row, list_number, warp) = place[4], place[9]
         if cute.arch.lane_idx() < 4:
             for group in cutlass.range_constexpr(self.groups):
                 if row + 4 * group < cute.size(out, mode=[0]):
                     if list_number < NO_LIST:
-                        out[row + 4 * group, COUNTS + list_number * WARPS + warp] = cursors[group] - group * pitch
+                        out[row + 4 * group, COUNTS + list_number * WARPS + warp] = counts[group]
                     else:
                         out[row + 4 * group, FAILED] = Int32(1)
 

@@ -24,25 +24,28 @@ and.b32 before, all, {$r6};
 popc.b32 before, before;
 popc.b32 all, all;
 add.s32 place, before, {$r7};
+mad.lo.s32 place, place, {$r8}, {$r12};
 mov.b32 next, place;
-@near add.s32 next, place, 1;
-mad.wide.s32 at, place, {$r8}, {$r10};
+@near add.s32 next, place, {$r8};
+mad.wide.s32 at, place, 8, {$r10};
 @near st.global.v2.b32 [at], {{$r0}, {$r3}};
-mad.wide.s32 at, next, {$r8}, {$r10};
+mad.wide.s32 at, next, 8, {$r10};
 @far st.global.v2.b32 [at], {{$r1}, {$r4}};
 add.s32 all, all, {$r7};
 min.s32 {$w0}, all, {$r9};
 }"""
 
 
-def list_two(near: Any, far: Any, bound: Any, key: Any, lane: Any, cursor: Any, step: Any, limit: Any, line: Any) -> Any:
+def list_two(
+    near: Any, far: Any, bound: Any, key: Any, lane: Any, count: Any, sign: Any, limit: Any, line: Any, first: Any
+) -> Any:
     """Appends the lanes' two scores, of a key and of the eighth after it, where they reach the bound.
 
-    Lanes of one query share a list, whose next entry goes to global[line + cursor * step]. Returns the cursor behind those that
-    were appended, `limit` at most: where that is reached 16 entries from there on may be written. lane: what `lane_masks` makes.
+    Lanes of one query share a list, whose next entry goes to global[line + 8 * (first + sign * count)]. Returns how many it has
+    then, `limit` at most: where that is reached 16 entries from there on may be written. lane: what `lane_masks` makes.
     """
     moved, moved_on, below = lane
-    arguments = [near, far, bound, key, key + 8, moved, below, cursor, step, limit, line, moved_on]
+    arguments = [near, far, bound, key, key + 8, moved, below, count, sign, limit, line, moved_on, first]
     return cute.arch.inline_ptx(_LIST_TWO, write_only_types=[Int32], read_only_args=arguments)
 
 
@@ -57,10 +60,10 @@ def kept(value: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[value, cute.arch.lane_idx()])
 
 
-def kept_address(address: Any) -> Any:
-    """The same of 64 bits."""
-    low, high = kept(Int32(address)), kept(Int32(address >> 32))
-    return cute.arch.inline_ptx("mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high])
+def kept_address(base: Any, offset: Any) -> Any:
+    """base + 8 * offset, as one register pair: of two words kept apart ptxas makes a 64-bit addition at every use."""
+    code = "mad.wide.u32 {$w0}, {$r0}, 8, {$r1};"
+    return cute.arch.inline_ptx(code, write_only_types=[Int64], read_only_args=[kept(offset), base])
 
 
 def add_global(address: Any, value: Any) -> Any:
