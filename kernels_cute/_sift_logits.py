@@ -29,6 +29,7 @@ from kernels_cute._sift_rows import AT_ONCE, BOUND, CLAIMS, COUNTS, FAILED, HEAD
 
 ENTRY_BYTES = 8
 NAN = 0x7FFFFFFF
+GROUPS_HELD = 4  # whose bounds stay in registers; more are read for every tile
 MOST_KEY = 1 << 17
 TILE_BITS = 12  # of a key tile's number
 TILE_MASK = (1 << TILE_BITS) - 1
@@ -95,7 +96,8 @@ class SiftLogits(RaggedLogits):
         counts, bounds = cute.make_rmem_tensor(self.groups, Int32), cute.make_rmem_tensor(self.groups, Float32)
         for group in cutlass.range_constexpr(self.groups):
             counts[group] = Int32(0)
-            bounds[group] = ptx.as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
+            if cutlass.const_expr(self.groups <= GROUPS_HELD):
+                bounds[group] = ptx.as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
         return (
             ptx.kept_address(out.iterator.toint(), offset), ptx.kept(sign), ptx.kept(mark_at), ptx.lane_masks(lane), counts,
             ptx.kept(pitch), ptx.kept(limit), bounds, (inner, inner_tiles, ptx.kept(16 * warp + lane // 4)),
@@ -104,7 +106,10 @@ class SiftLogits(RaggedLogits):
 
     @cute.jit
     def look(self, place, group: cutlass.Constexpr):
-        """Bounds are in registers."""
+        if cutlass.const_expr(self.groups > GROUPS_HELD):
+            mark_at, bounds = place[2], place[7]
+            _, _, bound, _ = ptx.load_four(mark_at + 64 * group)
+            bounds[group] = ptx.as_float(bound)
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):
