@@ -38,7 +38,7 @@ class EvenDeal:
         near = cutlass.min(row, num_queries - 1)
         first = cutlass.max(starts[near], 0)
         end = cutlass.min(ends[near], num_keys)
-        if cutlass.const_expr(not self.packed):
+        if cutlass.const_expr(self.bounded):
             end = cutlass.min(end, num_columns)
         if first >= end or row >= num_queries:
             first, end = Int32(0), Int32(0)
@@ -52,7 +52,7 @@ class EvenDeal:
     @cute.jit
     def seen(self, ranges, query_tile, wanted):
         """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges[:9]
         low, high = Int32(NO_KEY), Int32(0)
         local0 = cute.arch.lane_idx() % self.item_lanes * ROWS_PER_LANE
         if wanted:

@@ -56,7 +56,7 @@ class OverlappedMath:
         while row0 >= 0:
             tile_first, tile_end = s_items[4 * stage + 1], s_items[4 * stage + 2]
             slot = stage * self.queries + query_lane
-            place = self.place(out, row0, half)
+            place = self.place(storage, out, row0, stage, half)
             if cutlass.const_expr(self.has_weights):
                 for group in cutlass.range_constexpr(self.groups):
                     for head in cutlass.range_constexpr(self.num_heads):
@@ -75,7 +75,7 @@ class OverlappedMath:
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(self.handoff == 0):
                     self.pass_turn(1 - half)
-                self.begin(half)
+                self.begin(place, half)
                 self.half_sums(storage, out, first, held, 0, parts, factor, scale, place, stage, tile, warp)
                 warpgroup.wait_group(0)
                 if lane == 0:
@@ -83,6 +83,7 @@ class OverlappedMath:
                 key_stage, key_parity = self.advance(key_stage, key_parity, self.key_stages)
                 self.half_sums(storage, out, second, held, 1, parts, factor, scale, place, stage, tile, warp)
                 self.finish(storage, out, place, stage, tile, half, warp)
+            self.leave(place)
             cute.arch.sync_warp()  # the other lanes' reads of ranges and weights come before the release
             if lane == 0:
                 cute.arch.mbarrier_arrive(queries_free + stage)
@@ -129,6 +130,7 @@ class OverlappedMath:
         for block in cutlass.range_constexpr(blocks):
             group, pair = (column_half * blocks + block) // pairs, (column_half * blocks + block) % pairs
             if cutlass.const_expr(pair == 0):
+                self.look(place, group)
                 parts.fill(0.0)
             self.add_pair(parts, products, held, block, group, [2 * pair, 2 * pair + 1])
             if cutlass.const_expr(pair == pairs - 1):

@@ -76,6 +76,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         self.dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
         self.has_k_scale, self.has_weights = has_k_scale, has_weights
         self.relu, self.clean, self.packed = relu, clean, packed
+        self.bounded = not packed  # ranges end with the columns of out, too
         self.columns = columns
         self.query_stages, self.key_stages = query_stages, key_stages
         self.handoff, self.halves = handoff, halves
@@ -389,7 +390,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
 
         stage, parity = Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles, least)
+        spans = num_items // query_tiles
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, spans, least, out)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -424,7 +426,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     @cute.jit
     def publish_item(self, storage, weights, ranges, row0, tile_first, tile_end, stage, parity):
         """Tells the math warps of one item, where it holds anything: its place, ranges and weights."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, _, least, _ = ranges
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))
@@ -444,16 +446,21 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     s_starts[slot + local] = first
                     s_ends[slot + local] = end
             if cutlass.const_expr(self.has_weights):
-                for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
-                    row = row0 + local // self.num_heads
-                    weight = Float32(0.0)
-                    if row < num_queries:
-                        offset = Int64(row) * weights.stride[0] + local % self.num_heads
-                        weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
-                    s_weights[slot * self.num_heads + local] = weight
+                self.publish_weights(s_weights, weights, row0, num_queries, slot)
             cute.arch.mbarrier_arrive(storage.queries_full.data_ptr() + stage)
             stage, parity = self.advance(stage, parity, self.query_stages)
         return stage, parity
+
+    @cute.jit
+    def publish_weights(self, s_weights, weights, row0, num_queries, slot):
+        lane = cute.arch.lane_idx()
+        for local in cutlass.range(lane, self.queries * self.num_heads, 32, unroll=self.weight_loads):
+            row = row0 + local // self.num_heads
+            weight = Float32(0.0)
+            if row < num_queries:
+                offset = Int64(row) * weights.stride[0] + local % self.num_heads
+                weight = Float32(cute.make_tensor(weights.iterator + offset, cute.make_layout(1))[0])
+            s_weights[slot * self.num_heads + local] = weight
 
     @cute.jit
     def fill_warp(self, starts, ends, out, num_keys, query_tiles, fill_tiles, fill_items, half):
@@ -530,7 +537,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         while row0 >= 0:
             tile_first, tile_end = s_items[4 * stage + 1], s_items[4 * stage + 2]
             slot = stage * self.queries + query_lane
-            place = self.place(out, row0, half)
+            place = self.place(storage, out, row0, stage, half)
             if cutlass.const_expr(self.has_weights):
                 for group in cutlass.range_constexpr(self.groups):
                     for head in cutlass.range_constexpr(self.num_heads):
@@ -577,7 +584,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     for one in cutlass.range_constexpr(2 * self.kv_turn):
                         factor[one] = factor[one] * scale
                     if cutlass.const_expr(turn == self.turns - 1):
-                        self.begin(half)
+                        self.begin(place, half)
                     for group in cutlass.range_constexpr(self.groups):
                         low, high = Float32(0.0), Float32(0.0)
                         if cutlass.const_expr(self.num_kv_heads == 1):

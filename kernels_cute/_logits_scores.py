@@ -28,7 +28,7 @@ class Scores:
     """Methods of RaggedLogits."""
 
     @cute.jit
-    def place(self, out, row0, half):
+    def place(self, storage, out, row0, stage, half):
         """The pointer to this lane's first row of out, and that row's number in the query tile."""
         query = half * self.queries_per_warpgroup
         if cutlass.const_expr(self.segment < 32):
@@ -36,10 +36,18 @@ class Scores:
         return out.iterator + Int64(row0 + query) * out.stride[0], query
 
     @cute.jit
-    def begin(self, half):
+    def begin(self, place, half):
         """Before a tile's first `put`: what the tile before left in shared memory has been read."""
         if cutlass.const_expr(self.segment == 32):
             cute.arch.barrier(barrier_id=SCORES_BARRIER + half, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def look(self, place, group: cutlass.Constexpr):
+        """Before a group's sums: what its `put` needs from shared memory can be asked for."""
+
+    @cute.jit
+    def leave(self, place):
+        """After an item's last tile."""
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):

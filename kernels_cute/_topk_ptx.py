@@ -244,6 +244,12 @@ def load_pair(address: Any) -> Any:
     )
 
 
+def load_global_pair(address: Any) -> Any:
+    return cute.arch.inline_ptx(
+        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Int32], read_only_args=[address]
+    )
+
+
 def store_pair(address: Any, first: Any, second: Any) -> None:
     cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 

@@ -482,6 +482,12 @@ class TopkRows:
                 if key >= lower:
                     ptx.store_pair(aside + 8 * ptx.reserve(counter, Int32(1)), LAST_COLUMN - column, key)
         cute.arch.sync_threads()
+        self.rank(storage, thread, aside, wanted)
+
+    @cute.jit
+    def rank(self, storage, thread, aside, wanted):
+        """Sets the bits of the first `wanted` of what has been put aside."""
+        bitmap = storage.bitmap.data_ptr().toint()
         s_passed = storage.passed.get_tensor(cute.make_layout(4))
         crowd = s_passed[1]
         if thread < crowd:

@@ -2,12 +2,12 @@
 
 A step is two launches, the logits' and the selection's, which writes its rows of the result. A row that sees at most topk
 keys is left out by the logits, and the selection lists it without reading. Both take the ranges as they are given; no value
-comes back to the host.
+comes back to the host. Where many keys are seen by many rows, most scores are not even written: _sift.
 """
 
 import torch
 
-from gdn.ops import _library_qsa
+from gdn.ops import _library_qsa, _sift
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._logits_checks import (
     INDEX_DTYPES,
@@ -97,6 +97,10 @@ def indexer_topk(
     if num_rows == 0 or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
         return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
+    if max_seqlen_k is None:
+        plan = _sift.plan(q, k, weights, topk, k_scale, scale, relu, _budget(workspace_bytes, 4 * width), backend)
+        if plan is not None:
+            return _sift.run(plan, q, k, weights, starts, ends, topk, k_scale, scale, relu, out)
     buffer: torch.Tensor | None = None
     for low in range(0, num_rows, step):
         high = min(low + step, num_rows)
@@ -247,15 +251,18 @@ def _listed(
 
 def _units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
     """Rows (or sequences) whose scores fit the workspace; beyond 128 a multiple of 128, so that blocks start aligned."""
-    if workspace_bytes is None:
-        budget = max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
-    else:
-        budget = check_count("workspace_bytes", workspace_bytes)
-        if budget < unit_bytes and units:
-            bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
+    budget = _budget(workspace_bytes, unit_bytes)
+    if budget < unit_bytes and units:
+        bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
     step = budget // max(1, unit_bytes)
     step = step // 128 * 128 if step > 128 else step
     return max(1, min(step, units))
+
+
+def _budget(workspace_bytes: int | None, unit_bytes: int) -> int:
+    if workspace_bytes is None:
+        return max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
+    return check_count("workspace_bytes", workspace_bytes)
 
 
 def _ordered(backend: str | None, op: str) -> str | None:

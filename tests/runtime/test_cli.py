@@ -13,7 +13,7 @@ from gdn.cli import app, doctor, explain
 from gdn.problems import ChunkProblem
 from gdn.runtime import compiled, env, registry, toolchain, tuned
 
-KERNELS = [op for op in registry.OPERATORS.values() if op.modules]
+KERNELS = [op for op in registry.OPERATORS.values() if op.modules and op.functions]
 
 
 def gdn(*arguments: str) -> Any:
