@@ -363,7 +363,8 @@ _TUNED_TOO: dict[str, tuple[Shape, ...]] = {
 }
 
 
-# Measured, not tuned: calls too short to matter alone, and the table of 27 shapes that others publish.
+# Measured, not tuned: calls too short to matter alone, the table of 27 shapes that others publish, a cache as large as that of 64
+# heads.
 _MEASURED_ONLY: dict[str, tuple[Shape, ...]] = {
     "chunk": (
         *(_chunk((16, 32), [tokens], f"short {tokens}") for tokens in (1, 16, 64, 128, 256, 512)),
@@ -377,6 +378,7 @@ _MEASURED_ONLY: dict[str, tuple[Shape, ...]] = {
         _packed((512,) * 16, 4, 64), _packed((256,) * 32, 4, 64), _packed((128,) * 64, 4, 64), _packed((128,) * 32, 4, 128),
         _packed((104,) * 64, 4, 128), _packed((36,) * 128, 4, 64),
     ),
+    "paged_mqa_logits": (_paged(64, 65536, 16),),
 }  # fmt: skip
 
 
