@@ -176,6 +176,7 @@ def bench(
     """Time the public operators; print each one's share of the floor that this run's own limits set, and its error.
 
     Shapes that are measured but never tuned (short calls, published tables) are named by --shapes short and --shapes published.
+    Interrupted, it prints what it has by then, and leaves the file of --readme alone.
     """
     operators = [op] if op is not None else shape_list.operators()
     chosen: list[shape_list.Shape] = []
@@ -195,16 +196,20 @@ def bench(
             measuring.backends(op, backend, every)
         except ValueError as error:
             raise _fail(str(error)) from error
+    interrupted = False
     with _progress() as progress:
         task = progress.add_task("measuring the device's limits", total=len(chosen))
         run = measuring.Bench(spec, backend, every, libraries)
-        for shape in chosen:
-            progress.update(task, description=f"{shape.op} {shape.name}")
-            for failure in run.measure(shape):
-                progress.console.print(failure, markup=False)
-            progress.advance(task)
-            if json_file is not None:  # after each shape: a run that is cut off keeps what it has
-                json_file.write_text(json.dumps(run.found, indent=1) + "\n", encoding="utf-8")
+        try:
+            for shape in chosen:
+                progress.update(task, description=f"{shape.op} {shape.name}")
+                for failure in run.measure(shape):
+                    progress.console.print(failure, markup=False)
+                progress.advance(task)
+                if json_file is not None:  # after each shape: a run that is cut off keeps what it has
+                    json_file.write_text(json.dumps(run.found, indent=1) + "\n", encoding="utf-8")
+        except KeyboardInterrupt:
+            interrupted = True
     found = run.found
     limits = found["limits"]
     console.print(
@@ -212,6 +217,8 @@ def bench(
         f"bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
     )
     console.print(_bench_table(found))
+    if interrupted:
+        raise typer.Exit(130)
     if readme is not None:
         report.write_into(readme, report.markdown(found))
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autotune import cli, shapes, tuning
+from autotune import bench, cli, shapes, tuning
 from gdn.device import H100
 from gdn.runtime import registry
 from tests.autotune import fake_kernel
@@ -48,6 +48,41 @@ def test_bad_arguments(command: list[str], expected: str) -> None:
     done = RUNNER.invoke(cli.app, command)
     assert done.exit_code == 2
     assert expected in " ".join(done.output.split())
+
+
+class _Interrupted:
+    """A run whose second shape is interrupted."""
+
+    def __init__(self, *_: object) -> None:
+        self._names: list[str] = []
+
+    def measure(self, shape: shapes.Shape) -> list[str]:
+        if self._names:
+            raise KeyboardInterrupt
+        self._names.append(shape.name)
+        return []
+
+    @property
+    def found(self) -> dict[str, object]:
+        row = {
+            "op": "recurrent", "backend": "cute", "config_source": "table", "time_us": 1.0, "captured": True, "floor_us": 0.5,
+            "share_of_floor": 0.5, "error": 0.0, "useful_flops": 0,
+        }  # fmt: skip
+        limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1200.0}
+        rows = [row | {"shape": name} for name in self._names]
+        return {"device": "some device", "torch": "0", "limits": limits, "rows": rows, "peers": [], "failures": []}
+
+
+def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(bench, "Bench", _Interrupted)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- measured -->\nold\n<!-- /measured -->\n")
+    first, second, *_ = shapes.shapes("recurrent")
+    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--readme", str(readme)], env={"COLUMNS": "200"})
+    assert done.exit_code == 130
+    assert first.name in done.output and second.name not in done.output
+    assert "old" in readme.read_text()
 
 
 def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
