@@ -253,6 +253,9 @@ class IndexerSiftProblem(LogitsProblem):
     op: ClassVar[str] = "indexer_sift"
     header_words: ClassVar[int] = 24
     sampled: ClassVar[int] = 16
+    warps: ClassVar[int] = 4  # that list a row's scores, each in a quarter of the row's room
+    list_entries: ClassVar[int] = 4096  # of a row, that the selection holds
+    most_keys: ClassVar[int] = 131072  # that the selection has bits for
 
     num_queries: int = size()
     num_keys: int = size()

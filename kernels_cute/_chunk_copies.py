@@ -158,9 +158,8 @@ class CopyRoles:
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(asked is None):
             asked = self.ask_item(g, beta, a_log, dt_bias, begin, first, length, head, lane)
-        words, minus_rate, bias = asked
-        if cutlass.const_expr(self.raw_gate):
-            minus_rate = -cute.math.exp(minus_rate)
+        words, log_rate, bias = asked
+        minus_rate = self.minus_rate(log_rate)
         gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
             half, half_turn = self.half_of(base + step)
@@ -180,6 +179,14 @@ class CopyRoles:
         if cutlass.const_expr(self.raw_gate):
             rate, bias = a_log[head], dt_bias[head]
         return words, rate, bias
+
+    @cute.jit
+    def minus_rate(self, log_rate):
+        """-exp(A_log), which softplus is multiplied with."""
+        rate = log_rate
+        if cutlass.const_expr(self.raw_gate):
+            rate = -cute.math.exp(log_rate)
+        return rate
 
     # What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
     # have the warp wait for one answer of the memory after the other.

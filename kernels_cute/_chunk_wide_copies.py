@@ -48,9 +48,8 @@ class MakerCopies:
     def maker_gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, number):
         """Cumulative log2 decays and beta of this block's chunks, for either set."""
         lane = cute.arch.lane_idx()
-        words, minus_rate, bias = self.ask_item(g, beta, a_log, dt_bias, begin, number, length, head, lane)
-        if cutlass.const_expr(self.raw_gate):
-            minus_rate = -cute.math.exp(minus_rate)
+        words, log_rate, bias = self.ask_item(g, beta, a_log, dt_bias, begin, number, length, head, lane)
+        minus_rate = self.minus_rate(log_rate)
         for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
             turn = step // ROUND
             half, half_turn = step // MAKERS % SETS * 2 + turn % 2, turn // 2 & 1

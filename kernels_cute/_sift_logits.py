@@ -25,7 +25,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kernels_cute import _sift_ptx as ptx
 from kernels_cute._logits_deal_even import KEY_ROWS
 from kernels_cute._logits_ragged import RaggedLogits
-from kernels_cute._sift_rows import AT_ONCE, BOUND, CLAIMS, COUNTS, FAILED, HEADER, NO_LIST, WARPS, room_of
+from kernels_cute._sift_rows import AT_ONCE, BOUND, CLAIMS, COUNTS, FAILED, HEADER, NO_LIST, WARPS, part_of, room_of
+from kernels_cute._topk_ptx import as_float, load_four
 
 ENTRY_BYTES = 8
 NAN = 0x7FFFFFFF
@@ -67,11 +68,8 @@ class SiftLogits(RaggedLogits):
     @cute.jit
     def part_of_row(self, out, list_number, warp):
         """(where in a row, in entries, the part that a warp has of a list begins; 1 or -1 to the next entry; most of them)"""
-        room = room_of(Int32(cute.size(out, mode=[1])))
-        entries, first, sign = room // WARPS, warp * (room // WARPS), Int32(1)
-        if list_number >= 2:
-            entries = entries // 2
-            first = room + warp * entries
+        first, entries = part_of(room_of(Int32(cute.size(out, mode=[1]))), list_number, warp)
+        sign = Int32(1)
         if list_number % 2 == 1:
             first, sign = first + entries - 1, Int32(-1)
         return HEADER * 4 // ENTRY_BYTES + first, sign, entries - AT_ONCE
@@ -97,7 +95,7 @@ class SiftLogits(RaggedLogits):
         for group in cutlass.range_constexpr(self.groups):
             counts[group] = Int32(0)
             if cutlass.const_expr(self.groups <= GROUPS_HELD):
-                bounds[group] = ptx.as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
+                bounds[group] = as_float(s_marks[4 * (stage * self.queries + query + 4 * group) + 2])
         return (
             ptx.kept_address(out.iterator.toint(), offset), ptx.kept(sign), ptx.kept(mark_at), ptx.lane_masks(lane), counts,
             ptx.kept(pitch), ptx.kept(limit), bounds, (inner, inner_tiles, ptx.kept(16 * warp + lane // 4)),
@@ -108,8 +106,8 @@ class SiftLogits(RaggedLogits):
     def look(self, place, group: cutlass.Constexpr):
         if cutlass.const_expr(self.groups > GROUPS_HELD):
             mark_at, bounds = place[2], place[7]
-            _, _, bound, _ = ptx.load_four(mark_at + 64 * group)
-            bounds[group] = ptx.as_float(bound)
+            _, _, bound, _ = load_four(mark_at + 64 * group)
+            bounds[group] = as_float(bound)
 
     @cute.jit
     def put(self, storage, out, place, stage, tile, warp, group: cutlass.Constexpr, low, high):
@@ -117,7 +115,7 @@ class SiftLogits(RaggedLogits):
         key = tile * KEY_ROWS + key_lane
         if Uint32(tile - inner) >= Uint32(inner_tiles):
             # Not all queries see all of these keys. What is not seen is not a number, and so below every bound.
-            seen, length, _, _ = ptx.load_four(mark_at + 64 * group)
+            seen, length, _, _ = load_four(mark_at + 64 * group)
             if Uint32(key - seen) >= Uint32(length):
                 low = Float32(float("nan"))
             if Uint32(key + 8 - seen) >= Uint32(length):

@@ -3,7 +3,9 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
+
+from kernels_cute import _topk_ptx as topk_ptx
 
 # A query's lanes are every fourth. Their votes move to bits 0, 4, 8, ..., those for the second keys to bits 1, 5, 9, ...
 # A comparison with NaN, on either side, is false.
@@ -73,22 +75,11 @@ def add_global(address: Any, value: Any) -> Any:
     )
 
 
-def load_four(address: Any) -> Any:
-    """Four words of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
-    )
-
-
-def as_float(bits: Any) -> Any:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
-
-
 def largest_of(scores: list[Any]) -> Any:
     """The largest of float32 bits; NaN only where all are."""
     lines = [f"max.f32 most, most, {{$r{i}}};" for i in range(1, len(scores))]
     code = "{\n.reg .f32 most;\nmov.b32 most, {$r0};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, most;\n}"
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[as_float(one) for one in scores])
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[topk_ptx.as_float(one) for one in scores])
 
 
 def warp_largest(value: Any) -> Any:
@@ -160,7 +151,3 @@ def place_entries(entry: Any, left: Any, step: int, bitmap: Any, before: Any, pl
     act = "{\n.reg .b32 at, word, sum, bits, one;\n" + act + "}\n"
     code = "{\n" + _entries("b32 column{i},", step, act) + "}"
     cute.arch.inline_ptx(code, read_only_args=[entry + entry_ends, left, bitmap, before, places])
-
-
-def store_four(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, a, b, c, d])

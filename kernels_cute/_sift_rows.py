@@ -10,15 +10,29 @@
 `room`, a multiple of 8, follows from the row's length, HEADER + 3 * room. A warp has keys 16 w to 16 w + 15 of each 64.
 """
 
+import cutlass.cute as cute
+
 from gdn.problems import IndexerSiftProblem
 
 HEADER = IndexerSiftProblem.header_words
 SAMPLED = IndexerSiftProblem.sampled  # one key of so many is sampled
 BOUND, CLAIMS, FAILED, COUNTS = 0, 1, 2, 8
-LISTS, WARPS = 4, 4
+LISTS, WARPS = 4, IndexerSiftProblem.warps
 NO_LIST = LISTS  # in place of a list's number: the piece comes too late for one
 AT_ONCE = 16  # most entries that a warp lists of a row before it looks whether there is room for more
 
 
 def room_of(row_words):
     return (row_words - HEADER) // 3
+
+
+@cute.jit
+def part_of(room, list_number, warp):
+    """(where in a row, in entries behind its header, the part that a warp has of a list begins; entries it holds), the part being
+    that of two lists, which fill it from its two ends."""
+    entries = room // WARPS
+    first = warp * entries
+    if list_number >= 2:
+        entries = entries // 2
+        first = room + warp * entries
+    return first, entries

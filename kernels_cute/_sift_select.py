@@ -10,9 +10,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from kernels_cute import _topk_ptx as ptx
-from kernels_cute._chunk_ptx import copy_from_global
-from kernels_cute._sift_ptx import BATCH, count_entries, mark_entries, place_entries, store_four
-from kernels_cute._sift_rows import AT_ONCE, BOUND, COUNTS, FAILED, HEADER, LISTS, WARPS, room_of
+from kernels_cute._chunk_ptx import copy_from_global, store_words
+from kernels_cute._sift_ptx import BATCH, count_entries, mark_entries, place_entries
+from kernels_cute._sift_rows import AT_ONCE, BOUND, COUNTS, FAILED, HEADER, LISTS, WARPS, part_of, room_of
 from kernels_cute._topk_rows import BINS, FIRST_SHIFT, LAST_COLUMN, LEAST_KEY, LIST_SHIFT, TopkRows
 
 PLACES = 1024  # words of the bins that say how many bits come before a word of the bitmap; the result's columns follow
@@ -104,11 +104,7 @@ class SelectListed(TopkRows):
         if lane == 0:
             cute.arch.mbarrier_init(arrived, 1)
         cute.arch.mbarrier_init_fence()
-        room = room_of(Int32(cute.size(rows, mode=[1])))
-        entries, first = room // WARPS, warp * (room // WARPS)
-        if number >= 2:
-            entries = entries // 2
-            first = room + warp * entries
+        first, entries = part_of(room_of(Int32(cute.size(rows, mode=[1]))), number, warp)
         # At the limit a list may have lost entries; and two that fill a part must not have met.
         other = cute.arch.shuffle_sync_bfly(count, WARPS)
         spoilt = ptx.as_int(count >= entries - AT_ONCE or count + other > entries or failed != 0)
@@ -193,7 +189,7 @@ class SelectListed(TopkRows):
         a, b, c, d = ptx.load_four(bitmap + 16 * thread)
         of_a, of_b, of_c, of_d = cute.arch.popc(a), cute.arch.popc(b), cute.arch.popc(c), cute.arch.popc(d)
         place, written = self.sum_before(storage, thread, Int32(of_a + of_b + of_c + of_d))
-        store_four(before + 16 * thread, place, place + of_a, place + of_a + of_b, place + of_a + of_b + of_c)
+        store_words(before + 16 * thread, [place, place + of_a, place + of_a + of_b, place + of_a + of_b + of_c])
         cute.arch.sync_threads()
         places, entries = before + 4 * PLACES, storage.keys.data_ptr().toint()
         for i in cutlass.range(thread, listed, self.threads * BATCH, unroll=1):

@@ -24,8 +24,7 @@ from kernels_cute._sift_logits import SiftLogits
 from kernels_cute._sift_sample import SiftSample
 from kernels_cute._sift_select import SelectAgain, SelectListed
 
-MOST_KEYS = 131072  # a bitmap of 16 KiB
-LIST_ENTRIES = 4096  # of a row that the selection holds
+MOST_KEYS, LIST_ENTRIES = IndexerSiftProblem.most_keys, IndexerSiftProblem.list_entries
 HEADS = (8, 16, 32)
 MARK_BYTES = 16  # of shared memory a query and stage
 
