@@ -27,9 +27,7 @@ from gdn.problems import IndexerSiftProblem, MqaLogitsProblem
 from gdn.runtime import env
 
 SAMPLED, HEADER = IndexerSiftProblem.sampled, IndexerSiftProblem.header_words
-WARPS = 4  # that list a row's scores, each in a quarter of the row's room
-LIST_ENTRIES = 4096  # of a row, that the selection takes
-MOST_KEYS = 131072
+WARPS, LIST_ENTRIES, MOST_KEYS = IndexerSiftProblem.warps, IndexerSiftProblem.list_entries, IndexerSiftProblem.most_keys
 # Of queries, at a time. With fewer than 64 so many blocks work on a row that it has no list for all of them; and what a step
 # costs whatever its size, its launches and its kernels' first and last items, is more than so few rows save.
 LEAST_TILES = 96
@@ -106,27 +104,19 @@ def plan(
     weights: torch.Tensor | None,
     topk: int,
     k_scale: torch.Tensor | None,
-    scale: object,
-    relu: object,
+    relu: bool,
     budget: int,
     backend: str | None,
 ) -> Plan | None:
-    """None = by whole scores. From shapes, dtypes and switches only. What is wrong with an argument the other way will say."""
+    """None = by whole scores. Of checked arguments; from shapes, dtypes and switches only."""
     num_rows, num_heads, head_dim = q.shape
     num_keys = k.shape[0]
     switches = env.current()
     served = q.dtype == FP8 and head_dim == 128 and num_heads in (8, 16, 32) and backend in (None, "cute")
-    if not served or tuple(k.shape) not in ((num_keys, head_dim), (num_keys, 1, head_dim)) or switches.tuned == "strict":
+    if not served or (k.dim() == 3 and k.shape[1] != 1) or switches.tuned == "strict":
         return None
     steps = steps_for(num_rows, num_keys, num_heads, topk, budget)
-    if steps is None or not isinstance(relu, bool) or isinstance(scale, bool) or not isinstance(scale, int | float):
-        return None
-    if k_scale is not None and (
-        not isinstance(k_scale, torch.Tensor)
-        or k_scale.dtype != torch.float32
-        or k_scale.device != q.device
-        or tuple(k_scale.shape) not in ((num_keys,), (num_keys, 1))
-    ):
+    if steps is None:
         return None
     static: dict[str, Any] = {
         "num_heads": num_heads,
@@ -169,7 +159,7 @@ def run(
     steps, launch, device = found.steps, found.launch, q.device
     room, num_rows, num_keys = steps.room, q.shape[0], k.shape[0]
     samples = -(-num_keys // SAMPLED)
-    q, scale = aligned(q), float(scale)
+    q = aligned(q)
     k = aligned(k if k.dim() == 3 else k[:, None])
     weights = kernel_weights(weights) if weights is not None else None
     sampled_k, sampled_scale = torch.empty_like(k[:samples]), None

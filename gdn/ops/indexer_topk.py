@@ -10,7 +10,6 @@ import torch
 from gdn.ops import _library_qsa, _sift
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._logits_checks import (
-    INDEX_DTYPES,
     QUERY_DTYPES,
     as_int32,
     check_cache,
@@ -18,7 +17,7 @@ from gdn.ops._logits_checks import (
     check_weights,
     reading_allowed,
 )
-from gdn.ops.mqa_logits import check_ranges, score_rows
+from gdn.ops.mqa_logits import check_operands, check_ranges, score_rows
 from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_pages, score_pages
 from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
@@ -55,19 +54,14 @@ def indexer_topk(
             q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, k_scale, scale, relu, workspace_bytes, max_seqlen_k, backend
         )
         return picked if out is None else out.copy_(picked)
-    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
-    check_tensor("k", k, dtypes=(q.dtype,), device=q.device)
-    if k.dim() not in (2, 3):
-        bad_value("k", "shape [Nk, D] or [Nk, kv_heads, D]", f"shape {list(k.shape)}")
+    scale = check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu)
     num_rows, num_keys, device = q.shape[0], k.shape[0], q.device
-    check_weights(weights, num_rows, q.shape[1], device)
-    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_rows], dtypes=INDEX_DTYPES, device=device)
-    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_rows], dtypes=INDEX_DTYPES, device=device)
     check_count("topk", topk)
     if max_seqlen_k is not None:
         check_count("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
-    step = _units_per_block(workspace_bytes, 4 * width, num_rows)
+    budget = _budget(workspace_bytes, 4 * width, num_rows)
+    step = _units_per_block(budget, 4 * width, num_rows)
     check_indices_out(out, num_rows, topk, device)
     if env.current().validate and reading_allowed(device):  # of all rows, before the first step writes
         check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
@@ -98,7 +92,7 @@ def indexer_topk(
         logits(0, 0, None)  # for its checks: nothing is scored
         return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
     if max_seqlen_k is None:
-        plan = _sift.plan(q, k, weights, topk, k_scale, scale, relu, _budget(workspace_bytes, 4 * width), backend)
+        plan = _sift.plan(q, k, weights, topk, k_scale, relu, budget, backend)
         if plan is not None:
             return _sift.run(plan, q, k, weights, starts, ends, topk, k_scale, scale, relu, out)
     buffer: torch.Tensor | None = None
@@ -167,7 +161,8 @@ def paged_indexer_topk(
         check_count("max_context_len", max_context_len)
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
-    step = _units_per_block(workspace_bytes, 4 * width * next_n, batch)
+    sequence_bytes = 4 * width * next_n
+    step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
     check_indices_out(out, batch * next_n, topk, device)
     if env.current().validate and reading_allowed(device):  # of all sequences, before the first step writes
         check_pages(block_tables, context_lens, page_size, cache.shape[0], width)
@@ -249,20 +244,21 @@ def _listed(
     )
 
 
-def _units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
+def _units_per_block(budget: int, unit_bytes: int, units: int) -> int:
     """Rows (or sequences) whose scores fit the workspace; beyond 128 a multiple of 128, so that blocks start aligned."""
-    budget = _budget(workspace_bytes, unit_bytes)
-    if budget < unit_bytes and units:
-        bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
     step = budget // max(1, unit_bytes)
     step = step // 128 * 128 if step > 128 else step
     return max(1, min(step, units))
 
 
-def _budget(workspace_bytes: int | None, unit_bytes: int) -> int:
+def _budget(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
+    """Bytes of the workspace, which must hold a unit if there is any."""
     if workspace_bytes is None:
         return max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
-    return check_count("workspace_bytes", workspace_bytes)
+    budget = check_count("workspace_bytes", workspace_bytes)
+    if budget < unit_bytes and units:
+        bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
+    return budget
 
 
 def _ordered(backend: str | None, op: str) -> str | None:

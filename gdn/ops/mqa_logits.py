@@ -110,25 +110,10 @@ def score_rows(
         return repeated
 
     switches = env.current()
-    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    scale = check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
-    if not isinstance(k, torch.Tensor) or k.dim() != 2:
-        check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
-    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=(q.dtype,), device=device, last_contiguous=True)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    check_heads(num_heads, num_kv_heads)
-    if k_scale is not None:
-        if q.dtype == torch.bfloat16:
-            bad_value("k_scale", "None for bfloat16 keys", "a tensor")
-        flat = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
-        shape = [num_keys] if flat else [num_keys, num_kv_heads]
-        check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
-    check_weights(weights, num_queries, num_heads, device)
-    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-    scale = check_number("scale", scale)
-    check_flag("relu", relu)
     check_flag("clean_logits", clean_logits)
     num_columns = num_keys if max_seqlen_k is None else check_count("max_seqlen_k", max_seqlen_k)
     check_out(out, [num_queries, num_columns], out_dtype, device)
@@ -183,6 +168,39 @@ def score_rows(
     prepared.launch(*arguments)
     _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (tensors[0], tensors[1], tensors[5]))
     return out
+
+
+def check_operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    scale: float,
+    relu: bool,
+) -> float:
+    """What scores are made of; scale as a float."""
+    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    device = q.device
+    num_queries, num_heads, head_dim = q.shape
+    if not isinstance(k, torch.Tensor) or k.dim() != 2:
+        check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
+    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
+    check_heads(num_heads, num_kv_heads)
+    if k_scale is not None:
+        if q.dtype == torch.bfloat16:
+            bad_value("k_scale", "None for bfloat16 keys", "a tensor")
+        flat = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
+        shape = [num_keys] if flat else [num_keys, num_kv_heads]
+        check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
+    check_weights(weights, num_queries, num_heads, device)
+    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+    checked = check_number("scale", scale)
+    check_flag("relu", relu)
+    return checked
 
 
 def check_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
