@@ -41,7 +41,7 @@ class SplitChunk(Segments, FusedChunk):
     @cute.jit
     def launch(
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        workspace, scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, stream,
+        workspace, scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
@@ -49,7 +49,7 @@ class SplitChunk(Segments, FusedChunk):
         out_atom, out_tensor = self.copy_out(out)
         self.summaries.kernel(
             k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, indices, mask, bounds, workspace, null_slot,
-            segment_tokens,
+            segment_tokens, cut_above,
         ).launch(
             grid=(self.summaries.sharers * self.heads * slots, 1, 1),
             block=(self.summaries.threads, 1, 1),
@@ -60,6 +60,7 @@ class SplitChunk(Segments, FusedChunk):
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
             indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, segment_tokens,
+            cut_above,
         ).launch(
             grid=(self.slices * self.heads * slots, 1, 1),
             block=(self.threads, 1, 1),
@@ -96,11 +97,12 @@ class SplitChunk(Segments, FusedChunk):
         scale: Float32,
         null_slot: Int64,
         segment_tokens: Int32,
+        cut_above: Int32,
     ):
         block, _, _ = cute.arch.block_idx()
         slot = block // (self.slices * self.heads)
         segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
-        if segment.exists:
+        if segment.exists & self.works(bounds, cut_above):
             self.run(
                 out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
                 indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,

@@ -53,6 +53,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute import _chunk_layouts as layouts
 from kernels_cute import _chunk_ptx as ptx
+from kernels_cute._chunk_choice import Choice
 from kernels_cute._chunk_copies import CopyRoles
 from kernels_cute._chunk_items import RECORD_BYTES, RECORDS, SORTED, Items
 from kernels_cute._chunk_shape import (
@@ -70,7 +71,7 @@ from kernels_cute._chunk_state import StateRole
 from kernels_cute._chunk_tiles import TileRoles
 
 
-class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
+class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
     """Everything here is known at compile time; sizes, strides and scalars arrive at launch."""
 
     def __init__(
@@ -100,6 +101,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         prefetch: int,
         registers: tuple[int, int, int, int],
         deals: bool = False,
+        decides: bool = False,
     ):
         self.heads, self.q_group, self.k_group, self.v_group = heads, q_group, k_group, v_group
         self.dim, self.dtype = dim, dtype
@@ -113,6 +115,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         self.key_stages = key_stages(stages)
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.deals = deals  # blocks take item after item, else one is all that a block works on
+        self.decides = decides  # the call has launches for whole sequences and for segments
         self.columns = 64 * num_state
         self.slices = dim // self.columns
         self.paired = paired
@@ -126,7 +129,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
     @cute.jit
     def launch(
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        scale: Float32, null_slot: Int64, places: Int32, stream,
+        scale: Float32, null_slot: Int64, places: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
@@ -135,7 +138,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         items = (cute.size(bounds, mode=[0]) - 1) * self.units
         self.kernel(
             out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot,
+            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, cut_above,
         ).launch(
             grid=(self.sharers * cutlass.min(items, places), 1, 1),
             block=(self.threads, 1, 1),
@@ -221,11 +224,13 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items):
         out: cute.Tensor,
         scale: Float32,
         null_slot: Int64,
+        cut_above: Int32,
     ):
-        self.run(
-            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, None,
-        )  # fmt: skip
+        if self.works(bounds, cut_above):
+            self.run(
+                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+                indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, None,
+            )  # fmt: skip
 
     @cute.jit
     def run(

@@ -1,8 +1,8 @@
 """How long the segments of a split call should be, and whether four SMs take a head: a model of a call's time from sizes alone.
 
-The lengths of the sequences stand on the device and nobody reads them: the model takes them to be equal. That is the case in
-which a split gains least, for whole sequences take as long as the longest one, and segments are about as many however the
-tokens are dealt out.
+The lengths of the sequences stand on the device and nobody reads them: the model takes them to be equal. For segments, of which
+there are about as many however the tokens are dealt out, that is near enough. Whole sequences take as long as the longest one, so
+where there are several, the model says how long that may be, and the device compares.
 """
 
 from collections.abc import Iterator
@@ -27,31 +27,50 @@ class _Times(NamedTuple):
     wave: float  # of blocks, in either launch: start, first chunk, end
 
 
-# D = 128: fitted to 26 measured calls, all but one within 6 %; NOTES-chunk.md has them. D = 64, where a block prepares every
-# chunk alone in either launch: estimated.
-_TIMES = {128: _Times(1.55, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
+# D = 128: fitted to measured calls, NOTES-chunk.md has them. D = 64, where a block prepares every chunk alone in either launch:
+# estimated.
+_TIMES = {128: _Times(1.3, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
 # The wide kernel, with four SMs for a sequence and head: a chunk where all tiles stay in clusters of four, or where some go
 # through the L2 cache; start and end. Measured, see NOTES-chunk.md.
-_WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.89, 1.08, 12.0
+_WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.87, 0.97, 12.0
 # Clusters of four that run at once on _SMS multiprocessors. It depends on how these are spread over GPCs: an H100 measured here
 # has room for 30 (cudaOccupancyMaxActiveClusters), others may for fewer. Fewer than there is room for costs nothing, for the rest
 # runs beside them; with more the last cluster would begin when the first is done.
 _FOURS, _SMS = 28, 132
-# Of the time of whole sequences, by the model: what a split of the only sequence must stay below, and what one of several
-# sequences may take. Those are rarely of equal lengths, and with unequal ones it gains much more than it may lose here.
-_LEAST_GAIN, _MOST_LOSS = 0.9, 1.15
+_LEAST_GAIN = 0.9  # of the time of a whole sequence with two SMs a head, by the model: what a split of it must stay below
 _TIE = 1.03  # a longer segment that takes little more needs less workspace
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
 
 
-def default_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
-    """Chunks of a segment; 0 = sequences are whole."""
-    times = list(_split_times(problem, device))
-    best = min((time for time, _ in times), default=float("inf"))
-    whole, wide = _whole_time(problem, device), _wide_time(problem, device)
-    if best >= (min(_LEAST_GAIN * whole, wide) if problem.num_sequences <= 1 else _MOST_LOSS * min(whole, wide)):
-        return 0
-    return max(length for time, length in times if time <= _TIE * best)
+def default_split(problem: ChunkProblem, device: DeviceSpec) -> tuple[int, int]:
+    """Chunks of a segment, 0 = sequences are whole; tokens that the longest of several sequences must pass for them to be cut."""
+    times = {length: time for time, length in _split_times(problem, device)}
+    if not times:
+        return 0, 0
+    best = min(times.values())
+    segment = max(length for length, time in times.items() if time <= _TIE * best)
+    if problem.num_sequences > 1:
+        return _if_worth_it(problem, segment, longest_whole(problem, segment, device))
+    gains = best < min(_LEAST_GAIN * _whole_time(problem, device), _wide_time(problem, device))
+    return (segment, 0) if gains else (0, 0)
+
+
+def longest_whole(problem: ChunkProblem, segment: int, device: DeviceSpec) -> int:
+    """Tokens of the longest sequence with which whole sequences take as long as segments of so many chunks do."""
+    time = next((time for time, length in _split_times(problem, device) if length == segment), float("inf"))
+    if time == float("inf"):
+        return problem.num_tokens
+    chunk, start = _TIMES[problem.head_k_dim].chunk, _TIMES[problem.head_k_dim].wave
+    if is_wide(problem, device):
+        chunk, start = _wide_chunk(problem, device), _WIDE_START
+    return max(int((time - start) / chunk), 1) * CHUNK
+
+
+def _if_worth_it(problem: ChunkProblem, segment: int, longest: int) -> tuple[int, int]:
+    """Segments or not, where every way of dealing out the tokens says the same; else what decides on the device."""
+    if longest >= problem.num_tokens:
+        return 0, 0
+    return segment, longest if longest * problem.num_sequences >= problem.num_tokens else 0
 
 
 def is_wide(problem: ChunkProblem, device: DeviceSpec) -> bool:
@@ -81,7 +100,7 @@ def default_prefetch(problem: ChunkProblem, segment: int, places: int) -> int:
 
 def segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
     """The default's length, and others that the model likes next best, each with another number of segments."""
-    best = default_segment(problem, device)
+    best, _ = default_split(problem, device)
     found = {_per_sequence(problem, best): best} if best else {}
     for time, length in sorted(_split_times(problem, device))[:12]:
         # Of several sequences the model knows too little to leave one out.
@@ -98,11 +117,18 @@ def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
 def _wide_time(problem: ChunkProblem, device: DeviceSpec) -> float:
     """Where all run at once. If they took turns, whole sequences with two SMs each, twice as many at once, would be faster: two
     waves of the one to one of the other, three to two."""
-    groups = max(problem.num_sequences, 1) * problem.num_state_heads
-    fours, ringed = wide_places(device)
-    if problem.head_v_dim != DIM or groups > fours + ringed:
+    if problem.head_v_dim != DIM or _groups(problem) > sum(wide_places(device)):
         return float("inf")
-    return _chunks(problem) * (_WIDE_CHUNK if groups <= fours else _RINGED_CHUNK) + _WIDE_START
+    return _chunks(problem) * _wide_chunk(problem, device) + _WIDE_START
+
+
+def _wide_chunk(problem: ChunkProblem, device: DeviceSpec) -> float:
+    return _WIDE_CHUNK if _groups(problem) <= wide_places(device)[0] else _RINGED_CHUNK
+
+
+def _groups(problem: ChunkProblem) -> int:
+    """Sequences and heads."""
+    return max(problem.num_sequences, 1) * problem.num_state_heads
 
 
 def _split_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[float, int]]:

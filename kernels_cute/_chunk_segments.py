@@ -58,6 +58,8 @@ class Segment(NamedTuple):
 class Segments:
     """Methods of both launches of a split call; `self` is a FusedChunk."""
 
+    cuts = True  # see _chunk_choice
+
     @cute.jit
     def find_segment(self, slot, bounds, indices, null_slot, workspace, segment_tokens):
         sequence = self.find_sequence(slot, bounds, segment_tokens)

@@ -114,11 +114,12 @@ class SummaryChunk(Segments, FusedChunk):
         workspace: cute.Tensor,
         null_slot: Int64,
         segment_tokens: Int32,
+        cut_above: Int32,
     ):
         block, _, _ = cute.arch.block_idx()
         slot = block // (self.sharers * self.heads)
         segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
-        if segment.is_summarized & (segment.index < segment.count - 1):
+        if segment.is_summarized & (segment.index < segment.count - 1) & self.works(bounds, cut_above):
             head = block // self.sharers % self.heads
             self.summarize(k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, mask, head, block % 2, segment)
 

@@ -79,7 +79,7 @@ class WideChunk(FusedChunk):
     @cute.jit
     def launch(
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        workspace, scale: Float32, null_slot: Int64, ringed: Int32, stream,
+        workspace, scale: Float32, null_slot: Int64, ringed: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
         """ringed: sequences and heads whose tiles go through the ring, the last ones."""
         first_form = self.four if cutlass.const_expr(self.four is not None) else self.ring
@@ -99,6 +99,7 @@ class WideChunk(FusedChunk):
             self.four.kernel(
                 out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
                 indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, Int32(0),
+                cut_above,
             ).launch(
                 grid=(BLOCKS * fours, 1, 1),
                 block=(self.four.threads, 1, 1),
@@ -111,7 +112,7 @@ class WideChunk(FusedChunk):
                 self.ring.kernel(
                     out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias,
                     initial, indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot,
-                    fours,
+                    fours, cut_above,
                 ).launch(
                     grid=(BLOCKS * ringed, 1, 1),
                     block=(self.ring.threads, 1, 1),

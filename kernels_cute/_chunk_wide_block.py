@@ -141,7 +141,20 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         scale: Float32,
         null_slot: Int64,
         first_group: Int32,
+        cut_above: Int32,
     ):
+        if self.works(bounds, cut_above):
+            self.run_block(
+                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+                indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, first_group,
+            )  # fmt: skip
+
+    @cute.jit
+    def run_block(
+        self, out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+        indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, first_group,
+    ):  # fmt: skip
+        """The whole of a block."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared_bytes = max(chain_bytes(self.stages), maker_bytes(self.parts))
         room = cutlass.utils.SmemAllocator().allocate(shared_bytes, byte_alignment=1024)

@@ -15,7 +15,8 @@ states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
 _chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
 _chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
-With `makers` a head has four SMs instead of two: _chunk_wide.py.
+With `makers` a head has four SMs instead of two: _chunk_wide.py. With `cut_above` both whole sequences and segments are launched,
+and the lengths decide on the device which of the launches work: _chunk_choice.py.
 
 Head dims other than 64 and 128: _chunk_stand_in.py.
 """
@@ -42,8 +43,9 @@ from kernels_cute._chunk_items import places_limit
 from kernels_cute._chunk_plan import (
     default_places,
     default_prefetch,
-    default_segment,
+    default_split,
     is_wide,
+    longest_whole,
     segments_to_try,
     wide_places,
 )
@@ -54,12 +56,14 @@ from kernels_cute._chunk_wide_shape import DIM, MAKERS, chain_bytes, maker_bytes
 from kernels_cute._memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
+_CUT_ENTRY = "gdn_cute_chunk_cut"  # beside it, with `cut_above`
 RUNS = ("recurrent.py",)  # kernel modules whose kernels this one runs: what it compiles to depends on them too
 _HEAD_DIMS = (64, 128)
 _BARRIER_BYTES = 1024  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (232, 128, 112, 40)
+_STAGES = 4  # all that fit
 _ALL_PLACES = 2**31 - 1
 
 
@@ -84,6 +88,10 @@ class Config:
     # With makers: sequences and heads at most that run beside those of the clusters of four, their tiles going through the L2
     # cache. Of more none does, and all take places in turn. A scalar of the launch.
     ringed: int = field(default=0, metadata={"compiled": bool})
+    # Tokens: sequences are cut into segments only where the longest of the call has more, else they are whole; 0 = always.
+    # Lengths stand on the device, so both ways are launched. Stages, makers, places and ringed are those of whole sequences. A
+    # scalar of the launch.
+    cut_above: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -129,6 +137,9 @@ def _wide_shared_bytes(problem: ChunkProblem, config: Config) -> int:
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if problem.head_k_dim not in _HEAD_DIMS:
         return bool(_chunk_stand_in.kernel(problem).fits(_chunk_stand_in.stand_in(problem), config, device))
+    if config.cut_above:
+        ways = [replace(way, cut_above=0) for way in _ways(config)]
+        return config.cut_above > 0 and config.segment > 0 and all(fits(problem, way, device) for way in ways)
     if config.makers:
         return (
             config.makers == MAKERS
@@ -160,26 +171,28 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.kernel(problem).default_config(_chunk_stand_in.stand_in(problem), device)
     narrow = _narrow_config(problem, device)
-    return _wide(narrow, device) if narrow.segment == 0 and is_wide(problem, device) else narrow
+    is_whole = narrow.segment == 0 or narrow.cut_above > 0
+    return _wide(narrow, device) if is_whole and is_wide(problem, device) else narrow
 
 
 def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
-    segment = default_segment(problem, device)
+    segment, cut_above = default_split(problem, device)
     paired = problem.head_v_dim == 128
     places = 0 if segment else default_places(problem, paired, device)
     return Config(
         paired=paired,
-        stages=4,
+        stages=_STAGES,
         prefetch=default_prefetch(problem, segment, places),
         segment=segment,
         places=places,
+        cut_above=cut_above,
     )
 
 
 def _wide(narrow: Config, device: DeviceSpec) -> Config:
     places, ringed = wide_places(device)
-    return replace(narrow, stages=3, prefetch=0, segment=0, makers=MAKERS, places=places, ringed=ringed)
+    return replace(narrow, stages=3, prefetch=0, makers=MAKERS, places=places, ringed=ringed)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
@@ -189,20 +202,41 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
+    """Where lengths that nobody knows decide, no table should: both ways are in all of it."""
     narrow = _narrow_config(problem, device)
+    if narrow.cut_above:
+        for segment in segments_to_try(problem, device):
+            longest = longest_whole(problem, segment, device)
+            if segment != narrow.segment and longest < problem.num_tokens:
+                yield replace(default_config(problem, device), segment=segment, cut_above=longest)
+    else:
+        for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
+            yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
+        narrow = replace(narrow, segment=0)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
         for places in sorted({0, default_places(problem, paired, device)}):
-            yield Config(paired, stages, prefetch, 0, 0, places)
-    for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
-        yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
+            yield replace(narrow, paired=paired, stages=stages, prefetch=prefetch, places=places)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
             yield replace(_wide(narrow, device), stages=stages, prefetch=prefetch)
 
 
+def _ways(config: Config) -> tuple[Config, ...]:
+    """What is launched, one after the other: whole sequences and segments, each of which may find that it is the other's turn; or
+    the configuration itself."""
+    if not config.cut_above:
+        return (config,)
+    return replace(config, segment=0), replace(config, stages=_STAGES, makers=0, places=0, ringed=0)
+
+
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    """One of the ways works at a time."""
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.workspace_bytes(problem, config)
+    return max(_workspace_bytes(problem, way) for way in _ways(config))
+
+
+def _workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     if config.makers:
         return ring_bytes(_ringed(problem.num_sequences * problem.num_state_heads, config))
     if config.segment == 0:
@@ -224,7 +258,8 @@ def _ringed(groups: int, config: Config) -> int:
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.compile(problem, config)
-    return {ENTRY: _build.library(ENTRY, _kernel(problem, config).launch, *_arguments(problem, config))}
+    ways = dict(zip((ENTRY, _CUT_ENTRY), _ways(config), strict=False))
+    return {entry: _build.library(entry, _kernel(problem, way).launch, *_arguments(problem, way)) for entry, way in ways.items()}
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
@@ -258,6 +293,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         prefetch=config.prefetch,
         registers=_REGISTERS,
         deals=config.places > 0 and config.segment == 0 and config.makers == 0,
+        decides=config.cut_above > 0,
     )
 
 
@@ -315,6 +351,7 @@ def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
         cutlass.Int64(-1),
         # Tokens of a segment, slots; or places, or what goes through the ring.
         *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else [cutlass.Int32(1)]),
+        cutlass.Int32(0),  # cut_above
     ]
 
 
@@ -352,20 +389,10 @@ def launch(
             final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
         )  # fmt: skip
         return
-    scalars: tuple[Any, ...] = (scale, null_slot)
-    if _uses_workspace(compiled.config):
-        scalars = (workspace, *scalars)
-    if compiled.config.segment:
-        tokens = CHUNK * compiled.config.segment
-        scalars = (*scalars, tokens, num_slots(q.shape[0], num_sequences, tokens))
-    elif compiled.config.makers:
-        scalars = (*scalars, _ringed(problem.num_state_heads * num_sequences, compiled.config))
-    else:
-        scalars = (*scalars, compiled.config.places or _ALL_PLACES)
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     has_gate = problem.gate_dtype is not None
     raw = has_gate and problem.use_gate
-    compiled.functions[ENTRY](
+    tensors = (
         q,
         k,
         v,
@@ -382,8 +409,23 @@ def launch(
         checkpoint_slots if problem.has_checkpoints else absent,
         cu_seqlens,
         out,
-        *scalars,
     )
+    for entry, way in zip((ENTRY, _CUT_ENTRY), _ways(compiled.config), strict=False):
+        scalars = _scalars(way, q.shape[0], num_sequences, problem.num_state_heads)
+        if _uses_workspace(way):
+            compiled.functions[entry](*tensors, workspace, scale, null_slot, *scalars)
+        else:
+            compiled.functions[entry](*tensors, scale, null_slot, *scalars)
+
+
+def _scalars(config: Config, num_tokens: int, num_sequences: int, heads: int) -> tuple[int, ...]:
+    """The last ones of a launch."""
+    if config.segment:
+        tokens = CHUNK * config.segment
+        return tokens, num_slots(num_tokens, num_sequences, tokens), config.cut_above
+    if config.makers:
+        return _ringed(heads * num_sequences, config), config.cut_above
+    return config.places or _ALL_PLACES, config.cut_above
 
 
 def _states_without_tokens(problem: ChunkProblem, initial_state: Any, mask: Any, final_state: Any, num_sequences: int) -> None:

@@ -27,8 +27,9 @@ def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 
 
 def wide_config(problem: ChunkProblem) -> Any:
     return replace(
-        chunk.default_config(problem, H100), paired=True, stages=3, prefetch=0, segment=0, makers=2, places=30, ringed=3
-    )
+        chunk.default_config(problem, H100), paired=True, stages=3, prefetch=0, segment=0, makers=2, places=30, ringed=3,
+        cut_above=0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ _CONFIG_AXES: dict[str, Axes] = {
     },
     "kernels_cute.chunk": {
         "segment": [0, 16],
+        "cut_above": [0, 4096],  # with segments: whole sequences and segments, the lengths decide
         "places": [0, 3],  # a cluster an item, or so many that take one after the other
         "stages": [4, 2],
         "prefetch": [0, 2],
@@ -472,7 +473,9 @@ def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row
             return False  # the same code as without
         if row.get("cluster", 2) > 2 and not row["fused"]:
             return False
-        if row.get("places") and row.get("segment"):
+        if row.get("cut_above") and not row["segment"]:
+            return False
+        if row.get("places") and row.get("segment") and not row["cut_above"]:
             return False  # segments have no places
         made = problem(op, row)
         return made is not None and refusal(made) is None

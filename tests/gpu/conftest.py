@@ -39,6 +39,8 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
             plain = {"makers": 0, "stages": 4, "places": 0, "ringed": 0}
         if getattr(default, "fused", False):
             plain = {"fused": False, "cluster": 2}
+        if getattr(default, "cut_above", 0):
+            plain |= {"cut_above": 0}
         config = replace(default, **(plain | fields))
         assert module.fits(problem, config, spec)
         return runtime.prepare(problem, device, backend, config=config)

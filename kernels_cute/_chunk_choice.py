@@ -1,0 +1,33 @@
+"""Whole sequences or segments, decided on the device: a call launches both, and the launches whose turn it is not return at once.
+
+Whole sequences take as long as the longest one, segments as long as all tokens together: which is faster depends on lengths that
+the host does not know.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+
+class Choice:
+    """Methods of every launch; `self` is a FusedChunk: with `decides` where the call has both, with `cuts` in those of segments."""
+
+    cuts = False
+
+    @cute.jit
+    def works(self, bounds, cut_above):
+        """Whether it is this launch's turn, in every thread: segments' where a sequence has more than cut_above tokens."""
+        if cutlass.const_expr(not self.decides):
+            return Boolean(True)
+        is_longer = self.longest(bounds) > cut_above
+        return is_longer if cutlass.const_expr(self.cuts) else not is_longer
+
+    @cute.jit
+    def longest(self, bounds):
+        """Tokens of the longest sequence, by each warp for itself."""
+        most, count = Int32(0), cute.size(bounds, mode=[0]) - 1
+        for first in cutlass.range(0, count, 32, unroll=1):
+            sequence = first + cute.arch.lane_idx()
+            if sequence < count:
+                most = cutlass.max(most, Int32(bounds[sequence + 1]) - Int32(bounds[sequence]))
+        return cute.arch.warp_redux_sync(most, "max")

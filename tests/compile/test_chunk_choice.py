@@ -1,0 +1,90 @@
+"""Calls of the CuTe chunk kernel that launch both whole sequences and segments: when, their sizes, and their machine code."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gdn.device import H100
+from gdn.problems import ChunkProblem
+from gdn.runtime import compiled
+from gdn.testing.inputs import chunk_problem
+from tests.compile import checks
+
+chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+
+
+def problem_of(heads: int, num_tokens: int, num_sequences: int, **changes: Any) -> ChunkProblem:
+    sizes: dict[str, Any] = {"head_k_dim": 128, "head_v_dim": 128, "dtype": "bfloat16"}
+    return chunk_problem(
+        num_q_heads=heads, num_k_heads=heads, num_v_heads=heads, num_tokens=num_tokens, num_sequences=num_sequences,
+        **(sizes | changes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "num_sequences", "makers"),
+    [(8, 16384, 4, 2), (8, 16100, 4, 2), (4, 65536, 8, 2), (16, 8192, 4, 0), (32, 16384, 2, 0), (8, 65536, 8, 0)],
+)
+def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_sequences: int, makers: int) -> None:
+    problem = problem_of(heads, num_tokens, num_sequences)
+    config = chunk.default_config(problem, H100)
+    assert config.segment > 0 and config.makers == makers and chunk.fits(problem, config, H100)
+    assert num_tokens / num_sequences <= config.cut_above < num_tokens
+    found = chunk.configs(problem, H100)
+    # No table may decide for lengths that it was not tuned on.
+    assert config in found and len(found) == len(set(found)) and all(one.cut_above for one in found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "num_sequences", "is_cut"),
+    [
+        (8, 8192, 1, True), (32, 8192, 1, False),  # the length of a sequence alone is known
+        (8, 16384, 2, True), (4, 16384, 2, True),  # cut even where they are of one length
+        (8, 1000, 4, False), (32, 8192, 8, False), (8, 65536, 16, False),  # never worth it, or no SM idle
+    ],
+)  # fmt: skip
+def test_nothing_to_decide(heads: int, num_tokens: int, num_sequences: int, is_cut: bool) -> None:
+    config = chunk.default_config(problem_of(heads, num_tokens, num_sequences), H100)
+    assert config.cut_above == 0 and bool(config.segment) == is_cut
+
+
+def test_what_does_not_fit() -> None:
+    problem = problem_of(8, 16384, 4)
+    config = chunk.default_config(problem, H100)
+    assert chunk.fits(problem, config, H100) and chunk.fits(problem, replace(config, makers=0, places=0, ringed=0), H100)
+    for changes in ({"cut_above": -1}, {"segment": 0}, {"stages": 4}, {"ringed": -1}, {"makers": 0}):
+        assert not chunk.fits(problem, replace(config, **changes), H100)
+
+
+def test_workspace_is_what_either_way_needs() -> None:
+    problem = problem_of(8, 16384, 4)
+    config = chunk.default_config(problem, H100)
+    whole = replace(config, segment=0, cut_above=0)
+    cut = replace(config, cut_above=0, makers=0, places=0, ringed=0, stages=4)
+    wanted = [chunk.workspace_bytes(problem, one) for one in (whole, cut)]
+    assert all(wanted) and chunk.workspace_bytes(problem, config) == max(wanted)
+
+
+def test_only_whether_lengths_decide_is_compiled_in() -> None:
+    problem = problem_of(8, 16384, 4)
+    config = chunk.default_config(problem, H100)
+    keys = [
+        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, segment=segment, cut_above=tokens))
+        for segment, tokens in ((16, 5000), (32, 6000), (32, 0))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+# Beside the wide form, which the cover of the others does not hold.
+VARIANTS = [
+    (problem, chunk.default_config(problem, H100))
+    for problem in (problem_of(8, 16384, 4), problem_of(8, 16384, 4, dtype="float16", has_checkpoints=True, state_v_first=False))
+]
+
+
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", VARIANTS))
+def test_both_ways_compile() -> None:
+    assert all(config.makers and config.cut_above for _, config in VARIANTS)
+    failed = checks.failures("kernels_cute.chunk", "cute", VARIANTS, H100)
+    assert not failed, "\n".join(failed)
