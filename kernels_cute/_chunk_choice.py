@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32
 
 
 class Choice:
-    """Methods of every launch; `self` is a FusedChunk: with `decides` where the call has both, with `cuts` in those of segments."""
+    """Methods of every launch; `self` is a FusedChunk: `decides` where the call has both, `cuts` in launches of segments."""
 
     cuts = False
 
