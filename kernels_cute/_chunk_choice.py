@@ -20,7 +20,11 @@ class Choice:
         if cutlass.const_expr(not self.decides):
             return Boolean(True)
         is_longer = self.longest(bounds) > cut_above
-        return is_longer if cutlass.const_expr(self.cuts) else not is_longer
+        if cutlass.const_expr(not self.cuts):
+            return not is_longer
+        # Launched before whole sequences are done, which saves microseconds where it then has nothing to do.
+        cute.arch.griddepcontrol_wait()
+        return is_longer
 
     @cute.jit
     def longest(self, bounds):

@@ -55,6 +55,7 @@ class SplitChunk(Segments, FusedChunk):
             block=(self.summaries.threads, 1, 1),
             cluster=(self.summaries.sharers, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=self.decides,
             stream=stream,
         )  # fmt: skip
         self.kernel(
@@ -66,6 +67,7 @@ class SplitChunk(Segments, FusedChunk):
             block=(self.threads, 1, 1),
             cluster=(self.sharers, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=self.decides,
             stream=stream,
         )  # fmt: skip
 
@@ -99,14 +101,15 @@ class SplitChunk(Segments, FusedChunk):
         segment_tokens: Int32,
         cut_above: Int32,
     ):
-        block, _, _ = cute.arch.block_idx()
-        slot = block // (self.slices * self.heads)
-        segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
-        if segment.exists & self.works(bounds, cut_above):
-            self.run(
-                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-                indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
-            )  # fmt: skip
+        if self.works(bounds, cut_above):
+            block, _, _ = cute.arch.block_idx()
+            slot = block // (self.slices * self.heads)
+            segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
+            if segment.exists:
+                self.run(
+                    out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+                    indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
+                )  # fmt: skip
 
     def init_start(self, storage: Any) -> None:
         barriers = storage.start.data_ptr()

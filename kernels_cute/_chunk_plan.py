@@ -140,8 +140,13 @@ def _split_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tuple[fl
         count = _per_sequence(problem, length)
         if count < 2:
             return
-        first = _waves(problem, device, sequences * (count - 1))
-        second = _waves(problem, device, sequences * count)
+        if sequences == 1:
+            first, second = float(_waves(problem, device, count - 1)), float(_waves(problem, device, count))
+        else:
+            # Half of a sequence's last segment is missing, of most; the next wave begins where one ends early.
+            segments = -(-problem.num_tokens // (CHUNK * length)) + sequences // 2
+            first = max(_blocks(problem, segments - sequences) / device.num_sms, 1.0)
+            second = max(_blocks(problem, segments) / device.num_sms, 1.0)
         time = first * (length * times.summary + times.wave) + second * (length * times.chunk + times.wave)
         # Each wave takes as long as its last segment, which is the further into its sequence the later the wave is.
         yield time + times.compose * (count - 2) * (second + 1) / 2, length

@@ -116,12 +116,13 @@ class SummaryChunk(Segments, FusedChunk):
         segment_tokens: Int32,
         cut_above: Int32,
     ):
-        block, _, _ = cute.arch.block_idx()
-        slot = block // (self.sharers * self.heads)
-        segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
-        if segment.is_summarized & (segment.index < segment.count - 1) & self.works(bounds, cut_above):
-            head = block // self.sharers % self.heads
-            self.summarize(k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, mask, head, block % 2, segment)
+        if self.works(bounds, cut_above):
+            block, _, _ = cute.arch.block_idx()
+            slot = block // (self.sharers * self.heads)
+            segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
+            if segment.is_summarized & (segment.index < segment.count - 1):
+                head, rank = block // self.sharers % self.heads, block % 2
+                self.summarize(k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, mask, head, rank, segment)
 
     @cute.jit
     def summarize(self, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, mask, head, rank, segment):
