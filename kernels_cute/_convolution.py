@@ -124,7 +124,7 @@ class Convolution:
         rLine: cute.Tensor,
         place: cutlass.Constexpr,
     ):
-        """The same, one value a place."""
+        """Row `place` of rLine = one column of a slot; a place holds one value."""
         offset = self.column(gStates, slot, column, channel)
         if cutlass.const_expr(self.together):
             load(pointer(gStates, offset, 16), CHANNELS, rLine, place * CHANNELS, True)

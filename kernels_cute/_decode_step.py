@@ -375,7 +375,7 @@ class DecodeStep(StateTile):
         self.store_out(begin + step, value_head, lane, v_start, o_value * inverse * norm_weight * gate, gOut)
 
     def after_tokens(self, lane: Any) -> Any:
-        """The same, for a state that is stored once. The noise takes the number of every element: made before the first token,
+        """The lane, for a state that is stored once. Its noise takes the number of every element: made before the first token,
         those of a thread would take as many registers as its state."""
         return anew(lane) if self.rounds and self.has_offsets else lane
 

@@ -129,8 +129,7 @@ class InTurn:
             if token + 1 < begin + live_count:
                 # Addresses are made here: from values known outside the loop they would take registers all along.
                 self.load_later(
-                    anew(token + 1), anew(head), anew(lane), anew(v_start), gQ, gK, gV, gG,
-                    gBeta, rQ, rK, rVIn, rG, rBeta,
+                    anew(token + 1), anew(head), anew(lane), anew(v_start), gQ, gK, gV, gG, gBeta, rQ, rK, rVIn, rG, rBeta
                 )  # fmt: skip
                 rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
             if cutlass.const_expr(self.write_pool and self.every_token):

@@ -160,7 +160,7 @@ class _Conv1d(Convolution):
         self.min_blocks = config.resident // config.threads
         self.has_indices, self.has_mask = problem.index_dtype is not None, problem.has_mask
         self.has_checkpoints = problem.checkpoint_dtype is not None
-        # float16 one by one takes a register each, and instructions to take words apart and put them together again.
+        # float16 values by themselves take a register each, and instructions to part words and to join them again.
         self.line_dtype = cutlass.Int32 if self.dtype is cutlass.Float16 else self.dtype
         self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # of rLine
 
