@@ -48,6 +48,7 @@ class Segment(NamedTuple):
     index: Any  # in the sequence
     count: Any  # segments of the sequence
     first: Any  # slot of segment 0
+    before: Any  # tokens of the sequence in front of it
     begin: Any  # first token
     length: Any  # tokens
     live_length: Any  # 0 in a padding sequence
@@ -68,7 +69,8 @@ class Segments:
         first = start // segment_tokens + sequence
         index = slot - first
         count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
-        segment_length = cutlass.max(cutlass.min(length - index * segment_tokens, segment_tokens), 0)
+        before = index * segment_tokens
+        segment_length = cutlass.max(cutlass.min(length - before, segment_tokens), 0)
         live_length = segment_length
         read_slot = Int64(sequence)
         is_live = Boolean(True)
@@ -78,7 +80,7 @@ class Segments:
             if read_slot <= null_slot:
                 live_length = Int32(0)
         return Segment(
-            index < count, is_live & (count > 1), sequence, index, count, first, start + index * segment_tokens, segment_length,
+            index < count, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length,
             live_length, read_slot, workspace,
         )  # fmt: skip
 

@@ -200,7 +200,7 @@ class StateRole:
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(self.has_checkpoints):
                     if (step + 1) * CHUNK <= item.live_length:
-                        done = item.begin - Int32(bounds[item.sequence]) + (step + 1) * CHUNK
+                        done = self.tokens_before(item, segment, bounds) + (step + 1) * CHUNK
                         self.store_checkpoints(
                             final, offsets, targets, state, item.sequence, item.head, done, null_slot, row0, pair
                         )
@@ -349,6 +349,11 @@ class StateRole:
                 slot = Int64(targets[sequence, column])
                 if slot > null_slot:
                     self.write_state(final, slot, state, head, row0, pair)
+
+    def tokens_before(self, item: Any, segment: Any, bounds: Any) -> Any:
+        """Tokens of the sequence in front of an item. A segment knows them: the address of its sequence's offset, kept from where
+        the segment was looked up, would be two registers too many."""
+        return item.begin - Int32(bounds[item.sequence]) if segment is None else segment.before
 
     @cute.jit
     def write_state(self, final, slot, state, head, row0, pair):

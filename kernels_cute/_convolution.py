@@ -1,7 +1,7 @@
 """What prefill and decode of the causal depthwise convolution share: filters, windows in slots, the sum itself.
 
 A thread owns `CHANNELS` neighbouring channels; a row of x is one 16-byte access. `rLine` holds width - 1 rows of history
-and then the rows of a batch, in the dtype of x, row by row.
+and then the rows of a batch, row by row: in the dtype of x, or as Int32 words of two such values.
 """
 
 from typing import Any
@@ -10,9 +10,11 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import ConvolutionProblem
-from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake, load, pointer, sigmoid, store
+from kernels_cute._decode_ptx import pack, unpack
+from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake, load, pointer, sigmoid, store, words
 
 CHANNELS = 8  # of a thread
+WORDS = CHANNELS // 2  # of a row in 32-bit words of two values
 
 
 def refusal(problem: ConvolutionProblem) -> str | None:
@@ -81,7 +83,11 @@ class Convolution:
     def load_row(
         self, gX: cute.Tensor, token: cutlass.Int32, channel: cutlass.Int32, rLine: cute.Tensor, place: cutlass.Constexpr
     ):
-        load(self.row(gX, token, channel), CHANNELS, rLine, place * CHANNELS, True)
+        if cutlass.const_expr(rLine.element_type is cutlass.Int32):
+            source = words(gX, cutlass.Int64(token) * gX.stride[0] + channel, 16)
+            load(source, WORDS, rLine, place * WORDS, True)
+        else:
+            load(self.row(gX, token, channel), CHANNELS, rLine, place * CHANNELS, True)
 
     @cute.jit
     def column(self, gStates: cute.Tensor, slot: cutlass.Int64, column: cutlass.Int32, channel: cutlass.Int32):
@@ -100,6 +106,25 @@ class Convolution:
         place: cutlass.Constexpr,
     ):
         """Row `place` of rLine = one column of a slot."""
+        if cutlass.const_expr(rLine.element_type is cutlass.Int32):
+            rRow = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
+            self.load_values(gStates, slot, column, channel, rRow, 0)
+            for word in cutlass.range_constexpr(WORDS):
+                rLine[place * WORDS + word] = pack(self.dtype, rRow[2 * word], rRow[2 * word + 1])
+        else:
+            self.load_values(gStates, slot, column, channel, rLine, place)
+
+    @cute.jit
+    def load_values(
+        self,
+        gStates: cute.Tensor,
+        slot: cutlass.Int64,
+        column: cutlass.Int32,
+        channel: cutlass.Int32,
+        rLine: cute.Tensor,
+        place: cutlass.Constexpr,
+    ):
+        """Row `place` of rLine = one column of a slot; a place holds one value."""
         offset = self.column(gStates, slot, column, channel)
         if cutlass.const_expr(self.together):
             load(pointer(gStates, offset, 16), CHANNELS, rLine, place * CHANNELS, True)
@@ -161,10 +186,16 @@ class Convolution:
         for c in cutlass.range_constexpr(CHANNELS):
             total = rBias[c]
             for j in cutlass.range_constexpr(self.width):
-                total += rWeight[c * self.width + j] * rLine[(place + j) * CHANNELS + c].to(cutlass.Float32)
+                total += rWeight[c * self.width + j] * self.value_of(rLine, (place + j) * CHANNELS + c)
             if cutlass.const_expr(self.silu):
                 total = total * sigmoid(total)
             rOut[c] = total
+
+    def value_of(self, rLine: Any, number: int) -> Any:
+        """Value `number` of the rows in rLine, as float32."""
+        if rLine.element_type is cutlass.Int32:
+            return unpack(self.dtype, rLine[number // 2])[number % 2]
+        return rLine[number].to(cutlass.Float32)
 
     @cute.jit
     def store_row(self, rOut: cute.Tensor, gOut: cute.Tensor, token: cutlass.Int32, channel: cutlass.Int32):

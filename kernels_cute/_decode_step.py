@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import GdnDecodeProblem
 from kernels_cute import _decode_ptx as ptx
 from kernels_cute._memory import CUTE_DTYPES, load, pointer, sigmoid, store
+from kernels_cute._opaque import anew
 from kernels_cute._rounding import mixed_seed
 from kernels_cute._state_tile import StateTile
 
@@ -347,7 +348,8 @@ class DecodeStep(StateTile):
                     self.store_state(write_slot, value_head, lane, v_start, self.width, gPool, rState, seed)
         else:
             if step + 1 == count:
-                self.store_state(Int64(read_slot), value_head, lane, v_start, self.width, gPool, rState, seed)
+                lane_after = self.after_tokens(lane)
+                self.store_state(Int64(read_slot), value_head, lane_after, v_start, self.width, gPool, rState, seed)
                 # rLine has moved on by a token: its first rows are the newest inputs.
                 for p in cutlass.range_constexpr(self.passes):
                     for c in cutlass.range_constexpr(self.history):
@@ -371,6 +373,11 @@ class DecodeStep(StateTile):
             total += ptx.load_one(sums + 4 * i)
         inverse = cute.math.rsqrt(total * (1.0 / self.V) + eps)
         self.store_out(begin + step, value_head, lane, v_start, o_value * inverse * norm_weight * gate, gOut)
+
+    def after_tokens(self, lane: Any) -> Any:
+        """The lane, for a state that is stored once. Its noise takes the number of every element: made before the first token,
+        those of a thread would take as many registers as its state."""
+        return anew(lane) if self.rounds and self.has_offsets else lane
 
     def storage_type(self) -> Any:
         @cute.struct

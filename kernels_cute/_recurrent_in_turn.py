@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels_cute._chunk_ptx import unpack
+from kernels_cute._opaque import anew
 from kernels_cute._rounding import mixed_seed
 
 _LANES = 32  # of a warp
@@ -121,15 +122,14 @@ class InTurn:
             for r in cutlass.range_constexpr(rows):
                 rV[r] = rVIn[r].to(Float32)
             self.dot_products(rQ, rK, rState, rSums)
-            own = self.copy_of(lane)  # what follows from it is made here too, not kept in predicates
+            own = anew(lane)  # what follows from it is made here too, not kept in predicates
             o_value = self.combine(rGates[0], rGates[1], scale, own, rV, rSums, rU)
             self.store_out(token, head, own, v_start, o_value, gOut)
             self.move_on(rGates[0], rU, rK, rState)
             if token + 1 < begin + live_count:
                 # Addresses are made here: from values known outside the loop they would take registers all along.
                 self.load_later(
-                    self.copy_of(token + 1), self.copy_of(head), self.copy_of(lane), self.copy_of(v_start), gQ, gK, gV, gG,
-                    gBeta, rQ, rK, rVIn, rG, rBeta,
+                    anew(token + 1), anew(head), anew(lane), anew(v_start), gQ, gK, gV, gG, gBeta, rQ, rK, rVIn, rG, rBeta
                 )  # fmt: skip
                 rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
             if cutlass.const_expr(self.write_pool and self.every_token):
@@ -153,10 +153,6 @@ class InTurn:
         """Address of a thread's first element of a head's row of token 0, computed here and not where it is used."""
         address = gX.iterator.toint() + (Int64(head) * gX.stride[1] + within) * (gX.element_type.width // 8)
         return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
-
-    def copy_of(self, value: Any) -> Any:
-        """A copy that the compiler takes for another value, so that nothing made of it moves from here."""
-        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
     @cute.jit
     def load_later(

@@ -71,7 +71,7 @@ def configs(problem: Conv1dProblem, device: DeviceSpec) -> list[Config]:
 
 def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     """The longest tiles, then the widest blocks, that leave every SM two rounds of resident threads."""
-    # float16 takes more registers to convert: beside a bias 4 rows would spill.
+    # float16 beside a bias: 4 rows take all of the 168 registers, and were not timed.
     batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4
     threads = 128
     while threads > 32 and threads * CHANNELS >= 2 * problem.dim:
@@ -160,6 +160,9 @@ class _Conv1d(Convolution):
         self.min_blocks = config.resident // config.threads
         self.has_indices, self.has_mask = problem.index_dtype is not None, problem.has_mask
         self.has_checkpoints = problem.checkpoint_dtype is not None
+        # float16 values by themselves take a register each, and instructions to part words and to join them again.
+        self.line_dtype = cutlass.Int32 if self.dtype is cutlass.Float16 else self.dtype
+        self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # of rLine
 
     @cute.jit
     def __call__(
@@ -294,9 +297,9 @@ class _Conv1d(Convolution):
             if is_live and first < end:
                 rWeight = cute.make_rmem_tensor(CHANNELS * self.width, cutlass.Float32)
                 rBias = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
-                rLine = cute.make_rmem_tensor((history + batch) * CHANNELS, self.dtype)
-                rNext = cute.make_rmem_tensor(batch * CHANNELS, self.dtype)
-                rLine.fill(0.0)
+                rLine = cute.make_rmem_tensor((history + batch) * self.row_places, self.line_dtype)
+                rNext = cute.make_rmem_tensor(batch * self.row_places, self.line_dtype)
+                rLine.fill(0)
                 if first == begin:
                     if cutlass.const_expr(self.has_states):
                         if is_continued:
@@ -309,16 +312,16 @@ class _Conv1d(Convolution):
 
                 self.load_batch(gX, first, stop, channel, rNext)
                 for token in cutlass.range(first, stop, batch, unroll=1):
-                    for i in cutlass.range_constexpr(batch * CHANNELS):
-                        rLine[history * CHANNELS + i] = rNext[i]
+                    for i in cutlass.range_constexpr(batch * self.row_places):
+                        rLine[history * self.row_places + i] = rNext[i]
                     if token + batch < stop:
                         self.load_batch(gX, token + batch, stop, channel, rNext)
                     for u in cutlass.range_constexpr(batch):
                         self.convolve(rLine, u, rWeight, rBias, rOut)
                         if token + u < stop:
                             self.store_row(rOut, gOut, token + u, channel)
-                    for i in cutlass.range_constexpr(history * CHANNELS):
-                        rLine[i] = rLine[batch * CHANNELS + i]
+                    for i in cutlass.range_constexpr(history * self.row_places):
+                        rLine[i] = rLine[batch * self.row_places + i]
 
                 if cutlass.const_expr(self.has_states):
                     self.keep_windows(

@@ -441,32 +441,6 @@ def problem(op: str, row: Row) -> Problem | None:
     )
 
 
-# Rows whose kernels spill a few bytes in the default configuration, which costs some time: no cover takes them before they are
-# repaired. `product` has them. Of the chunk kernel, two that differ in heads were seen; what else of a row matters is not known.
-_SPILLS: dict[str, list[Row]] = {
-    "chunk": [{"head_dim": 64, "segment": 16, "stages": 4, "state": _CHUNK_AXES["state"][5], "state_v_first": True}],
-    "gdn_decode": [
-        {
-            "heads": (16, 32), "head_dims": (64, 64), "width": 3, "dtypes": ("bfloat16", "bfloat16"),
-            "parameter_dtype": "float32", "bias_dtype": None, "silu": True, "gate_sigmoid": True, "interleaved": True,
-            "pool": ("bfloat16", True), "state_dtype": "bfloat16", "state_v_first": False, "index_dtype": "int64",
-            "cu_seqlens_dtype": "int64", "drafts": (False, False), "has_rounding": True, "num_sequences": 128,
-        },
-    ],
-    "conv1d": [
-        {
-            "dim": 8192, "width": 4, "dtype": "float16", "weight_dtype": "bfloat16", "bias_dtype": None, "silu": True,
-            "index_dtype": "int64", "pool": ("float32", False), "cu_seqlens_dtype": "int32", "has_mask": True,
-            "checkpoint_dtype": "int64",
-        },
-    ],
-}  # fmt: skip
-
-
-def _is_known_to_spill(op: str, row: Row) -> bool:
-    return any(all(row.get(name) == value for name, value in known.items()) for known in _SPILLS.get(op, []))
-
-
 def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row], bool]:
     def allowed(row: Row) -> bool:
         if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
@@ -514,8 +488,7 @@ def _axes(op: str, module: Any) -> Axes:
 @functools.cache
 def cover(op: str, module: Any) -> list[Variant]:
     """Variants that a backend's module serves and that hold every pair of axis values it serves."""
-    served = _allowed(op, module.refusal)
-    return list(_variants(op, _least(_axes(op, module), lambda row: not _is_known_to_spill(op, row) and served(row)), module))
+    return list(_variants(op, _least(_axes(op, module), _allowed(op, module.refusal)), module))
 
 
 @functools.cache

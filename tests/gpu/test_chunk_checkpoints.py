@@ -25,6 +25,11 @@ PROBLEMS = [
         has_final_indices=True, has_checkpoints=True,
     ),
     chunk_problem(**cases.MAIN | {"head_k_dim": 64, "head_v_dim": 64}, has_checkpoints=True),
+    # With segments the variant that lacked the most registers.
+    chunk_problem(
+        **cases.MAIN | {"num_q_heads": 8, "num_v_heads": 2, "head_k_dim": 64, "head_v_dim": 64, "index_dtype": "int64"},
+        beta_dtype="bfloat16", use_beta_sigmoid=True, has_mask=True, has_final_indices=True, has_checkpoints=True,
+    ),
 ]  # fmt: skip
 
 

@@ -52,6 +52,16 @@ def decode(device: torch.device, case: Case) -> Arguments:
     return test_gdn_decode.make(case, device)[0]
 
 
+def decode_64(device: torch.device) -> Arguments:
+    """Several tokens, K first, 64 values of the state a thread, each with a noise of its own; parameters of float32."""
+    case = Case(
+        state_dtype=BF16, v_first=False, dims=(64, 64), heads=(16, 32), width=3, layout="interleaved", gate_activation="sigmoid",
+        offsets_dtype=torch.int64, index_dtype=torch.int64,
+    )  # fmt: skip
+    arguments = decode(device, case)
+    return arguments | {name: arguments[name].float() for name in ("dt_bias", "norm_weight")}
+
+
 MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
     "recurrent": ("recurrent", lambda device: recurrent(device, True, False, 128)),
     "recurrent-K-first": ("recurrent", lambda device: recurrent(device, False, False, 128)),
@@ -59,6 +69,7 @@ MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
     "recurrent-every-64": ("recurrent", lambda device: recurrent(device, False, True, 64)),
     "recurrent-tree": ("recurrent", lambda device: recurrent(device, True, True, 128, tree=True)),
     "decode-ragged": ("decode", lambda device: decode(device, Case(state_dtype=BF16))),
+    "decode-ragged-64": ("decode", decode_64),
     "decode-drafts": ("decode", lambda device: decode(device, Case(state_dtype=BF16, spec=7, v_first=False))),
     "decode-single": (
         "decode",

@@ -249,6 +249,16 @@ def test_prefill_checkpoints_of_variants(case: Case, device: torch.device) -> No
     run_prefill(case, device, checkpoints=2)
 
 
+@pytest.mark.parametrize("order", ["channels", "columns"])
+def test_prefill_checkpoints_of_float16_behind_long_tiles(order: str, device: torch.device) -> None:
+    """Tiles of 32 rows, loaded four at a time as words of two values; the first ones start from windows of float32."""
+    case = Case(
+        lengths=(5, 1, 0, 2, 1500, 3, 1700, 4), dim=8192, dtype=torch.float16, state_dtype=torch.float32, order=order,
+        index_dtype=torch.int64,
+    )  # fmt: skip
+    run_prefill(case, device, checkpoints=2)
+
+
 def test_prefill_continues_from_a_checkpoint(device: torch.device) -> None:
     """The rest of a prompt behind a checkpoint's window is the rest of the whole prompt, bit for bit."""
     case = Case(lengths=(201, 70), dim=256, padding=0, strided=False)
