@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from gdn.ops import _sift
 from gdn.testing.compare import token_error
 from gdn.testing.inputs import chunk_problem, recurrent_problem
 from gdn.testing.oracle import oracle_of
@@ -21,6 +22,7 @@ from tests.gpu import (
     cases,
     test_chunk_wide,
     test_gdn_decode,
+    test_indexer_sift,
     test_indexer_steps,
     test_indexer_topk,
     test_mqa_logits,
@@ -37,7 +39,8 @@ from tests.gpu.delta_rule import Arguments, copied, run
 
 Call = Callable[[], Any]
 
-RAGGED: dict[str, Any] = {"lengths": [130, 0, 1, 64, 257, 63], "null_sequences": [3], "padded_tokens": 10}
+_LONGEST = 257
+RAGGED: dict[str, Any] = {"lengths": [130, 0, 1, 64, _LONGEST, 63], "null_sequences": [3], "padded_tokens": 10}
 _RAW = {"gate_dtype": "bfloat16", "use_gate": True, "beta_dtype": "bfloat16", "use_beta_sigmoid": True}
 _POOL: tuple[dict[str, Any], dict[str, Any]] = ({**cases.MAIN, **_RAW, "has_mask": True}, RAGGED)
 CHUNKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the problem, its inputs
@@ -124,8 +127,14 @@ def expand() -> None:
         test_indexer_steps.test_expand(tokens, k, ratio, torch.int32, _cuda())
 
 
-def _wide(form: str, call: tuple[dict[str, Any], dict[str, Any]] = _POOL) -> Call:
-    return partial(chunk, "cute", call, **test_chunk_wide.wide(form))
+def sifted() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sift, "LEAST_TILES", 64)
+        test_indexer_sift.check(patch, test_indexer_sift.random_call(1150, 20000, heads=32), 1000)
+
+
+def _wide(form: str, call: tuple[dict[str, Any], dict[str, Any]] = _POOL, **changes: int) -> Call:
+    return partial(chunk, "cute", call, **test_chunk_wide.wide(form, **changes))
 
 
 def _logits(backend: str) -> dict[str, Call]:
@@ -147,6 +156,9 @@ _ONE_BLOCK = partial(decode, heads=(16, 32), lengths=(1,) * 8, offsets_dtype=Non
 GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
     "chunk-cute-wide": {form: _wide(form) for form in test_chunk_wide.FORMS} | {"many": _wide("both", CHUNKS["many"])},
+    "chunk-cute-choice": {
+        name: _wide("both", segment=2, cut_above=tokens) for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
+    },
     "chunk-tilelang": {
         "pool": partial(chunk, "tilelang", _POOL, fused=False, segment=0),
         "64": partial(chunk, "tilelang", CHUNKS["64"]),
@@ -173,6 +185,7 @@ GROUPS: dict[str, dict[str, Call]] = {
     "indexer": {
         "topk-of-logits": partial(test_indexer_topk.test_ragged, 40, 3000, "sequences", "cute"),
         "topk-of-pages": partial(test_indexer_topk.test_paged, 2, True, "cute"),
+        "sifted": sifted,
         **_TOPK,
         "steps": indexer_steps,
         "expand": expand,
