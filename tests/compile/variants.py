@@ -504,7 +504,7 @@ def wide_cover(module: Any) -> list[Variant]:
         made = problem("chunk", row)
         assert made is not None
         changes = {name: row[name] for name in fields}
-        form = {"paired": True, "segment": 0, "makers": 2, **changes}
+        form = {"paired": True, "segment": 0, "cut_above": 0, "makers": 2, **changes}
         found.append((made, dataclasses.replace(module.default_config(made, H100), **form)))
     return found
 
