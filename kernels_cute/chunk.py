@@ -221,6 +221,7 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
             yield replace(_wide(narrow, device), stages=stages, prefetch=prefetch)
 
 
+@functools.lru_cache(maxsize=256)  # every launch asks
 def _ways(config: Config) -> tuple[Config, ...]:
     """What is launched, one after the other: whole sequences and segments, each of which may find that it is the other's turn; or
     the configuration itself."""
