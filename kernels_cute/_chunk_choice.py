@@ -22,7 +22,9 @@ class Choice:
         is_longer = self.longest(bounds) > cut_above
         if cutlass.const_expr(not self.cuts):
             return not is_longer
-        # Launched before whole sequences are done, which saves microseconds where it then has nothing to do.
+        # Launched before whole sequences are done, which saves microseconds where it then has nothing to do. Their first launch
+        # waited for what came before the call, so the lengths may be read; nothing else is touched before this, and what follows
+        # in the stream waits for it.
         cute.arch.griddepcontrol_wait()
         return is_longer
 
