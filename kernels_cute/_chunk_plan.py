@@ -49,28 +49,30 @@ def default_split(problem: ChunkProblem, device: DeviceSpec) -> tuple[int, int]:
         return 0, 0
     best = min(times.values())
     segment = max(length for length, time in times.items() if time <= _TIE * best)
-    if problem.num_sequences > 1:
-        return _if_worth_it(problem, segment, longest_whole(problem, segment, device))
-    gains = best < min(_LEAST_GAIN * _whole_time(problem, device), _wide_time(problem, device))
-    return (segment, 0) if gains else (0, 0)
-
-
-def longest_whole(problem: ChunkProblem, segment: int, device: DeviceSpec) -> int:
-    """Tokens of the longest sequence with which whole sequences take as long as segments of so many chunks do."""
-    time = next((time for time, length in _split_times(problem, device) if length == segment), float("inf"))
-    if time == float("inf"):
-        return problem.num_tokens
-    chunk, start = _TIMES[problem.head_k_dim].chunk, _TIMES[problem.head_k_dim].wave
-    if is_wide(problem, device):
-        chunk, start = _wide_chunk(problem, device), _WIDE_START
-    return max(int((time - start) / chunk), 1) * CHUNK
-
-
-def _if_worth_it(problem: ChunkProblem, segment: int, longest: int) -> tuple[int, int]:
-    """Segments or not, where every way of dealing out the tokens says the same; else what decides on the device."""
+    if problem.num_sequences <= 1:
+        gains = best < min(_LEAST_GAIN * _whole_time(problem, device), _wide_time(problem, device))
+        return (segment, 0) if gains else (0, 0)
+    longest = _longest_whole(problem, times[segment], device)
     if longest >= problem.num_tokens:
         return 0, 0
+    # Even equal lengths may be more: then there is nothing to decide.
     return segment, longest if longest * problem.num_sequences >= problem.num_tokens else 0
+
+
+def splits_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[tuple[int, int]]:
+    """The default, and others of its kind that the model likes next best, each with another number of segments."""
+    best, decides = default_split(problem, device)
+    times = {length: time for time, length in sorted(_split_times(problem, device))}
+    found = {_per_sequence(problem, best): best} if best else {}
+    for length, time in list(times.items())[:12]:
+        # Of several sequences the model knows too little to leave one out.
+        if problem.num_sequences > 1 or time < 1.2 * _whole_time(problem, device):
+            found.setdefault(_per_sequence(problem, length), length)
+    lengths = sorted(list(found.values())[:4])
+    if not decides:
+        return [(length, 0) for length in lengths]
+    splits = [(length, _longest_whole(problem, times[length], device)) for length in lengths]
+    return [(length, longest) for length, longest in splits if longest < problem.num_tokens]
 
 
 def is_wide(problem: ChunkProblem, device: DeviceSpec) -> bool:
@@ -98,15 +100,12 @@ def default_prefetch(problem: ChunkProblem, segment: int, places: int) -> int:
     return 2 if (segment or _chunks(problem)) >= _FEW_CHUNKS else 0
 
 
-def segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:
-    """The default's length, and others that the model likes next best, each with another number of segments."""
-    best, _ = default_split(problem, device)
-    found = {_per_sequence(problem, best): best} if best else {}
-    for time, length in sorted(_split_times(problem, device))[:12]:
-        # Of several sequences the model knows too little to leave one out.
-        if problem.num_sequences > 1 or time < 1.2 * _whole_time(problem, device):
-            found.setdefault(_per_sequence(problem, length), length)
-    return sorted(list(found.values())[:4])
+def _longest_whole(problem: ChunkProblem, time: float, device: DeviceSpec) -> int:
+    """Tokens of the longest sequence with which whole sequences take so long."""
+    chunk, start = _TIMES[problem.head_k_dim].chunk, _TIMES[problem.head_k_dim].wave
+    if is_wide(problem, device):
+        chunk, start = _wide_chunk(problem, device), _WIDE_START
+    return max(int((time - start) / chunk), 1) * CHUNK
 
 
 def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:

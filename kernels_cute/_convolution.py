@@ -106,33 +106,21 @@ class Convolution:
         place: cutlass.Constexpr,
     ):
         """Row `place` of rLine = one column of a slot."""
-        if cutlass.const_expr(rLine.element_type is cutlass.Int32):
-            rRow = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
-            self.load_values(gStates, slot, column, channel, rRow, 0)
-            for word in cutlass.range_constexpr(WORDS):
-                rLine[place * WORDS + word] = pack(self.dtype, rRow[2 * word], rRow[2 * word + 1])
-        else:
-            self.load_values(gStates, slot, column, channel, rLine, place)
-
-    @cute.jit
-    def load_values(
-        self,
-        gStates: cute.Tensor,
-        slot: cutlass.Int64,
-        column: cutlass.Int32,
-        channel: cutlass.Int32,
-        rLine: cute.Tensor,
-        place: cutlass.Constexpr,
-    ):
-        """Row `place` of rLine = one column of a slot; a place holds one value."""
+        has_words = cutlass.const_expr(rLine.element_type is cutlass.Int32)
+        rRow, first = rLine, place * CHANNELS
+        if cutlass.const_expr(has_words):
+            rRow, first = cute.make_rmem_tensor(CHANNELS, cutlass.Float32), 0
         offset = self.column(gStates, slot, column, channel)
         if cutlass.const_expr(self.together):
-            load(pointer(gStates, offset, 16), CHANNELS, rLine, place * CHANNELS, True)
+            load(pointer(gStates, offset, 16), CHANNELS, rRow, first, True)
         else:
             # Neighbouring columns share a sector: L1 keeps it.
             size = cutlass.const_expr(gStates.element_type.width // 8)
             for c in cutlass.range_constexpr(CHANNELS):
-                load(pointer(gStates, offset + c * gStates.stride[1], size), 1, rLine, place * CHANNELS + c, False)
+                load(pointer(gStates, offset + c * gStates.stride[1], size), 1, rRow, first + c, False)
+        if cutlass.const_expr(has_words):
+            for word in cutlass.range_constexpr(WORDS):
+                rLine[place * WORDS + word] = pack(self.dtype, rRow[2 * word], rRow[2 * word + 1])
 
     @cute.jit
     def store_column(

@@ -45,8 +45,7 @@ from kernels_cute._chunk_plan import (
     default_prefetch,
     default_split,
     is_wide,
-    longest_whole,
-    segments_to_try,
+    splits_to_try,
     wide_places,
 )
 from kernels_cute._chunk_segments import num_slots, summary_bytes
@@ -204,13 +203,13 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     """Where lengths that nobody knows decide, no table should: both ways are in all of it."""
     narrow = _narrow_config(problem, device)
+    splits = splits_to_try(problem, device)
     if narrow.cut_above:
-        for segment in segments_to_try(problem, device):
-            longest = longest_whole(problem, segment, device)
-            if segment != narrow.segment and longest < problem.num_tokens:
-                yield replace(default_config(problem, device), segment=segment, cut_above=longest)
+        for segment, cut_above in splits:
+            if segment != narrow.segment:
+                yield replace(default_config(problem, device), segment=segment, cut_above=cut_above)
     else:
-        for segment, prefetch in product(segments_to_try(problem, device), (0, 2)):
+        for (segment, _), prefetch in product(splits, (0, 2)):
             yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
         narrow = replace(narrow, segment=0)
     for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
