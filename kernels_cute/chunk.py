@@ -220,12 +220,14 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
             yield replace(_wide(narrow, device), stages=stages, prefetch=prefetch)
 
 
-@functools.lru_cache(maxsize=256)  # every launch asks
 def _ways(config: Config) -> tuple[Config, ...]:
     """What is launched, one after the other: whole sequences and segments, each of which may find that it is the other's turn; or
     the configuration itself."""
-    if not config.cut_above:
-        return (config,)
+    return _both_ways(config) if config.cut_above else (config,)
+
+
+@functools.lru_cache(maxsize=256)  # every launch asks
+def _both_ways(config: Config) -> tuple[Config, Config]:
     return replace(config, segment=0), replace(config, stages=_STAGES, makers=0, places=0, ringed=0)
 
 

@@ -51,6 +51,7 @@ from kernels_tl._chunk_types import (
     state_tensor,
     tiles_tensor,
     token_tensor,
+    turn,
 )
 
 PANEL = 64  # V columns of a math warpgroup: the rows of its wgmmas
@@ -76,10 +77,11 @@ def transposed_accumulator(columns: int) -> Any:
     return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
 
 
-def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False) -> Any:
+def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False, decides: bool = False) -> Any:
     """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup).
 
     split: a block works on a segment of a sequence. Without, `segment_starts` and `segment` are not read.
+    decides: as of `prepare`.
     """
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
@@ -116,6 +118,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
     checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
     checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
 
+    take_turn = turn(decides, cuts=True)
     load_state = state_loader(problem, columns)
     store_state = state_storer(problem, columns, final_dtype)
 
@@ -171,6 +174,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
         checkpoint_slots: checkpoint_slot_type,
         null_slot: T.int32,
         segment: T.int32,
+        cut_above: T.int32,
     ):
         # The pieces slowest: blocks start in this order, those of the longest sequence first.
         with T.Kernel(slices, heads, pieces, threads=math_threads + PRODUCER_THREADS) as (v_slice, head, piece):
@@ -224,6 +228,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False)
                 }
             )
 
+            take_turn(cu_seqlens, bounds, cut_above)
             if split:
                 find_segment(cu_seqlens, bounds, piece, segment, place)
                 if has_checkpoints:

@@ -65,6 +65,7 @@ from kernels_tl._chunk_types import (
     state_storer,
     state_tensor,
     token_tensor,
+    turn,
 )
 
 THREADS = 512
@@ -84,8 +85,11 @@ _FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 9 * CHUNK + MO
 FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
-def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
-    """The prim_func `chunk_fused`; makers: blocks of a cluster, two or more."""
+def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) -> Any:
+    """The prim_func `chunk_fused`; makers: blocks of a cluster, two or more.
+
+    decides: works only where no sequence has more than `cut_above` tokens, which else is not read.
+    """
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
     heads_per_k = heads // problem.num_k_heads
@@ -120,6 +124,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
     checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
+    take_turn = turn(decides, cuts=False)
     store_state = state_storer(problem, columns, final_dtype)
     gates = gate_role(problem, makers)
     inverse = inverse_role(problem, makers)
@@ -173,6 +178,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
         checkpoint_slots: checkpoint_slot_type,
         scale: T.float32,
         null_slot: T.int32,
+        cut_above: T.int32,
     ):
         # Sequences slowest: blocks start in this order, those of the longest sequence first.
         with T.Kernel(makers, heads, bounds - 1, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
@@ -245,6 +251,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS) -> Any:
                 }
             )
 
+            take_turn(cu_seqlens, bounds, cut_above)
             find_ranked(cu_seqlens, bounds, place, lengths, chosen)
             sequence = chosen[0]
             sequence_begin = T.cast(cu_seqlens[sequence], "int32")

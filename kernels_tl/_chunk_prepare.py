@@ -42,6 +42,7 @@ from kernels_tl._chunk_types import (
     row_tensor,
     tiles_tensor,
     token_tensor,
+    turn,
 )
 
 PREPARE_THREADS = 128
@@ -97,8 +98,11 @@ def square_rows(dtype: str) -> Any:
     return square
 
 
-def prepare(problem: ChunkProblem) -> Any:
-    """The prim_func `chunk_prepare`."""
+def prepare(problem: ChunkProblem, decides: bool = False) -> Any:
+    """The prim_func `chunk_prepare`.
+
+    decides: works only where a sequence has more than `cut_above` tokens, which else is not read.
+    """
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_q = heads // problem.num_q_heads
     heads_per_k = heads // problem.num_k_heads
@@ -123,6 +127,7 @@ def prepare(problem: ChunkProblem) -> Any:
     bounds_type = bounds_tensor(bounds, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
+    take_turn = turn(decides, cuts=True)
     square = square_rows(dtype)
 
     @T.macro
@@ -147,6 +152,7 @@ def prepare(problem: ChunkProblem) -> Any:
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         scale: T.float32,
         null_slot: T.int32,
+        cut_above: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
             # K and Q as halves of 64 columns. X takes the place of what it is made of, Z that of X and of L, R that of Q.
@@ -199,6 +205,7 @@ def prepare(problem: ChunkProblem) -> Any:
             tx = T.get_thread_binding()
             T.annotate_layout({q_shared: make_swizzled_layout(q_shared), q_high_shared: make_swizzled_layout(q_high_shared)})
 
+            take_turn(cu_seqlens, bounds, cut_above)
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
             high = T.max(bounds - 2, 0)
             while low < high:

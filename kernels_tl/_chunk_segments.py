@@ -52,6 +52,7 @@ from kernels_tl._chunk_types import (
     tiles_tensor,
     token_tensor,
     transitions_tensor,
+    turn,
 )
 
 SUMMARY_STAGES = 3
@@ -59,8 +60,8 @@ START_STAGES = 3
 START_THREADS = 128  # of the math warpgroup
 
 
-def summaries(problem: ChunkProblem) -> Any:
-    """The prim_func `chunk_summaries`."""
+def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
+    """The prim_func `chunk_summaries`; decides: as of `prepare`."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     heads_per_k = heads // problem.num_k_heads
     heads_per_v = heads // problem.num_v_heads
@@ -80,6 +81,7 @@ def summaries(problem: ChunkProblem) -> Any:
     index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
     mask_type = row_tensor("mask", bounds, problem, "bool" if has_mask else None)
     bounds_type = bounds_tensor(bounds, problem)
+    take_turn = turn(decides, cuts=True)
     load_state = state_loader(problem, columns)
 
     @T.macro
@@ -119,6 +121,7 @@ def summaries(problem: ChunkProblem) -> Any:
         transitions: transitions_tensor(segment_slots, problem),
         null_slot: T.int32,
         segment: T.int32,
+        cut_above: T.int32,
     ):
         with T.Kernel(2, segment_slots, heads, threads=math_threads + PRODUCER_THREADS) as (kind, piece, head):
             k_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
@@ -155,6 +158,7 @@ def summaries(problem: ChunkProblem) -> Any:
                 }
             )
 
+            take_turn(cu_seqlens, bounds, cut_above)
             find_segment(cu_seqlens, bounds, piece, segment, place)
             sequence = place[0]
             index = place[1]
@@ -314,8 +318,8 @@ def summaries(problem: ChunkProblem) -> Any:
     return chunk_summaries
 
 
-def starts(problem: ChunkProblem) -> Any:
-    """The prim_func `chunk_starts`."""
+def starts(problem: ChunkProblem, decides: bool = False) -> Any:
+    """The prim_func `chunk_starts`; decides: as of `prepare`."""
     head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     pooled = problem.pooled
     wide = head_k > HALF
@@ -325,6 +329,7 @@ def starts(problem: ChunkProblem) -> Any:
     bounds, segment_slots = T.dynamic("num_bounds"), T.dynamic("num_segment_slots")
     index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
     bounds_type = bounds_tensor(bounds, problem)
+    take_turn = turn(decides, cuts=True)
 
     @T.macro
     def load(source, target, barriers, stage, piece, head, before, after):
@@ -359,6 +364,7 @@ def starts(problem: ChunkProblem) -> Any:
         transitions: transitions_tensor(segment_slots, problem),
         null_slot: T.int32,
         segment: T.int32,
+        cut_above: T.int32,
     ):
         with T.Kernel(slices, bounds - 1, heads, threads=START_THREADS + 32) as (v_slice, sequence, head):
             # Quarters of P: [K before, K after], low or high.
@@ -380,6 +386,7 @@ def starts(problem: ChunkProblem) -> Any:
             live = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
 
+            take_turn(cu_seqlens, bounds, cut_above)
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
             first[0] = whole_begin // (segment * CHUNK) + sequence + 1  # the second segment's slot

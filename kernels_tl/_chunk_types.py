@@ -71,6 +71,22 @@ def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
     T.sync_threads()  # bulk copies write where the lengths lie
 
 
+def turn(decides: bool, cuts: bool) -> Any:
+    """A macro that ends a launch at once whose turn it is not, of a call that has launches for whole sequences and for segments
+    (`cuts`): these have theirs where the longest sequence has more than cut_above tokens. Without `decides` it is nothing."""
+
+    @T.macro
+    def take_turn(cu_seqlens, bounds, cut_above):
+        if decides:
+            longest = T.alloc_var("int32", init=0)
+            for sequence in T.serial(bounds - 1):
+                longest = T.max(longest, T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32"))
+            if (longest <= cut_above) if cuts else (longest > cut_above):
+                T.thread_return()
+
+    return take_turn
+
+
 def num_tiles(problem: ChunkProblem) -> int:
     """Tiles of a chunk and head: R and Z."""
     return 1 + problem.head_k_dim // HALF

@@ -22,13 +22,15 @@ its tiles itself and hands them on through shared memory. Nothing but tokens and
 
 Few sequences x heads leave SMs idle in the chain. Then sequences are cut into segments, and two launches in between
 (_chunk_segments.py) find the state that each segment starts from: `chunk_summaries` what every segment makes of a state,
-`chunk_starts` the states themselves. The chain has a block per segment.
+`chunk_starts` the states themselves. The chain has a block per segment. With `cut_above` the one launch and those with segments
+are both made, and the lengths decide on the device which of them work (`turn` in _chunk_types.py).
 
 Workspace: tiles [slots, HS, 1 + K / 64, 64, 64] of the tokens' dtype (R, then Z's columns by 64), vectors
 [slots, HS, 3, 64] float32, and with segments: starts [segment slots, HS, V, K] float32 and transitions
 [segment slots, HS, 2, K, K] bfloat16.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -64,6 +66,9 @@ class Config:
     # A scalar of the launch; only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
     cluster: int = CHAINS  # blocks of a cluster of the one launch: two run the chain, all make tiles; with more it has more SMs
+    # Tokens: sequences are cut into segments only where the longest of the call has more, else the one launch has them whole;
+    # 0 = always. Lengths stand on the device, so both ways are launched. A scalar of the launch.
+    cut_above: int = field(default=0, metadata={"compiled": bool})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -80,6 +85,10 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    if config.cut_above:
+        whole, cut = (replace(way, cut_above=0) for way in _ways(config))
+        ways_fit = _in_one_launch(problem, whole) and fits(problem, whole, device) and fits(problem, cut, device)
+        return config.cut_above > 0 and config.segment > 0 and ways_fit
     if config.columns not in (64, 128) or problem.head_v_dim % config.columns:
         return False
     if config.stages not in (2, 3) or not 0 <= config.segment <= _LONGEST_SEGMENT:
@@ -103,13 +112,18 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     one_fits = fits(problem, one, device)
     segment = _fastest_segment(problem, device, one_fits)
     time, makers = min(_one_launch_times(problem, device))
-    if one_fits and segment == 0 and time < _two_launch_time(problem, device):
-        return replace(one, cluster=makers)
-    return replace(config, segment=segment)
+    if not one_fits or segment or time >= _two_launch_time(problem, device):
+        return replace(config, segment=segment)
+    one = replace(one, cluster=makers)
+    splits = _deciding_splits(problem, device, makers)
+    return replace(one, segment=splits[0][0], cut_above=splits[0][1]) if splits else one
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
+    if default.cut_above:  # where lengths that nobody knows decide, no table should: both ways are in all of it
+        splits = _deciding_splits(problem, device, default.cluster)
+        return [replace(default, segment=segment, cut_above=cut_above) for segment, cut_above in splits]
     apart = replace(default, fused=False, cluster=CHAINS)
     space = [replace(default, fused=True, segment=0, cluster=makers) for makers in range(CHAINS, MOST_MAKERS + 1)]
     space += [replace(apart, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
@@ -117,20 +131,41 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     return [config for config in space if fits(problem, config, device)]
 
 
+def _ways(config: Config) -> tuple[Config, ...]:
+    """What is launched, one after the other: the one launch and segments, each of which may find that it is the other's turn; or
+    the configuration itself."""
+    return _both_ways(config) if config.cut_above else (config,)
+
+
+@functools.lru_cache(maxsize=256)  # every launch asks
+def _both_ways(config: Config) -> tuple[Config, Config]:
+    return replace(config, segment=0), replace(config, fused=False, cluster=CHAINS)
+
+
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    if _in_one_launch(problem, config):
-        return {"chunk_fused": _build.library(fused(problem, config.cluster), pass_configs=_OWN_BARRIERS)}
-    split = config.segment > 0
-    functions = {
-        "chunk_prepare": prepare(problem),
-        "chunk_chain": chain(problem, config.columns, config.stages, split),
-    }
-    if split:
-        functions |= {"chunk_summaries": summaries(problem), "chunk_starts": starts(problem)}
+    functions: dict[str, Any] = {}
+    for way in _ways(config):
+        functions |= _kernels(problem, way)
     return {name: _build.library(function, pass_configs=_OWN_BARRIERS) for name, function in functions.items()}
 
 
+def _kernels(problem: ChunkProblem, config: Config) -> dict[str, Any]:
+    """Of one way."""
+    decides = config.cut_above > 0
+    if _in_one_launch(problem, config):
+        return {"chunk_fused": fused(problem, config.cluster, decides)}
+    split = config.segment > 0
+    functions = {
+        "chunk_prepare": prepare(problem, decides),
+        "chunk_chain": chain(problem, config.columns, config.stages, split, decides),
+    }
+    if split:
+        functions |= {"chunk_summaries": summaries(problem, decides), "chunk_starts": starts(problem, decides)}
+    return functions
+
+
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
+    config = _ways(config)[-1]  # the one launch needs none
     if _in_one_launch(problem, config):
         return 0
     heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
@@ -158,11 +193,11 @@ def launch(
     checkpoint_offsets: torch.Tensor | None,
     checkpoint_slots: torch.Tensor | None,
     out: torch.Tensor,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
     scale: float,
     null_slot: int,
 ) -> None:
-    problem, config = compiled.problem, compiled.config
+    problem = compiled.problem
     num_tokens, num_sequences = q.shape[0], cu_seqlens.shape[0] - 1
     if num_tokens == 0:
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
@@ -175,89 +210,108 @@ def launch(
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate
-    if _in_one_launch(problem, config):
-        if num_sequences == 0:
-            out.zero_()
-            return
-        compiled.functions["chunk_fused"](
+    for config in _ways(compiled.config):
+        if _in_one_launch(problem, config):
+            if num_sequences == 0:
+                out.zero_()
+                return
+            compiled.functions["chunk_fused"](
+                q,
+                k,
+                v,
+                given(g, has_gate),
+                given(beta, has_beta),
+                given(A_log, raw),
+                given(dt_bias, raw),
+                given(initial_state, problem.has_initial_state),
+                indices,
+                given(has_initial_state, problem.has_mask),
+                given(final_state, problem.has_final_state),
+                given(final_state_indices, problem.has_final_indices),
+                cu_seqlens,
+                out,
+                given(checkpoint_offsets, problem.has_checkpoints),
+                given(checkpoint_slots, problem.has_checkpoints),
+                scale,
+                null_slot,
+                config.cut_above,
+            )
+            continue
+        assert workspace is not None  # its bytes are not 0
+        heads, segment = problem.num_state_heads, config.segment
+        slots = num_slots(num_tokens, num_sequences)
+        end_of_tiles = slots * heads * _tile_bytes(problem)
+        end = end_of_tiles + slots * heads * _VECTOR_BYTES
+        tiles = workspace[:end_of_tiles].view(q.dtype).view(slots, heads, num_tiles(problem), CHUNK, CHUNK)
+        vectors = workspace[end_of_tiles:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
+        compiled.functions["chunk_prepare"](
             q,
             k,
-            v,
             given(g, has_gate),
             given(beta, has_beta),
             given(A_log, raw),
             given(dt_bias, raw),
-            given(initial_state, problem.has_initial_state),
             indices,
-            given(has_initial_state, problem.has_mask),
+            cu_seqlens,
+            out,
+            tiles,
+            vectors,
+            scale,
+            null_slot,
+            config.cut_above,
+        )
+        if num_sequences == 0:
+            return
+        first_states = given(initial_state, problem.has_initial_state)
+        mask = given(has_initial_state, problem.has_mask)
+        segment_starts = cu_seqlens
+        if segment:
+            segment_slots = num_slots(num_tokens, num_sequences, segment)
+            end_of_starts = end + segment_slots * heads * _start_bytes(problem)
+            segment_starts = workspace[end:end_of_starts].view(torch.float32)
+            segment_starts = segment_starts.view(segment_slots, heads, problem.head_v_dim, problem.head_k_dim)
+        if num_tokens > segment * CHUNK > 0:  # else no sequence has two segments
+            end = end_of_starts + segment_slots * heads * _transition_bytes(problem)
+            transitions = workspace[end_of_starts:end].view(getattr(torch, TRANSITION_DTYPE))
+            transitions = transitions.view(segment_slots, heads, 2, problem.head_k_dim, problem.head_k_dim)
+            compiled.functions["chunk_summaries"](
+                k,
+                v,
+                first_states,
+                indices,
+                mask,
+                cu_seqlens,
+                tiles,
+                vectors,
+                segment_starts,
+                transitions,
+                null_slot,
+                segment,
+                config.cut_above,
+            )
+            compiled.functions["chunk_starts"](
+                indices, cu_seqlens, segment_starts, transitions, null_slot, segment, config.cut_above
+            )
+        compiled.functions["chunk_chain"](
+            q,
+            k,
+            v,
+            first_states,
+            indices,
+            mask,
             given(final_state, problem.has_final_state),
             given(final_state_indices, problem.has_final_indices),
             cu_seqlens,
             out,
+            tiles,
+            vectors,
+            segment_starts,
             given(checkpoint_offsets, problem.has_checkpoints),
             given(checkpoint_slots, problem.has_checkpoints),
-            scale,
             null_slot,
+            segment,
+            config.cut_above,
         )
-        return
-    heads, segment = problem.num_state_heads, config.segment
-    slots = num_slots(num_tokens, num_sequences)
-    end_of_tiles = slots * heads * _tile_bytes(problem)
-    end = end_of_tiles + slots * heads * _VECTOR_BYTES
-    tiles = workspace[:end_of_tiles].view(q.dtype).view(slots, heads, num_tiles(problem), CHUNK, CHUNK)
-    vectors = workspace[end_of_tiles:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
-    compiled.functions["chunk_prepare"](
-        q,
-        k,
-        given(g, has_gate),
-        given(beta, has_beta),
-        given(A_log, raw),
-        given(dt_bias, raw),
-        indices,
-        cu_seqlens,
-        out,
-        tiles,
-        vectors,
-        scale,
-        null_slot,
-    )
-    if num_sequences == 0:
-        return
-    first_states = given(initial_state, problem.has_initial_state)
-    mask = given(has_initial_state, problem.has_mask)
-    segment_starts = cu_seqlens
-    if segment:
-        segment_slots = num_slots(num_tokens, num_sequences, segment)
-        end_of_starts = end + segment_slots * heads * _start_bytes(problem)
-        segment_starts = workspace[end:end_of_starts].view(torch.float32)
-        segment_starts = segment_starts.view(segment_slots, heads, problem.head_v_dim, problem.head_k_dim)
-    if num_tokens > segment * CHUNK > 0:  # else no sequence has two segments
-        end = end_of_starts + segment_slots * heads * _transition_bytes(problem)
-        transitions = workspace[end_of_starts:end].view(getattr(torch, TRANSITION_DTYPE))
-        transitions = transitions.view(segment_slots, heads, 2, problem.head_k_dim, problem.head_k_dim)
-        compiled.functions["chunk_summaries"](
-            k, v, first_states, indices, mask, cu_seqlens, tiles, vectors, segment_starts, transitions, null_slot, segment
-        )
-        compiled.functions["chunk_starts"](indices, cu_seqlens, segment_starts, transitions, null_slot, segment)
-    compiled.functions["chunk_chain"](
-        q,
-        k,
-        v,
-        first_states,
-        indices,
-        mask,
-        given(final_state, problem.has_final_state),
-        given(final_state_indices, problem.has_final_indices),
-        cu_seqlens,
-        out,
-        tiles,
-        vectors,
-        segment_starts,
-        given(checkpoint_offsets, problem.has_checkpoints),
-        given(checkpoint_slots, problem.has_checkpoints),
-        null_slot,
-        segment,
-    )
 
 
 # The kernels name every barrier themselves: the compiler's own would stand in each chunk of the chain.
@@ -290,6 +344,24 @@ def _fastest_segment(problem: ChunkProblem, device: DeviceSpec, one_fits: bool) 
     if one_fits and _prepare_time(problem, device) + time >= _LEAST_GAIN * min(_one_launch_times(problem, device))[0]:
         return 0
     return segment
+
+
+def _deciding_splits(problem: ChunkProblem, device: DeviceSpec, makers: int) -> list[tuple[int, int]]:
+    """(segment, cut_above), the model's best first, where the one launch is the faster for several sequences of equal lengths.
+
+    Whole sequences take as long as the longest one, segments about as long however the tokens are dealt out, but for the starts,
+    one behind the other in the longest sequence. cut_above is its tokens where both take as long.
+    """
+    if problem.num_sequences <= 1:
+        return []
+    chunks, _ = _chunks_and_heads(problem)
+    found = []
+    for time, segment in sorted(_split_times(problem, device)):
+        others = _prepare_time(problem, device) + time - (-(-chunks // segment) - 2) * _START_US
+        gain = _ONE_LAUNCH_US[makers] - _START_US / segment  # of a chunk
+        if gain > 0:
+            found.append((segment, max(int((others - 2 * _START_US - _ROUND_US) / gain), 1) * CHUNK))
+    return [(segment, longest) for segment, longest in found if longest < problem.num_tokens][:6]
 
 
 def _segments_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[int]:

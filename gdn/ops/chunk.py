@@ -175,8 +175,9 @@ def chunk_gated_delta_rule(
             checkpoint_slots = checkpoint_slots.to(state_indices.dtype).contiguous()
     elif initial_state is not None:
         initial_state = _delta_rule.aligned_state(initial_state)
-    workspace_bytes = max(prepared.workspace_bytes, 256)
-    workspace = make(made, functools.partial(torch.empty, workspace_bytes, dtype=torch.uint8, device=device))
+    workspace: Tensor | None = None
+    if prepared.workspace_bytes:
+        workspace = make(made, functools.partial(torch.empty, prepared.workspace_bytes, dtype=torch.uint8, device=device))
     arguments = (
         tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, state_indices,
         None if has_initial_state is None else has_initial_state.contiguous(), final_state, final_state_indices,

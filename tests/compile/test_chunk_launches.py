@@ -1,4 +1,4 @@
-"""The TileLang chunk kernel in one launch or in two: which the default takes, what is compiled, what does not fit."""
+"""The TileLang chunk kernel in one launch, in two, or in both: which the default takes, what is compiled, what does not fit."""
 
 import dataclasses
 from typing import Any
@@ -7,15 +7,20 @@ import pytest
 
 from gdn.device import H100
 from gdn.problems import ChunkProblem
+from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_problem
+from tests.compile import checks
 
 chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
 
 
-def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int = 1, dim: int = 128) -> ChunkProblem:
+def _problem(
+    num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int = 1, dim: int = 128, **changes: Any
+) -> ChunkProblem:
+    sizes: dict[str, Any] = {"head_k_dim": dim, "head_v_dim": dim, "dtype": "bfloat16"}
     return chunk_problem(
-        num_q_heads=num_k_heads, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=dim, head_v_dim=dim,
-        dtype="bfloat16", num_tokens=num_tokens, num_sequences=num_sequences,
+        num_q_heads=num_k_heads, num_k_heads=num_k_heads, num_v_heads=num_v_heads, num_tokens=num_tokens,
+        num_sequences=num_sequences, **(sizes | changes),
     )  # fmt: skip
 
 
@@ -68,3 +73,62 @@ def test_clusters_are_what_few_sms_hold() -> None:
 def test_configs_hold_both() -> None:
     for problem in (_problem(16, 32, 8192), _problem(4, 8, 8192)):
         assert {config.fused for config in chunk.configs(problem, H100) if config.segment == 0} == {False, True}
+
+
+@pytest.mark.parametrize("sizes", [(4, 8, 16384, 4), (4, 8, 16100, 4), (2, 4, 65536, 8), (8, 16, 8192, 2)])
+def test_lengths_that_nobody_knows_decide(sizes: tuple[int, ...]) -> None:
+    problem = _problem(*sizes)
+    config = chunk.default_config(problem, H100)
+    assert config.fused and config.segment > 0 and chunk.fits(problem, config, H100)
+    assert problem.num_tokens / problem.num_sequences <= config.cut_above < problem.num_tokens
+    found = chunk.configs(problem, H100)
+    # No table may decide for lengths that it was not tuned on.
+    assert config in found and len(found) == len(set(found)) and all(one.cut_above for one in found)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (4, 8, 8192), (16, 32, 8192),  # the length of a sequence alone is known
+        (16, 32, 16384, 2), (16, 32, 8192, 8), (4, 8, 1000, 4),  # no SM idle, or too short
+        (4, 8, 16384, 4, 64),  # the one launch has no heads of 64
+    ],
+)  # fmt: skip
+def test_nothing_to_decide(sizes: tuple[int, ...]) -> None:
+    assert chunk.default_config(_problem(*sizes), H100).cut_above == 0
+
+
+def test_what_of_both_does_not_fit() -> None:
+    problem = _problem(4, 8, 16384, 4)
+    config = chunk.default_config(problem, H100)
+    for changes in ({"cut_above": -1}, {"segment": 0}, {"fused": False}, {"cluster": 1}, {"stages": 4}):
+        assert not chunk.fits(problem, dataclasses.replace(config, **changes), H100)
+
+
+def test_workspace_of_both_is_what_segments_need() -> None:
+    problem = _problem(4, 8, 16384, 4)
+    config = chunk.default_config(problem, H100)
+    cut = dataclasses.replace(config, fused=False, cluster=chunk.CHAINS, cut_above=0)
+    assert chunk.workspace_bytes(problem, config) == chunk.workspace_bytes(problem, cut) > 0
+
+
+def test_only_whether_lengths_decide_is_compiled_in() -> None:
+    problem = _problem(4, 8, 16384, 4)
+    config = chunk.default_config(problem, H100)
+    keys = [
+        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, segment=segment, cut_above=tokens))
+        for segment, tokens in ((16, 5000), (32, 6000), (32, 0))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+# Beside those that the tables hold. Checkpoints take the most registers.
+_CHECKPOINTS = _problem(4, 8, 16384, 4, dtype="float16", cu_seqlens_dtype="int64", index_dtype="int32", has_checkpoints=True)
+VARIANTS = [(_CHECKPOINTS, chunk.default_config(_CHECKPOINTS, H100))]
+
+
+@checks.compiles(lambda: checks.tasks_of("kernels_tl.chunk", VARIANTS))
+def test_both_ways_compile() -> None:
+    assert all(config.fused and config.segment and config.cut_above for _, config in VARIANTS)
+    failed = checks.failures("kernels_tl.chunk", "tilelang", VARIANTS, H100)
+    assert not failed, "\n".join(failed)

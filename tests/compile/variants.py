@@ -72,6 +72,7 @@ _CONFIG_AXES: dict[str, Axes] = {
         "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
         "fused": [True, False],  # whole sequences in one launch or in two
         "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
+        "cut_above": [0],  # both ways in a call are compiled in test_chunk_launches.py
     },
     "kernels_cute.chunk": {
         "segment": [0, 16],

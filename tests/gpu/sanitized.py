@@ -168,6 +168,10 @@ GROUPS: dict[str, dict[str, Call]] = {
     "chunk-tilelang-one": {
         name: partial(chunk, "tilelang", CHUNKS[name], fused=True, segment=0, cluster=cluster)
         for name, cluster in (("pool", 3), ("many", 4), ("checkpoints", 2))
+    }
+    | {
+        name: partial(chunk, "tilelang", _POOL, fused=True, segment=2, cluster=3, cut_above=tokens)
+        for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
     },
     "decode": {
         "recurrent-cute": partial(recurrent, "cute"),

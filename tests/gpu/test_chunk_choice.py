@@ -1,4 +1,4 @@
-"""Calls of the CuTe chunk kernel that launch both whole sequences and segments: which of the two works, and that the other leaves
+"""Calls of the chunk kernels that launch both whole sequences and segments: which of the two works, and that the other leaves
 everything alone."""
 
 from dataclasses import replace
@@ -19,30 +19,35 @@ from tests.gpu.delta_rule import Arguments, Results, copied
 
 pytestmark = pytest.mark.gpu
 
-BACKEND = "cute"
 SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 700, 128, 0, 257, 384]
 LONGEST = max(LENGTHS)
 RAGGED: dict[str, Any] = {"lengths": LENGTHS, "null_sequences": [6], "padded_tokens": 200}
 WIDE = {"makers": 2, "stages": 3, "paired": True, "prefetch": 0}
-# What whole sequences are computed by: four SMs a head, in clusters of four, beside those in pairs, or in pairs alone; two SMs, a
-# cluster an item or clusters that take items in turn.
+# What whole sequences are computed by. CuTe: four SMs a head, in clusters of four, beside those in pairs, or in pairs alone; two
+# SMs, a cluster an item or clusters that take items in turn. TileLang: one launch, two or four SMs a head.
 WHOLE: dict[str, dict[str, Any]] = {
     "fours": WIDE | {"places": 1, "ringed": 1},
     "both": WIDE | {"places": 7, "ringed": 1000},
     "ring": WIDE | {"places": 0, "ringed": 1},
     "clusters": {},
     "items": {"places": 3},
+    "tilelang-2": {"fused": True, "cluster": 2},
+    "tilelang-4": {"fused": True, "cluster": 4},
 }
 each_form = pytest.mark.parametrize("form", WHOLE)
+
+
+def backend_of(form: str) -> str:
+    return "tilelang" if form.startswith("tilelang") else "cute"
 
 
 def fresh(arguments: Arguments) -> Arguments:
     return copied(arguments) | {"out": torch.full_like(arguments["out"], torch.nan)}
 
 
-def results(arguments: Arguments) -> Results:
-    return by(BACKEND)(fresh(arguments))
+def results(form: str, arguments: Arguments) -> Results:
+    return by(backend_of(form))(fresh(arguments))
 
 
 def are_same(found: Results, expected: Results) -> bool:
@@ -55,52 +60,57 @@ def test_the_longest_decides(form: str, device: torch.device, force: Force) -> N
     """The bits of either way alone, which are not the same."""
     arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
     force(**WHOLE[form], segment=0)
-    whole = results(arguments)
+    whole = results(form, arguments)
     force(segment=SEGMENT)
-    cut = results(arguments)
+    cut = results(form, arguments)
     assert not are_same(whole, cut)
     for cut_above, expected in ((1, cut), (LONGEST - 1, cut), (LONGEST, whole), (10**6, whole)):
         force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
-        assert are_same(results(arguments), expected), cut_above
+        assert are_same(results(form, arguments), expected), cut_above
+
+
+# TileLang's launches read lengths in one place for all problems: a pool, as in the other tests, and none.
+VARIANTS = [(problem, "both" if problem.head_v_dim == 128 else "clusters") for problem in cases.chunk_problems()]
+VARIANTS += [(next(one for one, form in VARIANTS if form == "both" and not one.pooled), "tilelang-2")]
 
 
 @pytest.mark.parametrize("cut_above", [100, 10**6], ids=["cut", "whole"])
-@pytest.mark.parametrize("problem", cases.chunk_problems(), ids=cases.name)
+@pytest.mark.parametrize(("problem", "form"), VARIANTS, ids=[f"{form}-{cases.name(problem)}" for problem, form in VARIANTS])
 def test_variants(
-    problem: ChunkProblem, cut_above: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
+    problem: ChunkProblem, form: str, cut_above: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    form = WHOLE["both"] if problem.head_v_dim == 128 else WHOLE["clusters"]
-    force(**form, segment=SEGMENT, cut_above=cut_above)
-    check(arguments_of(problem, device, **RAGGED), by(BACKEND), monkeypatch)
+    force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
+    check(arguments_of(problem, device, **RAGGED), by(backend_of(form)), monkeypatch)
 
 
 @pytest.mark.parametrize("cut_above", [100, 10**6], ids=["cut", "whole"])
-@pytest.mark.parametrize("form", ["both", "clusters"])
+@pytest.mark.parametrize("form", ["both", "clusters", "tilelang-4"])
 def test_checkpoints(form: str, cut_above: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
     problem = chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True)
-    check(arguments_of(problem, device, **RAGGED), by(BACKEND), monkeypatch)
+    check(arguments_of(problem, device, **RAGGED), by(backend_of(form)), monkeypatch)
 
 
+@pytest.mark.parametrize("form", ["clusters", "tilelang-2"])
 @pytest.mark.parametrize("position", [0, 31, 32, 69])
-def test_a_long_one_among_many(position: int, device: torch.device, force: Force) -> None:
+def test_a_long_one_among_many(position: int, form: str, device: torch.device, force: Force) -> None:
     """More sequences than a warp has lanes."""
     lengths = [130] * 70
     lengths[position] = 300
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths)
     force(segment=SEGMENT)
-    cut = results(arguments)
-    force(segment=SEGMENT, cut_above=299)
-    assert are_same(results(arguments), cut)
-    force(segment=SEGMENT, cut_above=300)
-    assert not are_same(results(arguments), cut)
+    cut = results(form, arguments)
+    force(**WHOLE[form], segment=SEGMENT, cut_above=299)
+    assert are_same(results(form, arguments), cut)
+    force(**WHOLE[form], segment=SEGMENT, cut_above=300)
+    assert not are_same(results(form, arguments), cut)
 
 
 @each_form
 def test_repeats_give_the_same_bits(form: str, device: torch.device, force: Force) -> None:
     for cut_above in (LONGEST - 1, LONGEST):
         force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
-        check_repeats(arguments_of(cases.MAIN_CHUNK, device, **RAGGED), by(BACKEND))
+        check_repeats(arguments_of(cases.MAIN_CHUNK, device, **RAGGED), by(backend_of(form)))
 
 
 @each_form
@@ -111,15 +121,18 @@ def test_graph_replay_with_other_lengths(
     force(**WHOLE[form], segment=SEGMENT, cut_above=400)
     lengths = ([65, 0, 1, 363, 64, 200, 0, 130], [0, 800, 3, 0, 0, 0, 20, 0], [400] + [0] * 7, [401] + [0] * 7, [0] * 8)
     options = {"lengths": lengths[0], "null_sequences": [6], "padded_tokens": 200}
-    check_replays(arguments_of(cases.MAIN_CHUNK, device, **options), public(BACKEND), lengths, monkeypatch)
+    check_replays(arguments_of(cases.MAIN_CHUNK, device, **options), public(backend_of(form)), lengths, monkeypatch)
 
 
+@pytest.mark.parametrize("backend", ["cute", "tilelang"])
 @pytest.mark.parametrize("lengths", [[1024] * 4, [3000, 40, 1000, 56]], ids=str)
-def test_the_default_serves_few_sequences(lengths: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_serves_few_sequences(
+    lengths: list[int], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = replace(cases.MAIN_CHUNK, num_q_heads=4, num_k_heads=4, num_v_heads=8)
     spec, _ = devices.describe(device)
     assert spec is not None
     sized = replace(problem, num_tokens=16384, num_sequences=4)
-    config = runtime.candidates("chunk")[BACKEND].module.default_config(sized, spec)
+    config = runtime.candidates("chunk")[backend].module.default_config(sized, spec)
     assert config.cut_above > 0 and config.segment > 0
-    check(arguments_of(problem, device, lengths=lengths), by(BACKEND), monkeypatch)
+    check(arguments_of(problem, device, lengths=lengths), by(backend), monkeypatch)
