@@ -363,8 +363,8 @@ _TUNED_TOO: dict[str, tuple[Shape, ...]] = {
 }
 
 
-# Measured, not tuned: a prompt as long as the others' longest, calls too short to matter alone, the table of 27 shapes that others
-# publish, a cache as large as that of 64 heads.
+# Measured, not tuned: a long prompt of many heads, calls too short to matter alone, the table of 27 shapes that others publish, a
+# cache as large as that of 64 heads.
 _MEASURED_ONLY: dict[str, tuple[Shape, ...]] = {
     "chunk": (
         _chunk((16, 64), [32768], "32768"),
