@@ -1,6 +1,6 @@
 """Errors of the chunk kernels against the token recurrence in float64, beside those of other libraries on the same inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +64,12 @@ CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 }
 
 
-def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]) -> list[Error]:
+def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]) -> Iterator[Error]:
     """Every case, the kernel of a backend or each of ours, and every way of every library that has the norm inside.
 
     on_error hears what failed.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    found: list[Error] = []
     for case, make in CASES.items():
         arguments = make(device)
         expected = oracle.oracle_of(arguments)
@@ -83,8 +82,7 @@ def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[s
                 on_error(f"{case}, {who}: {type(failed).__name__}: {failed}")
                 continue
             o_error = compare.token_error(out.to(torch.bfloat16), expected.o[0], expected.offsets).l2
-            found.append(Error(case, who, o_error, compare.error(state, expected.state, groups=2).l2))
-    return found
+            yield Error(case, who, o_error, compare.error(state, expected.state, groups=2).l2)
 
 
 def _calls(

@@ -249,7 +249,10 @@ def _bench_table(found: dict[str, Any]) -> Table:
 
 @app.command()
 def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
-    """Print the errors of the chunk kernels on easy and hard inputs, against the token recurrence in float64."""
+    """Print the errors of the chunk kernels on easy and hard inputs, against the token recurrence in float64.
+
+    Interrupted, it prints what it has by then.
+    """
     libraries = _libraries(with_peers)
     _spec()
     from autotune import accuracy as measuring
@@ -257,7 +260,13 @@ def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
     def failed(why: str) -> None:
         console.print(why, markup=False)
 
-    found = measuring.measure(backend, libraries, failed)
+    found: list[measuring.Error] = []
+    interrupted = False
+    try:
+        for one in measuring.measure(backend, libraries, failed):
+            found.append(one)
+    except KeyboardInterrupt:
+        interrupted = True
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption="largest error of a head: o / final state")
     names = list(dict.fromkeys(one.who for one in found))
     for heading in ("inputs", *names):
@@ -266,6 +275,8 @@ def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
         table.add_row(case, *(errors.get(name, "-") for name in names))
     console.print(table)
+    if interrupted:
+        raise typer.Exit(130)
 
 
 @app.command()

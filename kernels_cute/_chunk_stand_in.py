@@ -181,7 +181,9 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _carve(parts: dict[str, tuple[str, tuple[int, ...]]], workspace: Any) -> tuple[dict[str, Any], Any]:
-    """The buffers as tensors, and what is left of the workspace."""
+    """The buffers as tensors, and what is left of the workspace; None where the call needs none."""
+    if workspace is None:
+        return {}, None
     tensors, offset = {}, 0
     for name, (dtype, shape) in parts.items():
         size = math.prod(shape) * DTYPE_BYTES[dtype]

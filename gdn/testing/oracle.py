@@ -119,7 +119,10 @@ def oracle_delta_rule(
         target_rows = final_state_indices.cpu().reshape(final_state_indices.shape[0], -1).tolist()
     per_token = indices is not None and indices.dim() == 2
 
-    o = torch.zeros(batch * length, heads, v_dim, dtype=f64, device=q.device)
+    # Per token and head, vectors and numbers as matrices of one row.
+    keys, queries, values = (x[:, :, None] for x in (ks, qs, vs))
+    decay, strength = alpha[:, :, None, None], b[:, :, None, None]
+    o = torch.zeros(batch * length, heads, 1, v_dim, dtype=f64, device=q.device)
     live = []
     for n in range(num_sequences):
         first, last = offsets[n], max(offsets[n], offsets[n + 1])
@@ -145,10 +148,10 @@ def oracle_delta_rule(
             if parent_token is not None:
                 parent = int(parent_token[t])
                 state = start if parent < 0 else nodes[parent]
-            state = alpha[t, :, None, None] * state
-            u = b[t, :, None] * (vs[t] - torch.einsum("hkv,hk->hv", state, ks[t]))
-            state = state + torch.einsum("hk,hv->hkv", ks[t], u)
-            o[t] = torch.einsum("hkv,hk->hv", state, qs[t])
+            state = decay[t] * state
+            u = strength[t] * (values[t] - keys[t] @ state)
+            state = state + keys[t].mT * u
+            o[t] = queries[t] @ state
             if parent_token is not None:
                 nodes.append(state)
             done = t - first + 1

@@ -104,7 +104,7 @@ class Composed(ContractKernel):
         return Prepared("cute", None, chunk.workspace_bytes(problem, None), launch, Choice("chunk", "cute"))
 
     def workspace_bytes(self, problem: Any, config: Any) -> int:
-        return WORKSPACE_BYTES
+        return WORKSPACE_BYTES if isinstance(problem, ChunkProblem) else 0
 
     def launch(self, inner: Any, *tensors: Any) -> None:
         q, *_, scale, null_slot = tensors
