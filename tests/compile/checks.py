@@ -40,7 +40,7 @@ def violations(report: Report, problem: Problem, backend: str, device: DeviceSpe
             shared = dynamic + kernel.static_shared_bytes
             if shared > device.shared_bytes_per_block:
                 yield f"{where} takes {shared} bytes of shared memory, a block has {device.shared_bytes_per_block}"
-    expected = expectation(problem, backend)
+    expected = expectation(problem, backend, report.kernels)
     for patterns, least in expected.at_least.items():
         found = sum(report.count(pattern) for pattern in patterns.split("|"))
         if found < least:

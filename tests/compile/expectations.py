@@ -4,6 +4,7 @@ Patterns as in MachineCode.count; alternatives are joined by "|". HGMMA and QGMM
 operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from gdn.problems import (
@@ -34,16 +35,17 @@ class Expectation:
     at_most: dict[str, int] = field(default_factory=dict)
 
 
-def expectation(problem: Problem, backend: str) -> Expectation:
-    """TypeError for an operator without an expectation, so that none goes unchecked."""
+def expectation(problem: Problem, backend: str, entries: Collection[str]) -> Expectation:
+    """Of what a problem and a configuration compile to; TypeError for an operator without one, so that none goes unchecked."""
     tensor_cores = ("HGMMA", "QGMMA", "HMMA")
     shared_memory = ("LDS", "STS", "ATOMS")
     if isinstance(problem, ChunkProblem):
-        # Products of mma.sync on purpose, of 16 x 16 blocks: below a warpgroup matmul's 64 rows. In TileLang's one launch, which
-        # has 128 columns, the inverse's are 20, and the diagonal blocks of K K^T another 16; the norms of Q, there and in
-        # `chunk_prepare`, are one for 8 columns. A tile's product that fell back to mma.sync would be 32 at least.
+        # Products of mma.sync on purpose, of 16 x 16 blocks: below a warpgroup matmul's 64 rows. In TileLang's one launch the
+        # inverse's are 20, and the diagonal blocks of K K^T another 16; the norms of Q, there and in `chunk_prepare`, are one for
+        # 8 columns. A tile's product that fell back to mma.sync would be 32 at least.
         norms = problem.head_k_dim // 8 if problem.use_qk_l2norm else 0
-        at_most = {"HMMA": norms + (36 if problem.head_k_dim == 128 else 0)} if backend == "tilelang" else {}
+        wanted = {"chunk_fused": 36 + norms, "chunk_prepare": norms}
+        at_most = {"HMMA": sum(wanted.get(entry, 0) for entry in entries)} if backend == "tilelang" else {}
         return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=("QGMMA",), at_most=at_most)
     if isinstance(problem, RecurrentProblem):
         # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
