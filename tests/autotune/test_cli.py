@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from autotune import bench, cli, shapes, tuning
+from autotune import accuracy, bench, cli, shapes, tuning
 from gdn.device import H100
 from gdn.runtime import registry
 from tests.autotune import fake_kernel
@@ -83,6 +84,18 @@ def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert done.exit_code == 130
     assert first.name in done.output and second.name not in done.output
     assert "old" in readme.read_text()
+
+
+def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: object) -> Iterator[accuracy.Error]:
+        yield accuracy.Error("some case", "cute", 1.5e-3, 2.5e-3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(accuracy, "measure", measure)
+    done = RUNNER.invoke(cli.app, ["accuracy"])
+    assert done.exit_code == 130
+    assert "some case" in done.output and "1.5e-03 / 2.5e-03" in done.output
 
 
 def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
