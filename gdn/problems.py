@@ -112,14 +112,14 @@ class ChunkProblem(DeltaRuleProblem):
 
     launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot)
-        q [L, Hq, K], k [L, Hk, K], v [L, HV, V]   strided, last dim contiguous, base and strides multiples of 16 bytes
-            (strides of 8 bytes where a head is no multiple of 16)
-        g, beta [L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
+        q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V]   strided, last dim contiguous, base and strides multiples of 16
+            bytes (strides of 8 bytes where a head is no multiple of 16)
+        g, beta [1, L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
         initial_state [slots or N, HS, K, V] (or V first), slot stride any multiple of 16 bytes, or None
         state_indices [>= N] any stride or None; has_initial_state [>= N] bool or None (None = all True)
         final_state: the pool itself when pooled, else a new [N, HS, ...] float32 tensor, or None (nothing is written)
-        final_state_indices [>= N] or None (= state_indices); cu_seqlens [N + 1]; out [L, HS, V], last dim contiguous
-        workspace: uint8 of workspace_bytes(problem, config), 256-byte aligned, contents undefined
+        final_state_indices [>= N] or None (= state_indices); cu_seqlens [N + 1]; out [1, L, HS, V], last dim contiguous
+        workspace: uint8 of workspace_bytes(problem, config), 256-byte aligned, contents undefined; None where that is 0
         scale float, null_slot int: runtime scalars
     Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
     """

@@ -43,6 +43,7 @@ class SplitChunk(Segments, FusedChunk):
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
         workspace, scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
+        q, k, v, g, beta, out = self.rows(q, k, v, g, beta, out)
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
         v_atom, v_tensor = self.copy_in(v, self.columns)

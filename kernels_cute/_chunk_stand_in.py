@@ -103,7 +103,7 @@ def launch(
     """As the chunk kernel's, with at least one token and one sequence."""
     problem: ChunkProblem = compiled.problem
     instead = _of_any_size(problem)
-    parts, rest = _carve(_parts(problem, q.shape[0], cu_seqlens.shape[0] - 1), workspace)
+    parts, rest = _carve(_parts(problem, q.shape[1], cu_seqlens.shape[0] - 1), workspace)
     inner_q, inner_k, inner_v = parts.get("q", q), parts.get("k", k), parts.get("v", v)
     inner_out, states, slots = parts.get("out", out), parts.get("states"), parts.get("slots")
     targets = None
@@ -120,12 +120,12 @@ def launch(
 
     if padding.PAD in compiled.functions:
         compiled.functions[padding.PAD](
-            q,
-            k,
-            v,
-            inner_q,
-            inner_k,
-            inner_v,
+            q[0],
+            k[0],
+            v[0],
+            inner_q[0],
+            inner_k[0],
+            inner_v[0],
             cu_seqlens,
             present(initial_state, problem.has_initial_state),
             present(state_indices, problem.pooled),
@@ -135,19 +135,23 @@ def launch(
             present(targets),
             null_slot,
         )
-    tokens = (inner_q, inner_k, inner_v, g, beta, A_log, dt_bias)
+    tokens = (inner_q, inner_k, inner_v, g, beta)
     inner = Inner(compiled.functions, instead, compiled.config)
-    if isinstance(instead, RecurrentProblem):
-        kernel(problem).launch(inner, *tokens, states, slots, None, states, None, cu_seqlens, None, None, inner_out, scale, -1)
+    if isinstance(instead, RecurrentProblem):  # a kernel without a batch dimension
+        kernel(problem).launch(
+            inner, *(None if x is None else x[0] for x in tokens), A_log, dt_bias, states, slots, None, states, None, cu_seqlens,
+            None, None, inner_out[0], scale, -1,
+        )  # fmt: skip
     else:
         kernel(problem).launch(
-            inner, *tokens, states, slots, None, states, None, cu_seqlens, checkpoint_offsets, targets, inner_out, rest, scale, -1
-        )
+            inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, checkpoint_offsets, targets, inner_out,
+            rest, scale, -1,
+        )  # fmt: skip
     if padding.UNPAD in compiled.functions:
         stores = problem.has_final_state
         compiled.functions[padding.UNPAD](
-            inner_out,
-            out,
+            inner_out[0],
+            out[0],
             cu_seqlens,
             present(states, stores),
             present(final_state, stores),
@@ -169,7 +173,7 @@ def _parts(problem: ChunkProblem, num_tokens: int, num_sequences: int) -> dict[s
     parts: dict[str, tuple[str, tuple[int, ...]]] = {}
     if dim != problem.head_k_dim:
         counts = {"q": problem.num_q_heads, "k": problem.num_k_heads, "v": problem.num_v_heads, "out": heads}
-        parts |= {name: (problem.dtype, (num_tokens, count, dim)) for name, count in counts.items()}
+        parts |= {name: (problem.dtype, (1, num_tokens, count, dim)) for name, count in counts.items()}
     if instead.pooled:
         places = 0 if problem.has_checkpoints else num_sequences
         parts |= {"states": ("float32", (places, heads, dim, dim)), "slots": ("int32", (num_sequences,))}

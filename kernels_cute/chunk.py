@@ -9,7 +9,7 @@ G_ij = exp(c_i - c_j) for i >= j, else 0:
     S  = exp(c_last) S + K^T (exp(c_last - c) * Vn)
 
 L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.problems.ChunkProblem` is the
-contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
+contract: q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V], out [1, L, HS, V] bfloat16 | float16; g, beta [1, L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
 The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
@@ -308,10 +308,10 @@ def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
         return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)
 
     def tokens(count: int, dim: int) -> Any:
-        return fake(problem.dtype, num_tokens, count, dim, last=1, align=16)
+        return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
 
     def gate(dtype: str | None) -> Any:
-        return bounds() if dtype is None else fake(dtype, num_tokens, heads)
+        return bounds() if dtype is None else fake(dtype, 1, num_tokens, heads)
 
     def per_head() -> Any:
         return fake("float32", heads, last=1) if problem.use_gate and problem.gate_dtype is not None else bounds()
@@ -381,7 +381,8 @@ def launch(
 ) -> None:
     problem: ChunkProblem = compiled.problem
     num_sequences = cu_seqlens.shape[0] - 1
-    if q.shape[0] == 0 or num_sequences == 0:  # an empty tensor has no address to pass
+    num_tokens = q.shape[1]
+    if num_tokens == 0 or num_sequences == 0:  # an empty tensor has no address to pass
         out.zero_()
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
@@ -413,7 +414,7 @@ def launch(
         out,
     )
     for entry, way in zip((ENTRY, _CUT_ENTRY), _ways(compiled.config), strict=False):
-        scalars = _scalars(way, q.shape[0], num_sequences, problem.num_state_heads)
+        scalars = _scalars(way, num_tokens, num_sequences, problem.num_state_heads)
         if _uses_workspace(way):
             compiled.functions[entry](*tensors, workspace, scale, null_slot, *scalars)
         else:

@@ -9,7 +9,7 @@ G_ij = exp(c_i - c_j) for i >= j, else 0:
     S = exp(c_last) S + Z^T W                            Z = (exp(c_last - c) * M)^T K
 
 L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.problems.ChunkProblem` is the
-contract: q [L, Hq, K], k [L, Hk, K], v [L, HV, V], out [L, HS, V] bfloat16 | float16; g, beta [L, HS];
+contract: q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V], out [1, L, HS, V] bfloat16 | float16; g, beta [1, L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
 Two launches. `chunk_prepare` (_chunk_prepare.py), a block per chunk and head, computes what depends on no state, Z, R and the
@@ -198,7 +198,7 @@ def launch(
     null_slot: int,
 ) -> None:
     problem = compiled.problem
-    num_tokens, num_sequences = q.shape[0], cu_seqlens.shape[0] - 1
+    num_tokens, num_sequences = q.shape[1], cu_seqlens.shape[0] - 1
     if num_tokens == 0:
         _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
         return
@@ -207,6 +207,8 @@ def launch(
         """cu_seqlens stands in for what the compiled signature does not read."""
         return tensor if wanted and tensor is not None else cu_seqlens
 
+    q, k, v, out = q[0], k[0], v[0], out[0]
+    g, beta = None if g is None else g[0], None if beta is None else beta[0]
     indices = given(state_indices, problem.pooled)
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
     raw = has_gate and problem.use_gate

@@ -235,7 +235,7 @@ def validate_parents(parent_token: Tensor, cu_seqlens: Tensor | None, sizes: Siz
 
 @dataclass(slots=True)
 class Packed:
-    """Token tensors as kernels take them: [L, heads, D] and [L, HS]."""
+    """Token tensors as the chunk kernels take them: [1, L, heads, D] and [1, L, HS]."""
 
     q: Tensor
     k: Tensor
@@ -277,8 +277,8 @@ def pack(
         _packed_rows("q", q),
         _packed_rows("k", k),
         _packed_rows("v", v),
-        None if g is None else g[0] if sizes.batch == 1 else g.flatten(0, 1),
-        None if beta is None else beta[0] if sizes.batch == 1 else beta.flatten(0, 1),
+        None if g is None else _one_row(g),
+        None if beta is None else _one_row(beta),
         A_log,
         dt_bias,
         cu_seqlens.contiguous(),
@@ -293,16 +293,21 @@ def as_int32(x: Tensor) -> Tensor:
     return x.to(torch.int32)
 
 
+def _one_row(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, B * T, ...]. What is one row stays the same tensor: even a view costs the host a microsecond or two."""
+    return x if x.shape[0] == 1 else x.flatten(0, 1)[None]
+
+
 def _packed_rows(name: str, x: Tensor) -> Tensor:
-    """[B, T, heads, D] -> [B * T, heads, D]: a view where address and strides are multiples of 16 bytes, else a copy."""
-    packed = x[0] if x.shape[0] == 1 else x.flatten(0, 1)
+    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes."""
+    packed = _one_row(x)
     was_copied = packed.data_ptr() != x.data_ptr()
-    tokens, heads, _ = packed.shape
+    _, tokens, heads, _ = packed.shape
     access = _stride_access(packed)
     is_aligned = packed.data_ptr() % ALIGNMENT == 0
     # Strides of dims with one entry are never used.
-    is_aligned = is_aligned and (tokens == 1 or packed.stride(0) * packed.element_size() % access == 0)
-    is_aligned = is_aligned and (heads == 1 or packed.stride(1) * packed.element_size() % access == 0)
+    is_aligned = is_aligned and (tokens == 1 or packed.stride(1) * packed.element_size() % access == 0)
+    is_aligned = is_aligned and (heads == 1 or packed.stride(2) * packed.element_size() % access == 0)
     if is_aligned and not was_copied:
         return packed
     log.once(
@@ -320,14 +325,14 @@ def _stride_access(x: Tensor) -> int:
 
 
 def output(sizes: Sizes, v: Tensor, out: Tensor | None, made: list[Made]) -> tuple[Tensor, Tensor]:
-    """o [B, T, HS, V] for the caller, and the tensor [L, HS, V] that the kernel writes (not a view of o where out is
-    not aligned: copy it back). made: gets o where it is new."""
+    """o [B, T, HS, V] for the caller, and the tensor [1, B * T, HS, V] that the kernel writes (o itself or a view, but where
+    out is not aligned: copy it back). made: gets o where it is new."""
     shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
     o = make(made, functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
-    written = o.view(sizes.num_tokens, *shape[2:])
+    written = o if sizes.batch == 1 else o.view(1, sizes.num_tokens, *shape[2:])
     size, access = written.element_size(), _stride_access(written)
     if out is not None and (
-        written.data_ptr() % ALIGNMENT or written.stride(0) * size % access or written.stride(1) * size % access
+        written.data_ptr() % ALIGNMENT or written.stride(1) * size % access or written.stride(2) * size % access
     ):
         written = torch.empty(written.shape, dtype=v.dtype, device=v.device)
     return o, written

@@ -154,33 +154,31 @@ def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace
     get = arguments.get
     final_state, out = _targets(problem, arguments)
     return (
-        *_token_tensors(arguments), get("initial_state"), get("state_indices"), get("has_initial_state"), final_state,
-        get("final_state_indices"), arguments["cu_seqlens"], get("checkpoint_offsets"), get("checkpoint_slots"), out,
-        workspace, problem.head_k_dim**-0.5, get("null_slot", -1),
+        *(get(name) for name in (*_PER_TOKEN, "A_log", "dt_bias")), get("initial_state"), get("state_indices"),
+        get("has_initial_state"), final_state, get("final_state_indices"), arguments["cu_seqlens"], get("checkpoint_offsets"),
+        get("checkpoint_slots"), out, workspace, problem.head_k_dim**-0.5, get("null_slot", -1),
     )  # fmt: skip
 
 
 def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As chunk_tensors, for a recurrent kernel."""
+    """As chunk_tensors, for a recurrent kernel, which knows no batch dimension."""
     get = arguments.get
     final_state, out = _targets(problem, arguments)
+    tokens = [None if x is None else x[0] for x in map(get, _PER_TOKEN)]
     return (
-        *_token_tensors(arguments), get("initial_state"), get("ssm_state_indices"), get("num_accepted_tokens"), final_state,
-        get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"), get("rounding_seed"), out,
+        *tokens, get("A_log"), get("dt_bias"), get("initial_state"), get("ssm_state_indices"), get("num_accepted_tokens"),
+        final_state, get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"), get("rounding_seed"), out[0],
         problem.head_k_dim**-0.5, get("null_slot", -1),
     )  # fmt: skip
 
 
-def _token_tensors(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    tokens = [arguments.get(name) for name in ("q", "k", "v", "g", "beta")]
-    packed = [None if x is None else x[0] for x in tokens]
-    return (*packed, arguments.get("A_log"), arguments.get("dt_bias"))
+_PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def _targets(problem: DeltaRuleProblem, arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
     """final_state, out: where a launch writes; new tensors are full of NaN, so that what is never written shows."""
     v = arguments["v"]
-    out = torch.full((v.shape[1], problem.num_state_heads, problem.head_v_dim), torch.nan, dtype=v.dtype, device=v.device)
+    out = torch.full((1, v.shape[1], problem.num_state_heads, problem.head_v_dim), torch.nan, dtype=v.dtype, device=v.device)
     if not problem.has_final_state:
         return None, out
     if problem.pooled:

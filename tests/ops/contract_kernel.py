@@ -20,6 +20,7 @@ class ContractKernel:
     def __init__(self) -> None:
         self.problem: Any = None
         self.tensors: dict[str, Any] = {}
+        self.handed: dict[str, Any] = {}  # by the chunk operator, with their batch dimension
         self.launches = 0
 
     def prepare(self, problem: Problem, device: torch.device, backend: str | None) -> Prepared:
@@ -46,13 +47,14 @@ class ContractKernel:
             assert has_initial_state.dtype == torch.bool and has_initial_state.is_contiguous()
         if checkpoint_offsets is not None:
             assert checkpoint_offsets.dtype == torch.int32 and checkpoint_slots.dtype == state_indices.dtype
-        self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
-                     cu_seqlens, out, scale, null_slot)  # fmt: skip
+        self.handed = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}
+        assert all(x is None or x.shape[0] == 1 for x in self.handed.values())
+        self._common(*(None if x is None else x[0] for x in (q, k, v, g, beta)), A_log, dt_bias, initial_state, state_indices,
+                     final_state, final_state_indices, cu_seqlens, out[0], scale, null_slot)  # fmt: skip
         count = problem.num_sequences
         o, state = reference.chunk_gated_delta_rule(
-            q[None], k[None], v[None], None if g is None else g[None], None if beta is None else beta[None], scale,
-            initial_state, problem.has_final_state, problem.use_qk_l2norm, cu_seqlens, state_v_first=problem.state_v_first,
-            use_gate_in_kernel=problem.use_gate, A_log=A_log, dt_bias=dt_bias,
+            q, k, v, g, beta, scale, initial_state, problem.has_final_state, problem.use_qk_l2norm, cu_seqlens,
+            state_v_first=problem.state_v_first, use_gate_in_kernel=problem.use_gate, A_log=A_log, dt_bias=dt_bias,
             use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, state_indices=state_indices,
             has_initial_state=has_initial_state, final_state_indices=final_state_indices,
             checkpoint_offsets=None if checkpoint_offsets is None else checkpoint_offsets[:count],
