@@ -95,9 +95,9 @@ def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape) -> Non
 def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
     (q, k, v, g, beta, a_log, dt_bias, state, slots, mask, _, _, cu_seqlens, _, _, out, _, scale, null_slot) = tensors
     reference.chunk_gated_delta_rule(
-        q[None], k[None], v[None], g[None], beta[None], scale, state, True, True, cu_seqlens, state_v_first=True,
-        use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_indices=slots,
-        has_initial_state=mask, null_slot=null_slot, out=out[None],
+        q, k, v, g, beta, scale, state, True, True, cu_seqlens, state_v_first=True, use_gate_in_kernel=True, A_log=a_log,
+        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_indices=slots, has_initial_state=mask, null_slot=null_slot,
+        out=out,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ _OUT = {
 
 def _out_of(op: str, tensors: tuple[Any, ...]) -> torch.Tensor:
     out: torch.Tensor = tensors[_OUT[op]]
-    return out
+    return out[0] if op == "chunk" else out  # which has a batch dimension
 
 
 def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = lambda tensors: None) -> Prepared:

@@ -50,7 +50,7 @@ class Call:
         module = runtime.candidates("chunk")["tilelang"].module
         tokens, sequences = arguments["q"].shape[1], arguments["cu_seqlens"].shape[0] - 1
         problem = dataclasses.replace(problem, num_tokens=tokens, num_sequences=sequences)
-        config = dataclasses.replace(module.default_config(problem, H100), segment=segment, fused=False, cluster=2)
+        config = dataclasses.replace(module.default_config(problem, H100), segment=segment, fused=False, cluster=2, cut_above=0)
         device = arguments["q"].device
         self.prepared = runtime.prepare(problem, device, "tilelang", config=config)
         workspace = torch.full((self.prepared.workspace_bytes,), 255, dtype=torch.uint8, device=device)
@@ -59,7 +59,7 @@ class Call:
     def __call__(self) -> Results:
         assert self.prepared.launch is not None
         self.prepared.launch(*self.tensors)
-        return self.tensors[15][None], self.tensors[10]
+        return self.tensors[15], self.tensors[10]
 
 
 def segmented(problem: ChunkProblem, segment: int) -> Callable[[Arguments], Results]:
