@@ -1,5 +1,6 @@
 """Errors of the chunk kernels against the token recurrence in float64, beside those of other libraries on the same inputs."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from gdn.testing import compare, inputs, oracle
 
 _TOKENS = 1024
 _LONG = 131072
+LIMIT = 1.2  # of the best library's error
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,35 @@ class Error:
 
     case: str
     who: str  # a backend of ours or a library
+    is_peer: bool
     out: float
     state: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """An error of ours over the smallest one of other libraries on the same inputs."""
+
+    case: str
+    who: str
+    what: str  # o | state
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.who}, {self.what}: {self.ratio:.2f} of the best library's"
+
+
+def ratios(found: Sequence[Error]) -> list[Ratio]:
+    """The largest first; of what no library has computed, none."""
+    told = []
+    for ours in (one for one in found if not one.is_peer):
+        for what, field in (("o", "out"), ("state", "state")):
+            theirs = [getattr(one, field) for one in found if one.is_peer and one.case == ours.case]
+            best = min((error for error in theirs if math.isfinite(error)), default=None)
+            if best is not None:
+                error = getattr(ours, field)
+                told.append(Ratio(ours.case, ours.who, what, error / best if math.isfinite(error) else math.inf))
+    return sorted(told, key=lambda one: -one.ratio)
 
 
 def _problem(tokens: int) -> ChunkProblem:
@@ -74,7 +103,7 @@ def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[s
         arguments = make(device)
         expected = oracle.oracle_of(arguments)
         assert expected.state is not None
-        for who, call in _calls(arguments, backend, libraries, on_error):
+        for who, is_peer, call in _calls(arguments, backend, libraries, on_error):
             try:
                 with torch.no_grad():
                     out, state = call()
@@ -82,12 +111,12 @@ def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[s
                 on_error(f"{case}, {who}: {type(failed).__name__}: {failed}")
                 continue
             o_error = compare.token_error(out.to(torch.bfloat16), expected.o[0], expected.offsets).l2
-            yield Error(case, who, o_error, compare.error(state, expected.state, groups=2).l2)
+            yield Error(case, who, is_peer, o_error, compare.error(state, expected.state, groups=2).l2)
 
 
 def _calls(
     arguments: dict[str, Any], backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]
-) -> list[tuple[str, peers.Call]]:
+) -> list[tuple[str, bool, peers.Call]]:
     def ours(backend: str) -> peers.Call:
         def call() -> peers.Outputs:
             out, state = gdn.chunk_gated_delta_rule(**arguments, backend=backend)
@@ -96,7 +125,7 @@ def _calls(
 
         return call
 
-    found = [(backend, ours(backend)) for backend in ([backend] if backend else registry.operator("chunk").modules)]
+    found = [(backend, False, ours(backend)) for backend in ([backend] if backend else registry.operator("chunk").modules)]
     operands = peers.operands(_problem(arguments["q"].shape[1]), arguments)
     for library in libraries:
         try:
@@ -104,5 +133,5 @@ def _calls(
         except ImportError as missing:
             on_error(f"{library}: {missing}")
             continue
-        found += [(f"{library} {way.variant}".strip(), way.call) for way in ways if way.norm]
+        found += [(f"{library} {way.variant}".strip(), True, way.call) for way in ways if way.norm]
     return found

@@ -25,7 +25,8 @@ class Row:
     backend: str  # what ran
     config: dict[str, Any]
     config_source: str  # table | default
-    time_us: float
+    time_us: float  # sustained
+    burst_us: float  # before the power limit lowers the clock
     floor_us: float
     gbps: float  # useful bytes over the time
     tflops: float  # useful operations over the time
@@ -68,6 +69,7 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
         config=asdict(prepared.config),
         config_source=prepared.choice.config_source,
         time_us=time_us,
+        burst_us=timed.burst_us(),
         floor_us=limits.floor_us(flops, num_bytes, dtype),
         gbps=num_bytes / time_us / 1e3,
         tflops=flops / time_us / 1e6,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +16,12 @@ from rich.table import Table
 from autotune import shapes as shape_list
 from gdn.device import H100, DeviceSpec
 
-app = typer.Typer(help="Find the fastest kernel configurations, and measure the operators.", no_args_is_help=True)
-console = Console()
-
 _JOURNALS = Path(".gdn-results") / "autotune"
+_COLUMNS = 160
+
+app = typer.Typer(help="Find the fastest kernel configurations, and measure the operators.", no_args_is_help=True)
+# Files and pipes have no width; rich would take 80 columns and cut the tables there.
+console = Console(width=None if sys.stdout.isatty() else _COLUMNS)
 
 Backend = Annotated[str | None, typer.Option(help="tilelang or cute.")]
 ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose name contains this text.")]
@@ -170,7 +173,7 @@ def bench(
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
-    readme: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="Put the tables between the marks of this file.")] = None,
     with_peers: Peers = None,
 ) -> None:
     """Time the public operators; print each one's share of the floor that this run's own limits set, and its error.
@@ -231,7 +234,8 @@ def _bench_table(found: dict[str, Any]) -> Table:
     rows = found["rows"]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("shape", overflow="fold")
-    for heading in ("backend", "tiles", "time, us", "floor", "share", "error", *(("peer",) if found["peers"] else ())):
+    peers = ("peer",) if found["peers"] else ()
+    for heading in ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("backend", "tiles") else "right")
     for op in dict.fromkeys(row["op"] for row in rows):
         table.add_section()
@@ -239,7 +243,8 @@ def _bench_table(found: dict[str, Any]) -> Table:
         for row in rows:
             if row["op"] == op:
                 time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
-                numbers = [time_text, f"{row['floor_us']:.1f}", f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}"]
+                numbers = [time_text, *(f"{row[field]:.1f}" for field in ("burst_us", "floor_us"))]
+                numbers += [f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}"]
                 best = report.best_peer(found, row, norm=True)
                 if best is not None:
                     numbers.append(f"{best[1]:.1f} {best[0]}")
@@ -251,19 +256,18 @@ def _bench_table(found: dict[str, Any]) -> Table:
 def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
     """Print the errors of the chunk kernels on easy and hard inputs, against the token recurrence in float64.
 
-    Interrupted, it prints what it has by then.
+    Exit code 1 where one of ours is beyond 1.2 times that of the best library, or a call failed. Interrupted, it prints what it
+    has by then.
     """
     libraries = _libraries(with_peers)
     _spec()
     from autotune import accuracy as measuring
 
-    def failed(why: str) -> None:
-        console.print(why, markup=False)
-
+    failures: list[str] = []
     found: list[measuring.Error] = []
     interrupted = False
     try:
-        for one in measuring.measure(backend, libraries, failed):
+        for one in measuring.measure(backend, libraries, failures.append):
             found.append(one)
     except KeyboardInterrupt:
         interrupted = True
@@ -275,8 +279,15 @@ def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
         table.add_row(case, *(errors.get(name, "-") for name in names))
     console.print(table)
+    ratios = measuring.ratios(found)
+    beyond = [one for one in ratios if one.ratio > measuring.LIMIT]
+    for ratio in beyond or ratios[:1]:
+        console.print(f"{'beyond the limit' if beyond else 'largest'}: {ratio}", markup=False)
+    for why in failures:
+        console.print(why, markup=False)
     if interrupted:
         raise typer.Exit(130)
+    raise typer.Exit(1 if beyond or failures or not found else 0)
 
 
 @app.command()

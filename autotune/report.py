@@ -1,34 +1,37 @@
-"""The figures of a benchmark as the README's table."""
+"""The figures of a benchmark as the README's tables, one for each operator."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_BEGIN, _END = "<!-- measured -->", "<!-- /measured -->"
 _KERNEL = {"tilelang": "TileLang", "cute": "CuTe"}
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    """The device and its limits, then a row for each shape. found: what bench.run returns."""
+def markdown(found: Mapping[str, Any]) -> dict[str, str]:
+    """For each operator the device and its limits, then a row for each shape. found: what bench.Bench.found holds."""
     limits = found["limits"]
-    lines = [
+    heading = (
         f"{found['device']}, {found['date']}, torch {found['torch']}; copy {limits['copy_gbps'] / 1e3:.2f} TB/s, bf16 "
-        f"{limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3) in the same run.",
-        "",
-        "| operator | shape | kernel | us | floor, us | share of floor | error | peers, us |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    operator = None
-    for row in found["rows"]:
-        first = "" if row["op"] == operator else row["op"]
-        operator = row["op"]
-        cells = [
-            first, row["shape"], _KERNEL[row["backend"]], _time(row["time_us"]), _time(row["floor_us"]),
-            f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}", _peers(found, row),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        f"{limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3) in the same run."
+    )
+    tables = {}
+    for op in dict.fromkeys(row["op"] for row in found["rows"]):
+        lines = [
+            f"**{op}**: {heading}",
+            "",
+            "| shape | kernel | us | in bursts | floor, us | share of floor | error | peers, us |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in found["rows"]:
+            if row["op"] == op:
+                cells = [
+                    row["shape"], _KERNEL[row["backend"]], *(_time(row[field]) for field in ("time_us", "burst_us", "floor_us")),
+                    f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}", _peers(found, row),
+                ]  # fmt: skip
+                lines.append("| " + " | ".join(cells) + " |")
+        tables[op] = "\n".join(lines) + "\n"
+    return tables
 
 
 def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> tuple[str, float] | None:
@@ -51,10 +54,13 @@ def _time(value: float) -> str:
     return f"{value:.2f}" if value < 2 else f"{value:.1f}"
 
 
-def write_into(path: Path, text: str) -> None:
-    """Put text between the two markers of a file. ValueError where it lacks them."""
-    old = path.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
-    if len(pattern.findall(old)) != 1:
-        raise ValueError(f"{path}: expected one {_BEGIN} followed by {_END}")
-    path.write_text(pattern.sub(lambda _: f"{_BEGIN}\n{text}{_END}", old), encoding="utf-8")
+def write_into(path: Path, tables: Mapping[str, str]) -> None:
+    """Put each operator's table between its two marks; those of other operators stay. ValueError where one has no marks."""
+    text = path.read_text(encoding="utf-8")
+    for op, table in tables.items():
+        begin, end = f"<!-- measured {op} -->", f"<!-- /measured {op} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text, count = pattern.subn(lambda _, new=f"{begin}\n{table}{end}": new, text)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"{path}: expected one {begin} followed by {end}, got {count}")
+    path.write_text(text, encoding="utf-8")

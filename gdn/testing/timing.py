@@ -3,17 +3,20 @@
 A call is timed inside a CUDA-graph replay, where the host costs nothing, with several sets of inputs in turn if those
 given fit into the L2 cache. One that cannot be captured (it reads from the device) is timed between events.
 
-There are two orders of samples:
+There are three orders of samples:
 
 - `time_us`, `Timed.sustained_us` and the limits: one call, its samples back to back and for more than a tenth of a second,
   the first part left out. What is bound by arithmetic runs above the power limit for some milliseconds, until the limit
   lowers the clock: an FP8 matmul of 8192^3 reaches 1469 TFLOP/s in bursts of 4 ms and 1232 after 0.2 s of nothing else
   (H100, 700 W). A share of the floor means something only where both sides are what the device sustains.
 - `interleaved_us`: candidates in turn, each sample awaited, for comparing them with each other.
+- `Timed.burst_us`: one call, a few milliseconds of it behind a rest: what it takes before the power limit acts.
 """
 
+import functools
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +29,10 @@ _MOST_CALLS = 400  # in one graph
 _WARM_UP_US = 50e3  # for the clock to settle under the call's own load
 _SAMPLED_US = 100e3  # behind the warm-up
 _LEAST_SAMPLES = 5  # of a call that takes long
+_REST_S = 0.2  # before a burst
+_BURST_SAMPLES = 10
+_BURST_US = 1000.0  # of a sample, and
+_BURST_CALLS = 5  # at least
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class Limits:
 
 
 class Timed:
-    """Calls made ready to be timed again and again: `sample_us` is one replay, `sustained_us` many, both per call."""
+    """Calls made ready to be timed again and again: `sample_us` is one replay, `sustained_us` many, `burst_us` a few short ones
+    behind a rest, all per call."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         """calls: the same work on different inputs, run in turn."""
@@ -51,37 +59,38 @@ class Timed:
         for call in self._calls:  # first calls compile, load and allocate
             call()
         torch.cuda.synchronize()
-        estimate = min(_elapsed_us(call) for call in self._calls for _ in range(2))
-        rounds = max(1, min(_MOST_CALLS, round(_TARGET_US / max(estimate, 1.0))) // len(self._calls))
+        self._estimate_us = max(1.0, min(_elapsed_us(call) for call in self._calls for _ in range(2)))
+        rounds = max(1, min(_MOST_CALLS, round(_TARGET_US / self._estimate_us)) // len(self._calls))
         self._count = rounds * len(self._calls)
-        self._graph = self._capture(rounds)
-        self.captured = self._graph is not None
+        self._replay, self.captured = self._ready(rounds)
         self.sample_us()
+
+    def _ready(self, rounds: int) -> tuple[Call, bool]:
+        """What runs every call so many times, and whether it is a graph."""
+        graph = self._capture(rounds)
+        if graph is not None:
+            return graph.replay, True
+        return functools.partial(self._run, rounds), False
+
+    def _run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for call in self._calls:
+                call()
 
     def _capture(self, rounds: int) -> torch.cuda.CUDAGraph | None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in self._calls:
-                call()
+            self._run(1)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=stream):
-                for _ in range(rounds):
-                    for call in self._calls:
-                        call()
+                self._run(rounds)
         except RuntimeError:  # the call synchronises; capture is over, the device is as before
             torch.cuda.synchronize()
             return None
         return graph
-
-    def _replay(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-            return
-        for index in range(self._count):
-            self._calls[index % len(self._calls)]()
 
     def sample_us(self) -> float:
         return _elapsed_us(self._replay) / self._count
@@ -89,6 +98,16 @@ class Timed:
     def sustained_us(self) -> float:
         """Median of replays that follow each other without a pause, behind a warm-up by the same calls."""
         return _sustained_us(self._replay) / self._count
+
+    def burst_us(self) -> float:
+        """Median of ten replays of at least five calls and a millisecond, each awaited, behind a rest."""
+        least = max(_BURST_CALLS, math.ceil(_BURST_US / self._estimate_us))
+        rounds = -(-least // len(self._calls))
+        replay, _ = self._ready(rounds)
+        replay()  # a graph's first replay uploads it
+        torch.cuda.synchronize()
+        time.sleep(_REST_S)
+        return statistics.median(_elapsed_us(replay) for _ in range(_BURST_SAMPLES)) / (rounds * len(self._calls))
 
 
 def _elapsed_us(call: Call) -> float:

@@ -1,8 +1,9 @@
 """`python -m autotune` on a machine without a GPU."""
 
+import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,8 @@ class _Interrupted:
     @property
     def found(self) -> dict[str, object]:
         row = {
-            "op": "recurrent", "backend": "cute", "config_source": "table", "time_us": 1.0, "captured": True, "floor_us": 0.5,
-            "share_of_floor": 0.5, "error": 0.0, "useful_flops": 0,
+            "op": "recurrent", "backend": "cute", "config_source": "table", "time_us": 1.0, "burst_us": 0.9, "captured": True,
+            "floor_us": 0.5, "share_of_floor": 0.5, "error": 0.0, "useful_flops": 0,
         }  # fmt: skip
         limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1200.0}
         rows = [row | {"shape": name} for name in self._names]
@@ -80,7 +81,7 @@ def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch
     readme = tmp_path / "README.md"
     readme.write_text("<!-- measured -->\nold\n<!-- /measured -->\n")
     first, second, *_ = shapes.shapes("recurrent")
-    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--readme", str(readme)], env={"COLUMNS": "200"})
+    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--readme", str(readme)])
     assert done.exit_code == 130
     assert first.name in done.output and second.name not in done.output
     assert "old" in readme.read_text()
@@ -88,7 +89,7 @@ def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch
 
 def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: object) -> Iterator[accuracy.Error]:
-        yield accuracy.Error("some case", "cute", 1.5e-3, 2.5e-3)
+        yield accuracy.Error("some case", "cute", False, 1.5e-3, 2.5e-3)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_spec", lambda: H100)
@@ -96,6 +97,43 @@ def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPa
     done = RUNNER.invoke(cli.app, ["accuracy"])
     assert done.exit_code == 130
     assert "some case" in done.output and "1.5e-03 / 2.5e-03" in done.output
+
+
+@pytest.mark.parametrize(
+    ("state", "peers", "exit_code", "told"),
+    [
+        (2.4e-3, [2.0e-3, math.inf], 0, "largest: a case, cute, state: 1.20 of the best library's"),
+        (2.5e-3, [2.0e-3, 9.0e-3], 1, "beyond the limit: a case, cute, state: 1.25"),
+        (math.inf, [2.0e-3], 1, "beyond the limit: a case, cute, state: inf"),
+        (1.0, [math.inf], 0, "largest: a case, cute, o: 0.50"),
+        (1.0, [], 0, "1.0e+00"),
+    ],
+)
+def test_accuracy_fails_where_a_library_is_better(
+    state: float, peers: list[float], exit_code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> Iterator[accuracy.Error]:
+        yield accuracy.Error("a case", "cute", False, 1e-3, state)
+        for number, error in enumerate(peers):
+            yield accuracy.Error("a case", f"library {number}", True, 2e-3, error)
+        yield accuracy.Error("another case", "library 0", True, 1e-9, 1e-9)
+
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(accuracy, "measure", measure)
+    done = RUNNER.invoke(cli.app, ["accuracy"])
+    assert done.exit_code == exit_code, done.output
+    assert told in done.output and "..." not in done.output
+
+
+def test_accuracy_fails_where_a_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(backend: object, libraries: object, on_error: Callable[[str], None]) -> Iterator[accuracy.Error]:
+        yield accuracy.Error("a case", "cute", False, 1e-3, 1e-3)
+        on_error("a case, tilelang: it refuses")
+
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(accuracy, "measure", measure)
+    done = RUNNER.invoke(cli.app, ["accuracy"])
+    assert done.exit_code == 1 and "it refuses" in done.output
 
 
 def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

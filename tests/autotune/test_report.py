@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import bench, decode_peers, peers, report
+from autotune import bench, decode_peers, peers, report, shapes
 from autotune.shapes import Shape
 from gdn import reference
 from gdn.problems import RecurrentProblem
@@ -23,7 +23,7 @@ PEERS = [
 
 
 def _row(op: str, shape: str, time_us: float) -> dict[str, Any]:
-    numbers = {"time_us": time_us, "floor_us": 5.0, "share_of_floor": 5.0 / time_us, "error": 0.00123}
+    numbers = {"time_us": time_us, "burst_us": 0.9 * time_us, "floor_us": 5.0, "share_of_floor": 5.0 / time_us, "error": 0.00123}
     return {"op": op, "shape": shape, "backend": "cute", **numbers}
 
 
@@ -38,30 +38,36 @@ FOUND = {
 
 
 def test_a_row_shows_time_floor_error_and_the_fastest_peer() -> None:
-    lines = report.markdown(FOUND).splitlines()
-    assert "some GPU" in lines[0] and "2026-01-02" in lines[0] and "3.00 TB/s" in lines[0]
-    assert lines[4] == "| chunk | a | CuTe | 10.0 | 5.0 | 50% | 1.2e-03 | FLA 29.0, FlashInfer 20.0 without the norm |"
-    assert lines[5] == "|  | c | CuTe | 1.50 | 5.0 | 333% | 1.2e-03 |  |"
-    assert lines[6].startswith("| recurrent | a |") and "FLA" not in lines[6]
-    assert lines[7].endswith("| FlashInfer 3.0 |")
+    tables = report.markdown(FOUND)
+    assert list(tables) == ["chunk", "recurrent"]
+    lines = tables["chunk"].splitlines()
+    assert all(text in lines[0] for text in ("**chunk**", "some GPU", "2026-01-02", "3.00 TB/s"))
+    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
+    assert lines[4] == "| a | CuTe | 10.0 | 9.0 | 5.0 | 50% | 1.2e-03 | FLA 29.0, FlashInfer 20.0 without the norm |"
+    assert lines[5] == "| c | CuTe | 1.50 | 1.35 | 5.0 | 333% | 1.2e-03 |  |"
+    lines = tables["recurrent"].splitlines()
+    assert lines[4].startswith("| a |") and "FLA" not in lines[4]
+    assert lines[5].endswith("| FlashInfer 3.0 |")
 
 
-def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
+def test_a_table_replaces_what_stands_between_its_marks(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
-    path.write_text("before\n<!-- measured -->\nold \\1\n<!-- /measured -->\nafter\n")
-    report.write_into(path, "new \\1\n")
-    assert path.read_text() == "before\n<!-- measured -->\nnew \\1\n<!-- /measured -->\nafter\n"
-    path.write_text("no marks")
-    with pytest.raises(ValueError, match="expected one <!-- measured -->"):
-        report.write_into(path, "new")
-    assert path.read_text() == "no marks"
+    other = "<!-- measured recurrent -->\nkept\n<!-- /measured recurrent -->\nafter\n"
+    path.write_text("before\n<!-- measured chunk -->\nold \\1\n<!-- /measured chunk -->\n" + other)
+    report.write_into(path, {"chunk": "new \\1\n"})
+    assert path.read_text() == "before\n<!-- measured chunk -->\nnew \\1\n<!-- /measured chunk -->\n" + other
+    before = path.read_text()
+    with pytest.raises(ValueError, match="expected one <!-- measured topk -->"):
+        report.write_into(path, {"chunk": "newer", "topk": "new"})
+    assert path.read_text() == before
 
 
-def test_the_readme_has_the_marks(tmp_path: Path) -> None:
+def test_the_readme_has_the_marks_of_every_operator(tmp_path: Path) -> None:
     copy = tmp_path / "README.md"
     copy.write_text((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
-    report.write_into(copy, report.markdown(FOUND))
-    assert "some GPU" in copy.read_text(encoding="utf-8")
+    rows = [_row(op, "a", 10.0) for op in shapes.operators()]
+    report.write_into(copy, report.markdown({**FOUND, "rows": rows}))
+    assert copy.read_text(encoding="utf-8").count("some GPU") == len(rows)
 
 
 @pytest.mark.parametrize("raw", [False, True])

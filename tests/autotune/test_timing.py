@@ -43,6 +43,22 @@ def test_a_time_is_what_the_device_sustains(fake: FakeDevice, alone_us: float, c
         assert timing.interleaved_us([[call]]) == [pytest.approx(alone_us)]
 
 
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("alone_us", [2.0, 150.0, 1000.0])
+def test_a_burst_is_over_before_the_device_slows_down(
+    fake: FakeDevice, alone_us: float, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.capturable = captured
+    rests: list[float] = []
+    timed = timing.Timed([fake.call(alone_us), fake.call(3 * alone_us)])
+    monkeypatch.setattr("time.sleep", rests.append)
+    assert timed.sustained_us() == pytest.approx(2 * 2 * alone_us)
+    before = fake.now_us
+    assert timed.burst_us() == pytest.approx(2 * alone_us)
+    assert fake.now_us - before <= 11 * max(2500.0, 6 * 2 * alone_us)
+    assert len(rests) == 1
+
+
 @pytest.mark.parametrize("alone_us", [2.0, 150.0, 1000.0, 30_000.0])
 def test_a_time_costs_between_a_tenth_and_two_fifths_of_a_second(fake: FakeDevice, alone_us: float) -> None:
     timing.time_us(fake.call(alone_us / 2))
