@@ -31,9 +31,7 @@ class ModelShape:
             raise ValueError(
                 f"tp: expected a divisor of {self.num_k_heads} key and {self.num_v_heads} value heads, got {tensor_parallel}"
             )
-        return replace(
-            self, num_k_heads=self.num_k_heads // tensor_parallel, num_v_heads=self.num_v_heads // tensor_parallel
-        )
+        return replace(self, num_k_heads=self.num_k_heads // tensor_parallel, num_v_heads=self.num_v_heads // tensor_parallel)
 
 
 QWEN3_NEXT_80B = ModelShape(

@@ -296,9 +296,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         head = block // self.slices % self.heads
         if cutlass.const_expr(segment is None):
             # Asked for before the barriers below, which take as long as the answer.
-            only = first_item = self.describe(
-                cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot
-            )
+            only = first_item = self.describe(cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot)
         else:
             only = self.item_of(segment, head, piece)
         if cutlass.const_expr(self.deals):

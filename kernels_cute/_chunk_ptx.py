@@ -227,9 +227,7 @@ def count_up(address: Any) -> Any:
 
 def load_acquire(address: Any) -> Any:
     """A word of global memory that another block publishes with store_release."""
-    return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
-    )
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def store_release(address: Any, value: Any) -> None:

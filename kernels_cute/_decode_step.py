@@ -353,9 +353,7 @@ class DecodeStep(StateTile):
                 # rLine has moved on by a token: its first rows are the newest inputs.
                 for p in cutlass.range_constexpr(self.passes):
                     for c in cutlass.range_constexpr(self.history):
-                        self.store_column(
-                            p, c, Int32(c), thread, key_head, value_head, rank, Int64(window_slot), gWindows, rLine
-                        )
+                        self.store_column(p, c, Int32(c), thread, key_head, value_head, rank, Int64(window_slot), gWindows, rLine)
 
         total = Float32(0.0)
         if cutlass.const_expr(self.splits > 1):

@@ -80,9 +80,7 @@ def magnitudes(word: Any) -> Any:
 
 def larger(first: Any, second: Any) -> Any:
     """The larger one in each half, as unsigned integers."""
-    return cute.arch.inline_ptx(
-        "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[first, second]
-    )
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[first, second])
 
 
 def larger_half(dtype: str, word: Any) -> Any:
@@ -111,9 +109,7 @@ def reciprocal(value: Any) -> Any:
 def quotient(value: Any, inverse: Any, divisor: Any) -> Any:
     """value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such: checked over all
     pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal."""
-    return cute.arch.inline_ptx(
-        _QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, divisor]
-    )
+    return cute.arch.inline_ptx(_QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, divisor])
 
 
 def to_e4m3(first: Any, second: Any, third: Any, fourth: Any) -> Any:

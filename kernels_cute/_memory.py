@@ -53,16 +53,12 @@ def word_pointer(address: cutlass.Int64, align: cutlass.Constexpr):
 
 
 @cute.jit
-def load(
-    source: cute.Pointer, width: cutlass.Constexpr, rX: cute.Tensor, start: cutlass.Constexpr, once: cutlass.Constexpr
-):
+def load(source: cute.Pointer, width: cutlass.Constexpr, rX: cute.Tensor, start: cutlass.Constexpr, once: cutlass.Constexpr):
     """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1."""
     dtype = source.dtype
     step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
     priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if once else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
-    atom = cute.make_copy_atom(
-        cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=step * dtype.width, l1c_evict_priority=priority
-    )
+    atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=step * dtype.width, l1c_evict_priority=priority)
     for first in cutlass.range_constexpr(0, width, step):
         rSlice = cute.make_rmem_tensor(step, dtype)
         cute.copy(atom, cute.make_tensor(source + first, cute.make_layout(step)), rSlice)

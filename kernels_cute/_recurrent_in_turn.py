@@ -235,9 +235,7 @@ class InTurn:
         return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
 
     @cute.jit
-    def slot_to_read(
-        self, sequence: Int32, thread: Int32, null_slot: Int64, gIndices: cute.Tensor, gAccepted: cute.Tensor
-    ):
+    def slot_to_read(self, sequence: Int32, thread: Int32, null_slot: Int64, gIndices: cute.Tensor, gAccepted: cute.Tensor):
         """Of a sequence's index row, of which the lanes of a warp load the first columns while the accepted count is under way;
         null where that is no column of it."""
         if cutlass.const_expr(not self.every_token):

@@ -333,9 +333,7 @@ class _Conv1d(Convolution):
                     self.store_row(rOut, gOut, token, channel)
 
     @cute.jit
-    def load_batch(
-        self, gX: cute.Tensor, token: cutlass.Int32, stop: cutlass.Int32, channel: cutlass.Int32, rNext: cute.Tensor
-    ):
+    def load_batch(self, gX: cute.Tensor, token: cutlass.Int32, stop: cutlass.Int32, channel: cutlass.Int32, rNext: cute.Tensor):
         """The next rows; behind the tile's end its last one again, so that no load has a condition of its own."""
         for u in cutlass.range_constexpr(self.batch):
             row = token + u

@@ -129,9 +129,7 @@ class _GatherIndexerCache:
         )
 
     @cute.kernel
-    def kernel(
-        self, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor, gK: cute.Tensor, gScale: cute.Tensor
-    ):
+    def kernel(self, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor, gK: cute.Tensor, gScale: cute.Tensor):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
@@ -154,9 +152,7 @@ class _GatherIndexerCache:
             self.copy_scales(base + Int64(page_size) * self.row_bytes, place, is_used, row, lane, num_rows, gScale)
 
     @cute.jit
-    def find(
-        self, row: Int32, page_size: Int32, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor
-    ):
+    def find(self, row: Int32, page_size: Int32, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor):
         """Page of a row of the result, place in the page, and whether any sequence has it (else both are 0)."""
         count = gOffsets.shape[0] - 1
         sequence = Int32(0)
@@ -225,9 +221,7 @@ class _GatherIndexerCache:
     ):
         """The scales of the row that this lane found."""
         if lane < self.rows and row < num_rows:
-            source = cute.make_ptr(
-                Float32, scales + Int64(place) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4
-            )
+            source = cute.make_ptr(Float32, scales + Int64(place) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4)
             for head in cutlass.range_constexpr(self.kv_heads):
                 scale = Float32(0.0)
                 if is_used:

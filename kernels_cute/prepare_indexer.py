@@ -304,5 +304,3 @@ class _PrepareIndexer(IndexerRows):
                             Float32, gWeightsOut.iterator.toint() + place * 4, cute.AddressSpace.gmem, assumed_align=4
                         )
                         target[0] = rWeights[u] * (scale * self.dim**-0.5)
-
-

@@ -117,7 +117,5 @@ class _QuantizeFp8(IndexerRows):
             if row < count:
                 self.store_codes(rCodes, SCALED, gOut.iterator.toint() + row * self.dim, lane)
                 if lane == 0:
-                    target = cute.make_ptr(
-                        Float32, gScale.iterator.toint() + row * 4, cute.AddressSpace.gmem, assumed_align=4
-                    )
+                    target = cute.make_ptr(Float32, gScale.iterator.toint() + row * 4, cute.AddressSpace.gmem, assumed_align=4)
                     target[0] = scale

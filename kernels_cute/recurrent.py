@@ -363,13 +363,9 @@ class _Recurrent(StateTile, DraftTree, InTurn):
             )  # fmt: skip
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
         for token in cutlass.range(begin, begin + chain_count, unroll=1):
-            alpha, beta = self.multiply(
-                rQNext, rKNext, rVNext, rGNext, rBetaNext, minus_decay, bias, rState, rV, rK, rSums
-            )
+            alpha, beta = self.multiply(rQNext, rKNext, rVNext, rGNext, rBetaNext, minus_decay, bias, rState, rV, rK, rSums)
             if token + 1 < begin + live_count:
-                self.load_token(
-                    token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext
-                )
+                self.load_token(token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
 
             o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU)
             self.store_out(token, head, lane, v_start, o_value, gOut)

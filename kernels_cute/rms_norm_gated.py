@@ -124,9 +124,7 @@ class _RmsNormGated:
     ):
         count = cutlass.Int64(x.shape[0]) * self.heads
         blocks = (count + self.block_rows - 1) // self.block_rows
-        self.kernel(x, z, weight, out, eps).launch(
-            grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
+        self.kernel(x, z, weight, out, eps).launch(grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, gX: cute.Tensor, gZ: cute.Tensor, gWeight: cute.Tensor, gOut: cute.Tensor, eps: cutlass.Float32):
@@ -183,9 +181,7 @@ class _RmsNormGated:
                         store(rOut, c * self.vector, self.vector, target)
 
     @cute.jit
-    def load_row(
-        self, gX: cute.Tensor, row: cutlass.Int64, lane: cutlass.Int32, rX: cute.Tensor, start: cutlass.Constexpr
-    ):
+    def load_row(self, gX: cute.Tensor, row: cutlass.Int64, lane: cutlass.Int32, rX: cute.Tensor, start: cutlass.Constexpr):
         token = row // self.heads
         offset = token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
         for c in cutlass.range_constexpr(self.chunks):

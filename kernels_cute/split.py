@@ -154,9 +154,7 @@ class _Split:
                 self.move_gate(first, element, gBA, gB, gA)
 
     @cute.jit
-    def move_piece(
-        self, first: cutlass.Int32, piece: cutlass.Int32, gIn: cute.Tensor, gQKV: cute.Tensor, gZ: cute.Tensor
-    ):
+    def move_piece(self, first: cutlass.Int32, piece: cutlass.Int32, gIn: cute.Tensor, gQKV: cute.Tensor, gZ: cute.Tensor):
         vector, align = cutlass.const_expr(self.vector), cutlass.const_expr(2 * self.vector)
         head = piece // self.group
         within = piece % self.group
@@ -192,9 +190,7 @@ class _Split:
                 store(rPieces, u * self.vector, self.vector, pointer(gOut, offset, 2 * self.vector))
 
     @cute.jit
-    def move_gate(
-        self, first: cutlass.Int32, element: cutlass.Int32, gBA: cute.Tensor, gB: cute.Tensor, gA: cute.Tensor
-    ):
+    def move_gate(self, first: cutlass.Int32, element: cutlass.Int32, gBA: cute.Tensor, gB: cute.Tensor, gA: cute.Tensor):
         head = element // (2 * self.ratio)
         within = element % (2 * self.ratio)
         for u in cutlass.range_constexpr(self.rows):

@@ -499,9 +499,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                     start_path(t, begin, parent_token, start, state, above, node)
                     for step in T.serial(above + 1):
                         ancestor(t, above - step, begin, parent_token, node)
-                        load_token(
-                            begin + node, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next
-                        )
+                        load_token(begin + node, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next)
                         multiply(
                             q_next, k_next, v_next, g_next, beta_next, minus_decay, bias, state, q_local, k_local, v_local,
                             sums, gate, alpha, beta_value,

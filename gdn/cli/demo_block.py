@@ -176,9 +176,7 @@ class Block:
         )
         floor = _bytes(views["q"], views["k"], views["v"], views["v"], a, b) + self._state_bytes()
         yield (
-            call := Call(
-                phase, "chunk_gated_delta_rule", chunk, ("initial_state",), floor, self._delta_flops(tokens), limit=3e-2
-            )
+            call := Call(phase, "chunk_gated_delta_rule", chunk, ("initial_state",), floor, self._delta_flops(tokens), limit=3e-2)
         )
         yield self._norm(phase, call.result[0], z)
 

@@ -113,9 +113,7 @@ def _parse(name: str, kind: Any, text: str) -> Any:
 def example(op: str, shape: ModelShape, *, fp8: bool) -> Problem | None:
     """An operator's problem on a model's shapes as a serving stack calls it; None where no kernel exists."""
     if op == "chunk":
-        return ChunkProblem(
-            **_delta_rule(shape), has_mask=True, has_checkpoints=False, num_tokens=8192, num_sequences=4
-        )
+        return ChunkProblem(**_delta_rule(shape), has_mask=True, has_checkpoints=False, num_tokens=8192, num_sequences=4)
     if op == "recurrent":
         return RecurrentProblem(
             **_delta_rule(shape),
@@ -127,9 +125,7 @@ def example(op: str, shape: ModelShape, *, fp8: bool) -> Problem | None:
             num_sequences=128,
         )
     if op == "mqa_logits":
-        return MqaLogitsProblem(
-            **_logits(shape, fp8), packed=False, num_queries=4096, num_keys=32768, num_columns=32768
-        )
+        return MqaLogitsProblem(**_logits(shape, fp8), packed=False, num_queries=4096, num_keys=32768, num_columns=32768)
     if op == "paged_mqa_logits":
         return PagedMqaLogitsProblem(
             **_logits(shape, fp8), page_size=64, next_n=1, per_draft_lengths=False, batch=64, max_context_len=32768

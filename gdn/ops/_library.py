@@ -266,9 +266,7 @@ def _split(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from gdn.ops.split import fused_qkvzba_split_reshape_cat
 
-    return fused_qkvzba_split_reshape_cat(
-        mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, backend=backend
-    )
+    return fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, backend=backend)
 
 
 def _split_fake(

@@ -127,9 +127,7 @@ def fused_gdn_decode(
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
-        _delta_rule.check_per_sequence(
-            "num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES
-        )
+        _delta_rule.check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES)
         if state_indices.dim() != 2:
             bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
     if rounding_seed is not None:

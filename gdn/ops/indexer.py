@@ -51,9 +51,7 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
 
 
-def quantize_fp8(
-    x: torch.Tensor, group_size: int = 128, *, backend: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values and one float32 scale per group of min(group_size, D) elements along the last dim.
 
     x [..., D] bfloat16, float16 or float32, D a multiple of the group -> x_fp8 [..., D], scale [..., D / group]:
@@ -76,9 +74,7 @@ def quantize_fp8(
     if x.shape[-1] % group:
         bad_value("x", f"a last dimension that is a multiple of group_size {group}", f"shape {list(x.shape)}")
     rows = _grouped(x, group) if x.numel() else x.new_empty(0, 1, group)
-    problem = QuantizeFp8Problem(
-        num_groups=rows.shape[1], group_dim=group, dtype=dtype_name(x.dtype), num_tokens=rows.shape[0]
-    )
+    problem = QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype_name(x.dtype), num_tokens=rows.shape[0])
     prepared = runtime.prepare(problem, x.device, backend)
     if prepared.launch is None:
         return reference.quantize_fp8(x, group_size)
@@ -120,9 +116,7 @@ def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
         bad_value(name, f"{of_cache} key heads, as the cache", f"{kv_heads}")
 
 
-def write_indexer_cache(
-    k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None
-) -> None:
+def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
     """Writes key rows into the indexer cache, in the form of the cache's dtype.
 
     k [tokens, D] or [tokens, kv_heads, D] bfloat16, float16 or float32, any row stride.

@@ -225,9 +225,7 @@ def _check_states(
             bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
     has_columns = indices is not None and indices.dim() == 2
     if num_accepted_tokens is not None:
-        _delta_rule.check_per_sequence(
-            "num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES
-        )
+        _delta_rule.check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES)
         if not has_columns:
             bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
     if parent_token is not None:

@@ -161,9 +161,7 @@ def expand_topk_groups(
         return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)
     made: list[Made] = []
     if out is None:
-        empty = functools.partial(
-            torch.empty, tokens, k * ratio + ratio - 1, dtype=torch.int32, device=group_indices.device
-        )
+        empty = functools.partial(torch.empty, tokens, k * ratio + ratio - 1, dtype=torch.int32, device=group_indices.device)
         out = make(made, empty)
     arguments = (group_indices, positions, out)
     prepared.launch(*arguments)

@@ -122,9 +122,7 @@ def causal_conv1d_update(
     return out
 
 
-def _convolve(
-    line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
+def _convolve(line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
     """line [dim, w - 1 + T] -> [dim, T]."""
     dtype = torch.float64 if line.dtype == torch.float64 else torch.float32
     line, weight = line.to(dtype), weight.to(dtype)

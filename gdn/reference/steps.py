@@ -88,9 +88,7 @@ def fused_gdn_decode(
     Where one step would take a sequence for padding, all of them do."""
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
-        mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(
-            mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim
-        )
+        mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     assert z is not None and a is not None  # checked by the operator
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens

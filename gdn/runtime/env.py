@@ -74,9 +74,7 @@ class Declaration:
         raise ValueError(f"{self.name}: expected {self.accepted}, got {text!r}")
 
 
-def _switch(
-    name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None, *, minimum: int = 0
-) -> Any:
+def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None, *, minimum: int = 0) -> Any:
     declaration = Declaration(name, kind, default, effect, values or {}, minimum)
     return field(default=default, metadata={"declaration": declaration})
 

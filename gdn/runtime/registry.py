@@ -59,9 +59,7 @@ _OPERATORS = (
     Operator("compress_indexer_keys", ("compress_indexer_keys",), _modules("compress_indexer_keys", "cute")),
     Operator("gather_indexer_cache", ("gather_indexer_cache",), _modules("gather_indexer_cache", "cute")),
     Operator("expand_topk_groups", ("expand_topk_groups",), _modules("expand_topk_groups", "cute")),
-    Operator(
-        "mqa_logits", ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits", "tilelang", "cute"), (_PREFILL_INDEXER,)
-    ),
+    Operator("mqa_logits", ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits", "tilelang", "cute"), (_PREFILL_INDEXER,)),
     Operator(
         "paged_mqa_logits",
         ("paged_mqa_logits", "fp8_paged_mqa_logits"),

@@ -162,9 +162,7 @@ def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
 class _Asked:
     """Asks each candidate at most once, and remembers who refused."""
 
-    def __init__(
-        self, problem: Problem, spec: DeviceSpec | None, available: Mapping[str, Candidate], device_name: str
-    ) -> None:
+    def __init__(self, problem: Problem, spec: DeviceSpec | None, available: Mapping[str, Candidate], device_name: str) -> None:
         self.problem, self.available = problem, available
         self.general = _general_refusal(problem, spec, device_name)
         self.refusals: dict[str, str] = {}

@@ -196,7 +196,10 @@ GROUPS: dict[str, dict[str, Call]] = {
     },
     "steps": {"steps": steps},
     "shared": {
-        **_TOPK, "expand": expand, "fused-one-block": _ONE_BLOCK, "recurrent-tilelang": partial(recurrent, "tilelang"),
+        **_TOPK,
+        "expand": expand,
+        "fused-one-block": _ONE_BLOCK,
+        "recurrent-tilelang": partial(recurrent, "tilelang"),
     },
 }
 

@@ -114,9 +114,7 @@ def test_repeats_give_the_same_bits(form: str, device: torch.device, force: Forc
 
 
 @each_form
-def test_graph_replay_with_other_lengths(
-    form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
-) -> None:
+def test_graph_replay_with_other_lengths(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     """One way in one replay, the other in the next."""
     force(**WHOLE[form], segment=SEGMENT, cut_above=400)
     lengths = ([65, 0, 1, 363, 64, 200, 0, 130], [0, 800, 3, 0, 0, 0, 20, 0], [400] + [0] * 7, [401] + [0] * 7, [0] * 8)

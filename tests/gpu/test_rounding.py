@@ -73,9 +73,7 @@ MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
     "decode-drafts": ("decode", lambda device: decode(device, Case(state_dtype=BF16, spec=7, v_first=False))),
     "decode-single": (
         "decode",
-        lambda device: decode(
-            device, Case(state_dtype=BF16, lengths=(1,) * 9, offsets_dtype=None, heads=(1, 3), dims=(64, 128))
-        ),
+        lambda device: decode(device, Case(state_dtype=BF16, lengths=(1,) * 9, offsets_dtype=None, heads=(1, 3), dims=(64, 128))),
     ),
 }
 REGISTERED = {"recurrent": "recurrent", "decode": "gdn_decode"}

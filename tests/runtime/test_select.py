@@ -33,9 +33,7 @@ class Attention(Problem):
 class Fake:
     """A kernel backend whose answers are given; counts how often it is asked to serve."""
 
-    def __init__(
-        self, name: str, *, refuses: str | None = None, entries: Sequence[Tuned] = (), says: str | None = None
-    ) -> None:
+    def __init__(self, name: str, *, refuses: str | None = None, entries: Sequence[Tuned] = (), says: str | None = None) -> None:
         self.name, self.refuses, self.entries, self.says = name, refuses, entries, says
         self.asked = 0
         self.seen: list[Problem] = []
