@@ -8,6 +8,7 @@ the `torch.` prefix ("bfloat16", "float8_e4m3fn").
 Leaf module: imports nothing of this project.
 """
 
+import functools
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -22,16 +23,22 @@ def size() -> Any:
     return field(metadata={"size": True})
 
 
+@functools.cache
+def _names(problem: type, sizes: bool) -> tuple[str, ...]:
+    """The names of its fields that are sizes, or of the others. Kept: a call of new sizes asks several times."""
+    return tuple(f.name for f in fields(problem) if bool(f.metadata.get("size")) == sizes)
+
+
 class Problem:
     """Common behaviour of the problem dataclasses."""
 
     op: ClassVar[str]  # the operator's name in the registry, the tables and GDN_BACKEND_<OP>
 
     def static_fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("size")}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self), False)}  # type: ignore[arg-type]
 
     def sizes(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("size")}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self), True)}  # type: ignore[arg-type]
 
     def static_key(self) -> str:
         """Stable text form of the static fields: the compile key, and the group key of a tuned table."""

@@ -6,6 +6,7 @@ wish is tried. `reference` refuses nothing.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -139,10 +140,6 @@ def _invariant(problem: Problem) -> Problem:
     return dataclasses.replace(problem, **sizes)  # type: ignore[type-var]
 
 
-def _tuned(candidate: Candidate, problem: Problem, spec: DeviceSpec, switches: Switches) -> Sequence[Tuned]:
-    return () if switches.tuned == "off" else candidate.tuned(problem, spec)
-
-
 def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
     """The backend whose table entry is fastest, or None where the tables cannot say.
 
@@ -211,6 +208,10 @@ def choose(
     asked = _Asked(problem, spec, available, device_name)
     tune_problem = _invariant(problem) if switches.batch_invariant else problem
 
+    @functools.cache
+    def entries(name: str) -> Sequence[Tuned]:
+        return () if switches.tuned == "off" or spec is None else available[name].tuned(tune_problem, spec)
+
     chosen, decided_by = "", ""
     for wish in wishes:
         if asked.accepts(wish.backend, every_reason=wish.order):
@@ -229,16 +230,17 @@ def choose(
             chosen = able[0]
             decided_by = "the only kernel" if len(available) == 1 else "the only kernel that serves this"
         else:
-            assert spec is not None
-            entries = {name: _tuned(available[name], tune_problem, spec, switches) for name in able}
-            fastest = _fastest(entries)
+            fastest = _fastest({name: entries(name) for name in able})
             chosen, decided_by = (fastest, "tuned table") if fastest is not None else (able[0], "built-in order")
 
     source = "none"
     if chosen != "reference":
         assert spec is not None
-        config, source, note = _configure(chosen, config, available[chosen], tune_problem, spec, switches)
-        notes += [found for found in (note, available[chosen].note(problem)) if found]
+        source, told = "argument", [available[chosen].note(problem)]
+        if config is None:
+            config, source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
+            told.insert(0, note)
+        notes += [note for note in told if note]
     return Choice(
         op=op.name,
         backend=chosen,
@@ -252,12 +254,9 @@ def choose(
 
 
 def _configure(
-    backend: str, config: Any, candidate: Candidate, problem: Problem, spec: DeviceSpec, switches: Switches
+    backend: str, entries: Sequence[Tuned], candidate: Candidate, problem: Problem, spec: DeviceSpec, switches: Switches
 ) -> tuple[Any, str, str | None]:
     """The tiles, where they came from, and a note."""
-    if config is not None:
-        return config, "argument", None
-    entries = _tuned(candidate, problem, spec, switches)
     if entries:
         sizes = ", ".join(f"{name}={value}" for name, value in entries[0].sizes)
         return entries[0].config, "table", f"tiles tuned at {sizes} ({entries[0].time_us:g} us), from {entries[0].source}"

@@ -175,5 +175,6 @@ def usable(
 
 def nearest_first(found: Iterable[Found], sizes: Mapping[str, int], within: float = math.inf) -> list[Found]:
     """Those at most so far from these sizes, sorted by distance; ties to the smaller sizes."""
-    near = [item for item in found if distance(item.entry.sizes, sizes) <= within]
-    return sorted(near, key=lambda item: (distance(item.entry.sizes, sizes), sorted(item.entry.sizes.items())))
+    measured = [(distance(item.entry.sizes, sizes), sorted(item.entry.sizes.items()), item) for item in found]
+    near = [one for one in measured if one[0] <= within]
+    return [item for _, _, item in sorted(near, key=lambda one: one[:2])]
