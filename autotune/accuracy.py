@@ -50,9 +50,14 @@ def ratios(found: Sequence[Error]) -> list[Ratio]:
             theirs = [getattr(one, field) for one in found if one.is_peer and one.case == ours.case]
             best = min((error for error in theirs if math.isfinite(error)), default=None)
             if best is not None:
-                error = getattr(ours, field)
-                told.append(Ratio(ours.case, ours.who, what, error / best if math.isfinite(error) else math.inf))
+                told.append(Ratio(ours.case, ours.who, what, _over(getattr(ours, field), best)))
     return sorted(told, key=lambda one: -one.ratio)
+
+
+def _over(error: float, best: float) -> float:
+    if error == best:  # both 0 among them: an exact library leaves no room, but ours may be as exact
+        return 1.0
+    return error / best if math.isfinite(error) and best > 0 else math.inf
 
 
 def _problem(tokens: int) -> ChunkProblem:

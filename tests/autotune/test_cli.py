@@ -105,6 +105,8 @@ def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPa
         (2.4e-3, [2.0e-3, math.inf], 0, "largest: a case, cute, state: 1.20 of the best library's"),
         (2.5e-3, [2.0e-3, 9.0e-3], 1, "beyond the limit: a case, cute, state: 1.25"),
         (math.inf, [2.0e-3], 1, "beyond the limit: a case, cute, state: inf"),
+        (0.0, [0.0], 0, "largest: a case, cute, state: 1.00"),
+        (1e-9, [0.0], 1, "beyond the limit: a case, cute, state: inf"),
         (1.0, [math.inf], 0, "largest: a case, cute, o: 0.50"),
         (1.0, [], 0, "1.0e+00"),
     ],
