@@ -231,24 +231,22 @@ def _bench_table(found: dict[str, Any]) -> Table:
     """One section per operator; rates, configurations and every way of calling a peer are in the JSON."""
     from autotune import report
 
-    rows = found["rows"]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("shape", overflow="fold")
     peers = ("peer",) if found["peers"] else ()
     for heading in ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("backend", "tiles") else "right")
-    for op in dict.fromkeys(row["op"] for row in rows):
+    for op, rows in report.by_operator(found).items():
         table.add_section()
         table.add_row(f"[bold]{op}[/]")
         for row in rows:
-            if row["op"] == op:
-                time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
-                numbers = [time_text, *(f"{row[field]:.1f}" for field in ("burst_us", "floor_us"))]
-                numbers += [f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}"]
-                best = report.best_peer(found, row, norm=True)
-                if best is not None:
-                    numbers.append(f"{best[1]:.1f} {best[0]}")
-                table.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
+            time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
+            numbers = [time_text, *(f"{row[field]:.1f}" for field in ("burst_us", "floor_us"))]
+            numbers += [f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}"]
+            best = report.best_peer(found, row, norm=True)
+            if best is not None:
+                numbers.append(f"{best[1]:.1f} {best[0]}")
+            table.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
     return table
 
 

@@ -16,22 +16,29 @@ def markdown(found: Mapping[str, Any]) -> dict[str, str]:
         f"{limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3) in the same run."
     )
     tables = {}
-    for op in dict.fromkeys(row["op"] for row in found["rows"]):
+    for op, rows in by_operator(found).items():
         lines = [
             f"**{op}**: {heading}",
             "",
             "| shape | kernel | us | in bursts | floor, us | share of floor | error | peers, us |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for row in found["rows"]:
-            if row["op"] == op:
-                cells = [
-                    row["shape"], _KERNEL[row["backend"]], *(_time(row[field]) for field in ("time_us", "burst_us", "floor_us")),
-                    f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}", _peers(found, row),
-                ]  # fmt: skip
-                lines.append("| " + " | ".join(cells) + " |")
+        for row in rows:
+            cells = [
+                row["shape"], _KERNEL[row["backend"]], *(_time(row[field]) for field in ("time_us", "burst_us", "floor_us")),
+                f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}", _peers(found, row),
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
         tables[op] = "\n".join(lines) + "\n"
     return tables
+
+
+def by_operator(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each operator, in the order they were measured in."""
+    grouped: dict[str, list[Mapping[str, Any]]] = {}
+    for row in found["rows"]:
+        grouped.setdefault(row["op"], []).append(row)
+    return grouped
 
 
 def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> tuple[str, float] | None:

@@ -236,11 +236,11 @@ def choose(
     source = "none"
     if chosen != "reference":
         assert spec is not None
-        source, told = "argument", [available[chosen].note(problem)]
-        if config is None:
+        if config is not None:
+            source, note = "argument", None
+        else:
             config, source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
-            told.insert(0, note)
-        notes += [note for note in told if note]
+        notes += [found for found in (note, available[chosen].note(problem)) if found]
     return Choice(
         op=op.name,
         backend=chosen,

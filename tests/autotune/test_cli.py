@@ -79,7 +79,7 @@ def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cli, "_spec", lambda: H100)
     monkeypatch.setattr(bench, "Bench", _Interrupted)
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- measured -->\nold\n<!-- /measured -->\n")
+    readme.write_text("<!-- measured recurrent -->\nold\n<!-- /measured recurrent -->\n")
     first, second, *_ = shapes.shapes("recurrent")
     done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--readme", str(readme)])
     assert done.exit_code == 130
