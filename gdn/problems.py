@@ -236,46 +236,6 @@ class MqaLogitsProblem(LogitsProblem):
 
 
 @dataclass(frozen=True)
-class IndexerSiftProblem(LogitsProblem):
-    """Kernels of `gdn.indexer_topk` that list only the scores above a sampled bound, and select from these.
-
-    A row of the workspace `rows` int32 [M, header_words + 3 * room] is a query; room is a multiple of 8. Bounds of ranges are
-    int32 [M], of any value; a row of at most k keys (`out` has k columns) is left out by all but "select", which lists it.
-    launch(compiled, step, ...) with the steps in this order, and between the first two `mqa_logits` of the sample into
-    rows[:, header_words:] as float32:
-        "sample", k [Nk, 1, D] contiguous, k_scale [Nk, 1] float32 or None, cu_seqlen_ks, cu_seqlen_ke, sampled_k [S, 1, D]
-            contiguous, sampled_scale [S, 1] contiguous or None, sampled_ks, sampled_ke int32 [M] contiguous, least
-            one key of each `sampled` with its scale, S = ceil(Nk / sampled), and which of them each row sees; none in rows of
-            at most `least` keys
-        "bound", rows, sampled_ks, sampled_ke, rank
-            the least score that is to be listed: about the sample's rank-th largest, or the least of all where there are fewer
-        "sift", q [M, H, D] contiguous, k, k_scale, weights [M, H] or None, cu_seqlen_ks, cu_seqlen_ke, rows, scale, least
-            the scores from there on, of rows of more than `least` keys
-        "select", rows, cu_seqlen_ks, cu_seqlen_ke, out int32 [M, k], again_ks, again_ke int32 [M] contiguous, num_keys
-            ranges of the rows that the lists do not answer, empty for all others; out is written of the others only
-        "again", scores float32 [m, Nk], again_ks, again_ke, out    some rows' selection from all of their scores; out is written
-            where the range is not empty
-    """
-
-    op: ClassVar[str] = "indexer_sift"
-    header_words: ClassVar[int] = 24
-    sampled: ClassVar[int] = 16
-    warps: ClassVar[int] = 4  # that list a row's scores, each in a quarter of the row's room
-    list_entries: ClassVar[int] = 4096  # of a row, that the selection holds
-    most_keys: ClassVar[int] = 131072  # that the selection has bits for
-
-    num_queries: int = size()
-    num_keys: int = size()
-    k: int = size()
-
-    def flops(self) -> int:
-        return 2 * self.num_queries * self.num_keys * self.num_heads * self.head_dim
-
-    def bytes_moved(self) -> int:
-        return self.num_queries * (self._query_bytes() + 4 * self.k) + self.num_keys * self._key_bytes()
-
-
-@dataclass(frozen=True)
 class PagedMqaLogitsProblem(LogitsProblem):
     """`gdn.paged_mqa_logits`: decode from cache pages.
 

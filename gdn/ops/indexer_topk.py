@@ -2,12 +2,12 @@
 
 A step is two launches, the logits' and the selection's, which writes its rows of the result. A row that sees at most topk
 keys is left out by the logits, and the selection lists it without reading. Both take the ranges as they are given; no value
-comes back to the host. Where many keys are seen by many rows, most scores are not even written: _sift.
+comes back to the host.
 """
 
 import torch
 
-from gdn.ops import _library_qsa, _sift
+from gdn.ops import _library_qsa
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._logits_checks import (
     QUERY_DTYPES,
@@ -91,10 +91,6 @@ def indexer_topk(
     if num_rows == 0 or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
         return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
-    if max_seqlen_k is None:
-        plan = _sift.plan(q, k, weights, topk, k_scale, relu, budget, backend)
-        if plan is not None:
-            return _sift.run(plan, q, k, weights, starts, ends, topk, k_scale, scale, relu, out)
     buffer: torch.Tensor | None = None
     for low in range(0, num_rows, step):
         high = min(low + step, num_rows)

@@ -67,8 +67,7 @@ _OPERATORS = (
         (_DECODE_INDEXER,),
     ),
     Operator("topk", ("topk_indices",), _modules("topk", "cute")),
-    Operator("indexer_sift", (), _modules("indexer_sift", "cute")),
-    Operator("indexer_topk", ("indexer_topk",), composed_of=("mqa_logits", "topk", "indexer_sift")),
+    Operator("indexer_topk", ("indexer_topk",), composed_of=("mqa_logits", "topk")),
     Operator("paged_indexer_topk", ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(
         "sparse_attention",

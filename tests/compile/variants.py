@@ -19,7 +19,6 @@ from gdn.problems import (
     GatherIndexerCacheProblem,
     GatingProblem,
     GdnDecodeProblem,
-    IndexerSiftProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PrepareIndexerProblem,
@@ -240,13 +239,6 @@ AXES: dict[str, Axes] = _INDEXER_AXES | {
     "mqa_logits": _LOGITS_AXES | {"packed": [False, True]},
     "paged_mqa_logits": _LOGITS_AXES
     | {"page_size": [64, 16, 544], "drafts": [(1, False), (2, True), (4, False)]},  # next_n, per-draft lengths
-    "indexer_sift": {
-        "num_heads": [16, 32, 8],
-        "has_k_scale": [True, False],
-        "weights_dtype": ["float32", "bfloat16", None],
-        "relu": [True, False],
-        "num_keys": [32768, 131072],
-    },
     "topk": {
         "dtype": ["float32", "bfloat16"],
         "bounds": [(None, None), ("int32", "int32"), (None, "int64"), ("int64", None)],  # dtypes of starts and ends
@@ -425,9 +417,6 @@ def problem(op: str, row: Row) -> Problem | None:
         starts_dtype, ends_dtype = row["bounds"]
         sizes = {"k": row["k"], "num_rows": 4096, "num_columns": row["num_columns"]}
         return TopkProblem(row["dtype"], starts_dtype, ends_dtype, row["sorted_by"], **sizes)
-    if op == "indexer_sift":
-        fixed = {"num_kv_heads": 1, "head_dim": 128, "dtype": "float8_e4m3fn", "clean": False, "out_dtype": "float32"}
-        return IndexerSiftProblem(**fixed, **row, num_queries=4096, k=2048)
     logits = _logits_fields(row)
     if op == "mqa_logits":
         return MqaLogitsProblem(**logits, packed=row["packed"], num_queries=4096, num_keys=32768, num_columns=32768)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.ops import _sift
 from gdn.testing.compare import token_error
 from gdn.testing.inputs import chunk_problem, recurrent_problem
 from gdn.testing.oracle import oracle_of
@@ -22,7 +21,6 @@ from tests.gpu import (
     cases,
     test_chunk_wide,
     test_gdn_decode,
-    test_indexer_sift,
     test_indexer_steps,
     test_indexer_topk,
     test_mqa_logits,
@@ -127,12 +125,6 @@ def expand() -> None:
         test_indexer_steps.test_expand(tokens, k, ratio, torch.int32, _cuda())
 
 
-def sifted() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sift, "LEAST_TILES", 64)
-        test_indexer_sift.check(patch, test_indexer_sift.random_call(1150, 20000, heads=32), 1000)
-
-
 def _wide(form: str, call: tuple[dict[str, Any], dict[str, Any]] = _POOL, **changes: int) -> Call:
     return partial(chunk, "cute", call, **test_chunk_wide.wide(form, **changes))
 
@@ -189,7 +181,6 @@ GROUPS: dict[str, dict[str, Call]] = {
     "indexer": {
         "topk-of-logits": partial(test_indexer_topk.test_ragged, 40, 3000, "sequences", "cute"),
         "topk-of-pages": partial(test_indexer_topk.test_paged, 2, True, "cute"),
-        "sifted": sifted,
         **_TOPK,
         "steps": indexer_steps,
         "expand": expand,
