@@ -1,8 +1,6 @@
 """Argument checks shared by the public operators: every message names the argument, what was expected and what came."""
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import NoReturn
 
 import torch
@@ -16,23 +14,22 @@ def bad_type(argument: str, expected: str, got: object) -> NoReturn:
     raise TypeError(f"{argument}: expected {expected}, got {got}")
 
 
-def check_number(argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        bad_type(argument, "a number", type(value).__name__)
-    try:
-        number = float(value)
-    except OverflowError:  # an int or a fraction that no float holds
-        number = math.inf
-    if not math.isfinite(number):
-        bad_value(argument, "a finite number", number)
-    return number
+def check_not_negative(argument: str, value: float) -> None:
+    if value < 0:
+        bad_value(argument, "a number of at least 0", value)
 
 
-def check_eps(argument: str, value: object) -> float:
-    number = check_number(argument, value)
-    if number < 0:
-        bad_value(argument, "a number of at least 0", number)
-    return number
+def check_at_least(argument: str, value: int, minimum: int = 0) -> None:
+    if value < minimum:
+        bad_value(argument, f"an int >= {minimum}", value)
+
+
+def check_layout(argument: str, value: object) -> None:
+    """Raises TypeError for what is no strided tensor."""
+    if not isinstance(value, torch.Tensor):
+        bad_type(argument, "a torch.Tensor", type(value).__name__)
+    if value.layout != torch.strided or value.is_nested:
+        bad_type(argument, "a dense tensor", "a nested tensor" if value.is_nested else str(value.layout))
 
 
 def check_tensor(
@@ -48,15 +45,16 @@ def check_tensor(
 
     shape: an int must match, a str names a free dimension in the message, None is free.
     """
-    if not isinstance(value, torch.Tensor):
-        bad_type(argument, "a torch.Tensor", type(value).__name__)
+    check_layout(argument, value)
+    assert isinstance(value, torch.Tensor)
     if dtypes is not None and value.dtype not in dtypes:
         bad_type(argument, "dtype " + " or ".join(str(d).removeprefix("torch.") for d in dtypes), value.dtype)
     if shape is not None:
         fits = value.dim() == len(shape)
         if fits:
             for have, want in zip(value.shape, shape, strict=True):
-                if isinstance(want, int) and have != want:
+                # A size that a compiler keeps symbolic is compared when the program runs.
+                if isinstance(want, int) and isinstance(have, int) and have != want:
                     fits = False
                     break
         if not fits:

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from gdn.ops._checks import bad_type, bad_value, check_number, check_tensor
+from gdn.ops import _rows
+from gdn.ops._call import make
+from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._checks import dtype_name as _dtype_name
-from gdn.ops._memo import ALIGNMENT, Made, make
+from gdn.ops._memo import ALIGNMENT
+from gdn.ops._modes import address, has_memory, is_empty
 from gdn.runtime import log
 
 Tensor = torch.Tensor
@@ -59,7 +62,6 @@ def check_tokens(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
-    scale: float | None,
     cu_seqlens: Tensor | None,
     use_gate: bool,
     A_log: Tensor | None,
@@ -69,11 +71,11 @@ def check_tokens(
     out: Tensor | None,
 ) -> Sizes:
     """Checks everything but states and indices."""
-    check_tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES, last_contiguous=True)
+    check_tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES)
     batch, length, num_q_heads, k_dim = q.shape
     device, dtypes = q.device, (q.dtype,)
-    check_tensor("k", k, shape=(batch, length, "Hk", k_dim), dtypes=dtypes, device=device, last_contiguous=True)
-    check_tensor("v", v, shape=(batch, length, "HV", "V"), dtypes=dtypes, device=device, last_contiguous=True)
+    check_tensor("k", k, shape=(batch, length, "Hk", k_dim), dtypes=dtypes, device=device)
+    check_tensor("v", v, shape=(batch, length, "HV", "V"), dtypes=dtypes, device=device)
     num_k_heads, num_v_heads, v_dim = k.shape[2], v.shape[2], v.shape[3]
     if not (num_q_heads and num_k_heads and num_v_heads and k_dim and v_dim):
         bad_value("q, k, v", "at least one head and one element per head", f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
@@ -98,7 +100,6 @@ def check_tokens(
             check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
     if use_beta_sigmoid and beta is None:
         bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
-    check_scale(scale)
     check_null_slot(null_slot)
 
     num_sequences = batch
@@ -109,26 +110,24 @@ def check_tokens(
         num_sequences = cu_seqlens.shape[0] - 1
     if out is not None:
         check_tensor("out", out, shape=(batch, length, heads, v_dim), dtypes=dtypes, device=device, last_contiguous=True)
-        if batch > 1 and length > 1 and out.stride(0) != length * out.stride(1):
+        if batch > 1 and length > 1 and isinstance(length, int) and out.stride(0) != length * out.stride(1):
             bad_value("out", "batch rows that follow each other (stride(0) == T * stride(1))", f"strides {out.stride()}")
     return Sizes(batch, length, num_sequences, num_q_heads, num_k_heads, num_v_heads, k_dim, v_dim)
 
 
-def check_scale(scale: object) -> None:
-    if scale is not None:
-        check_number("scale", scale)
-
-
-def check_null_slot(null_slot: object) -> None:
-    if not isinstance(null_slot, int):
-        bad_type("null_slot", "an int", type(null_slot).__name__)
+def check_null_slot(null_slot: int) -> None:
     if null_slot < -1:
         bad_value("null_slot", "an int >= -1", null_slot)
 
 
+def is_less(size: int, least: int) -> bool:
+    """Whether a size is known to be too small. One that a compiler keeps symbolic is compared when the program runs."""
+    return isinstance(size, int) and isinstance(least, int) and size < least
+
+
 def check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
     check_tensor(name, offsets, shape=("N + 1",), dtypes=INDEX_DTYPES, device=device)
-    if offsets.shape[0] == 0:
+    if is_empty(offsets.shape[0]):
         bad_value(name, "at least one offset", "shape [0]")
 
 
@@ -136,7 +135,7 @@ def check_indices(name: str, indices: Tensor, num_sequences: int, device: torch.
     """[>= N], or [>= N, columns] where ranks allow it."""
     check_tensor(name, indices, dtypes=INDEX_DTYPES, device=device)
     wanted = " or ".join({1: "[>= N]", 2: "[>= N, columns >= 1]"}[rank] for rank in ranks)
-    if indices.dim() not in ranks or indices.shape[0] < num_sequences or 0 in indices.shape[1:]:
+    if indices.dim() not in ranks or is_less(indices.shape[0], num_sequences) or is_empty(*indices.shape[1:]):
         bad_value(name, f"shape {wanted} with N = {num_sequences}", f"shape {list(indices.shape)}")
 
 
@@ -145,7 +144,7 @@ def check_per_sequence(
 ) -> None:
     """[>= N]."""
     check_tensor(name, value, shape=(">= N",), dtypes=dtypes, device=device)
-    if value.shape[0] < num_sequences:
+    if is_less(value.shape[0], num_sequences):
         bad_value(name, f"shape [>= N] with N = {num_sequences}", f"shape {list(value.shape)}")
 
 
@@ -160,8 +159,7 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
     """States that are updated in place: nothing may be copied, so the strides must be those that kernels take."""
     if pool is None:
         bad_value(name, "the state pool, which indices refer to", "None")
-    if not isinstance(pool, Tensor):
-        bad_type(name, "a torch.Tensor", type(pool).__name__)
+    assert isinstance(pool, Tensor)
     _check_state_dtype(name, pool, q)
     shape = sizes.state_shape(state_v_first)
     check_tensor(name, pool, shape=(num_slots, *shape), device=q.device)
@@ -173,15 +171,15 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
         and (pool.stride(1) == inner or heads == 1)
     )
     slot_stride = pool.stride(0)
-    many = pool.shape[0] > 1
+    many = pool.shape[0] > 1 if isinstance(pool.shape[0], int) else True
     if not contiguous or (many and slot_stride < heads * inner):
         bad_value(name, "contiguous inner three dims and slots that do not overlap", f"strides {pool.stride()}")
     size = pool.element_size()
-    if (many and slot_stride * size % ALIGNMENT) or pool.data_ptr() % ALIGNMENT:
+    if (many and slot_stride * size % ALIGNMENT) or address(pool) % ALIGNMENT:
         bad_value(
             name,
             "a slot stride and an address that are multiples of 16 bytes",
-            f"a slot stride of {slot_stride * size} bytes at address {pool.data_ptr():#x}",
+            f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}",
         )
 
 
@@ -258,21 +256,20 @@ def pack(
     use_gate: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    made: list[Made],
 ) -> Packed:
-    """made: gets the constants that stand for what the caller left out, and parameters in float32."""
+    """With constants for what the caller left out, and parameters in float32."""
     device = q.device
     if use_gate:
         assert A_log is not None  # checked
-        A_log = make(made, _float32, A_log)
+        A_log = make(_float32, A_log)
         if dt_bias is None:
-            dt_bias = make(made, functools.partial(zeros, sizes.num_heads, device))
+            dt_bias = make(functools.partial(zeros, sizes.num_heads, device))
         else:
-            dt_bias = make(made, _float32, dt_bias)
+            dt_bias = make(_float32, dt_bias)
     else:
         A_log = dt_bias = None
     if cu_seqlens is None:
-        cu_seqlens = make(made, functools.partial(even_offsets, sizes.batch, sizes.length, device))
+        cu_seqlens = make(functools.partial(even_offsets, sizes.batch, sizes.length, device))
     return Packed(
         _packed_rows("q", q),
         _packed_rows("k", k),
@@ -290,7 +287,31 @@ def _float32(x: Tensor) -> Tensor:
 
 
 def as_int32(x: Tensor) -> Tensor:
-    return x.to(torch.int32)
+    """int32, saturated: what no int32 holds stays out of every range."""
+    return x if x.dtype == torch.int32 else x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+
+
+def contiguous_int32(x: Tensor) -> Tensor:
+    return as_int32(x).contiguous()
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Counts in an index dtype, saturated."""
+    return as_int32(x) if dtype == torch.int32 else x.to(dtype)
+
+
+def as_int64(x: Tensor) -> Tensor:
+    return x.to(torch.int64)
+
+
+def common_dtype(*indices: Tensor | None) -> torch.dtype:
+    """The dtype in which all of a call's slots are compared: int64 where one of them is."""
+    return torch.int64 if any(x is not None and x.dtype == torch.int64 for x in indices) else torch.int32
+
+
+def widened(indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Indices in the call's dtype, which is their own or wider."""
+    return indices if indices.dtype == dtype else make(as_int64, indices)
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -301,22 +322,23 @@ def _one_row(x: Tensor) -> Tensor:
 def _packed_rows(name: str, x: Tensor) -> Tensor:
     """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes."""
     packed = _one_row(x)
-    was_copied = packed.data_ptr() != x.data_ptr()
-    _, tokens, heads, _ = packed.shape
+    was_copied = address(packed) != address(x)
+    _, tokens, heads, dim = packed.shape
     access = _stride_access(packed)
-    is_aligned = packed.data_ptr() % ALIGNMENT == 0
+    is_aligned = address(packed) % ALIGNMENT == 0 and (dim == 1 or packed.stride(3) == 1)
     # Strides of dims with one entry are never used.
     is_aligned = is_aligned and (tokens == 1 or packed.stride(1) * packed.element_size() % access == 0)
     is_aligned = is_aligned and (heads == 1 or packed.stride(2) * packed.element_size() % access == 0)
     if is_aligned and not was_copied:
         return packed
-    log.once(
-        f"{name}: copied, because its address or strides are not multiples of 16 bytes or its batch rows are not evenly "
-        f"spaced (shape {list(x.shape)}, strides {x.stride()})",
-        logging.WARNING,
-        key=("copied", name),
-    )
-    return packed if is_aligned else packed.clone(memory_format=torch.contiguous_format)
+    if was_copied and is_aligned:
+        log.once(
+            f"{name}: copied, because its batch rows are not evenly spaced (shape {list(x.shape)}, strides {x.stride()})",
+            logging.WARNING,
+            key=("copied", name),
+        )
+        return packed
+    return _rows.copied(name, packed, "its last dimension is not contiguous, or address or strides are no multiples of 16 bytes")
 
 
 def _stride_access(x: Tensor) -> int:
@@ -324,15 +346,15 @@ def _stride_access(x: Tensor) -> int:
     return ALIGNMENT if x.shape[-1] * x.element_size() % ALIGNMENT == 0 else ALIGNMENT // 2
 
 
-def output(sizes: Sizes, v: Tensor, out: Tensor | None, made: list[Made]) -> tuple[Tensor, Tensor]:
-    """o [B, T, HS, V] for the caller, and the tensor [1, B * T, HS, V] that the kernel writes (o itself or a view, but where
-    out is not aligned: copy it back). made: gets o where it is new."""
+def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o [B, T, HS, V] for the caller, and the tensor [1, B * T, HS, V] that the kernel writes: o itself or a view, except where
+    `out` is not aligned, which `finish` copies back into."""
     shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
-    o = make(made, functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
+    o = make(functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
     written = o if sizes.batch == 1 else o.view(1, sizes.num_tokens, *shape[2:])
     size, access = written.element_size(), _stride_access(written)
     if out is not None and (
-        written.data_ptr() % ALIGNMENT or written.stride(1) * size % access or written.stride(2) * size % access
+        address(written) % ALIGNMENT or written.stride(1) * size % access or written.stride(2) * size % access
     ):
         written = torch.empty(written.shape, dtype=v.dtype, device=v.device)
     return o, written
@@ -340,7 +362,7 @@ def output(sizes: Sizes, v: Tensor, out: Tensor | None, made: list[Made]) -> tup
 
 def finish(o: Tensor, written: Tensor) -> Tensor:
     """Copies back where `output` had to take a tensor of its own."""
-    if written.data_ptr() != o.data_ptr():
+    if address(written) != address(o):
         o.copy_(written.view(o.shape))
     return o
 
@@ -348,7 +370,7 @@ def finish(o: Tensor, written: Tensor) -> Tensor:
 def aligned_state(state: Tensor) -> Tensor:
     """A state that is only read, contiguous and aligned."""
     state = state.contiguous()
-    return state.clone() if state.data_ptr() % ALIGNMENT else state
+    return state.clone() if address(state) % ALIGNMENT else state
 
 
 def pass_through(
@@ -395,8 +417,8 @@ _CACHED = {_build_offsets: _cached_offsets, _build_zeros: _cached_zeros}
 
 def _constant(build: Any, first: int, second: int, device: torch.device) -> Tensor:
     """A constant, kept between calls. During graph capture it is built as part of the graph: memory that belongs to a
-    graph, with contents that exist only once it is replayed, must not reach other calls."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    graph, with contents that exist only once it is replayed, must not reach other calls. Nor must a tensor without memory."""
+    if not has_memory() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return build(first, second, device)  # type: ignore[no-any-return]
     return _CACHED[build](first, second, device)
 

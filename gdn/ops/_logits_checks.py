@@ -4,28 +4,14 @@ import math
 
 import torch
 
-from gdn.ops._checks import bad_type, bad_value, check_tensor
+from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor
+from gdn.ops._modes import address
 
 FP8 = torch.float8_e4m3fn
 QUERY_DTYPES = (FP8, torch.bfloat16)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
-_INT32_MAX = 2**31 - 1
-
-
-def check_flag(argument: str, value: object) -> None:
-    if not isinstance(value, bool):
-        bad_type(argument, "a bool", type(value).__name__)
-
-
-def check_count(argument: str, value: object, minimum: int = 0) -> int:
-    """A python int of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        bad_type(argument, "an int", type(value).__name__)
-    if value < minimum:
-        bad_value(argument, f"an int >= {minimum}", value)
-    return value
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -38,13 +24,17 @@ def check_out(out: torch.Tensor | None, shape: list[int], dtype: torch.dtype, de
         bad_type("out_dtype", "torch.float32 or torch.bfloat16", dtype)
     if out is not None:
         check_tensor("out", out, shape=shape, dtypes=(dtype,), device=device, last_contiguous=True)
-        if shape[0] > 1 and shape[1] and out.stride(0) < shape[1]:
-            bad_value("out", f"rows that do not overlap (a row stride of at least {shape[1]})", f"row stride {out.stride(0)}")
+
+
+def check_skipping(skip_rows_up_to: int, clean_logits: bool) -> None:
+    check_at_least("skip_rows_up_to", skip_rows_up_to)
+    if skip_rows_up_to and clean_logits:
+        bad_value("skip_rows_up_to", "0 with clean_logits=True", skip_rows_up_to)
 
 
 def check_weights(weights: torch.Tensor | None, rows: int, heads: int, device: torch.device) -> None:
     if weights is not None:
-        check_tensor("weights", weights, shape=[rows, heads], dtypes=WEIGHT_DTYPES, device=device, last_contiguous=True)
+        check_tensor("weights", weights, shape=[rows, heads], dtypes=WEIGHT_DTYPES, device=device)
 
 
 def kernel_weights_dtype(weights: torch.Tensor | None) -> str | None:
@@ -56,19 +46,6 @@ def kernel_weights_dtype(weights: torch.Tensor | None) -> str | None:
 
 def kernel_weights(weights: torch.Tensor) -> torch.Tensor:
     return weights if weights.dtype == torch.bfloat16 else weights.float()
-
-
-def as_int32(values: torch.Tensor) -> torch.Tensor:
-    """int32, saturated, contiguous; the tensor itself where it is that already."""
-    if values.dtype != torch.int32:
-        values = values.clamp(-_INT32_MAX, _INT32_MAX).to(torch.int32)
-    return values.contiguous()
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous and 16-byte aligned: the tensor itself where it is, else a copy."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None) -> tuple[int, int]:
@@ -102,8 +79,8 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
                 f"a page stride of at least {expected * cache.element_size()} bytes that is a multiple of 16 bytes",
                 f"{stride_bytes} bytes",
             )
-    if cache.data_ptr() % 16:
-        bad_value("cache", "a 16-byte aligned base address", hex(cache.data_ptr()))
+    if address(cache) % 16:
+        bad_value("cache", "a 16-byte aligned base address", hex(address(cache)))
     return page_size, kv_heads
 
 
@@ -112,8 +89,3 @@ def flat_pages(cache: torch.Tensor) -> torch.Tensor:
     elements = math.prod(cache.shape[1:])
     stride = cache.stride(0) if cache.shape[0] > 1 else elements
     return cache.as_strided((cache.shape[0], elements), (stride, 1))
-
-
-def reading_allowed(device: torch.device) -> bool:
-    """Whether device values may be read back to the host now (not while a CUDA graph is being captured)."""
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

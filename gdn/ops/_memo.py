@@ -8,6 +8,7 @@ The plan serves later calls that agree in
     every argument that is no tensor               the flags, part of the key; with its type where equal is not the same (1, 1.0)
     type, dtype, device, shape, strides of tensors  the guard
     alignment of addresses                          of the tensors that kernels read by 16 bytes
+    which tensors share memory                      none that is written, decided once for a set of addresses
     the switches, and that nobody is explaining     so that GDN_VALIDATE, reload and explain do what they say
 
 so everything that the checks and the choice look at is the same, and what raised before finds no plan and raises again.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from gdn.ops._overlap import shares_element, span_bytes
 from gdn.runtime import env, is_explaining
 
 Tensor = torch.Tensor
@@ -31,6 +33,7 @@ Guard = Callable[..., bool]
 ALIGNMENT = 16  # bytes
 _LIMIT = 2048  # keys kept: decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
+_ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers to have found good
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags that are what they equal
 
 # torch's compiler checks its own assumptions with these, in C++. They are private: without them Python does the same.
@@ -40,19 +43,12 @@ _view: Callable[..., Tensor] = getattr(
 )
 
 
-def make(made: list[Made], maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """maker(*sources), noted for `Memo.learn` where it is a new tensor. sources: arguments of the call."""
-    tensor = maker(*sources)
-    if all(tensor is not source for source in sources):
-        made.append((tensor, maker, sources))
-    return tensor
-
-
 class Plan:
     """How the launch of a kernel follows from a call's tensors."""
 
     __slots__ = (
-        "_absent", "_aligned", "_arguments", "_constants", "_given", "_guard", "_launch", "_makers", "_results", "_views",
+        "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_launch", "_makers",
+        "_pairs", "_results", "_spans", "_views", "_watched",
     )  # fmt: skip
 
     def __init__(
@@ -65,14 +61,23 @@ class Plan:
         arguments: Sequence[int],
         results: Sequence[int],
         aligned: Sequence[int],
+        written: Sequence[int],
     ) -> None:
         """arguments, results: places in [*tensors, *made, *constants, *views]; makers: with the places that each makes its
-        tensor from; views: of a place, with size and strides; aligned: places of tensors."""
+        tensor from; views: of a place, with size and strides; aligned, written: places of tensors."""
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
         self._given = _tuple_of(given)
         self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
-        self._aligned = _tuple_of(aligned)
+        # Where nothing is written but new tensors, only addresses that must be aligned matter.
+        watched = given if written else sorted(aligned)
+        self._watched = _tuple_of(watched)
+        self._aligned = [watched.index(place) for place in aligned]
+        self._spans = [span_bytes(tensor) for place in watched if (tensor := tensors[place]) is not None]
+        ours = [watched.index(place) for place in written]
+        self._pairs = [(a, b) for a in ours for b in range(len(watched)) if b != a and not (b in ours and b < a)]
+        self._good: dict[tuple[int, ...], None] = {}
+        self._disjoint: dict[tuple[int, int, int], bool] = {}  # a pair's places and the difference of addresses -> apart
         self._launch = launch
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
@@ -84,10 +89,29 @@ class Plan:
                 return False
         if not self._guard(*self._given(tensors)):
             return False
-        address = 0
-        for tensor in self._aligned(tensors):
-            address |= tensor.data_ptr()
-        return address % ALIGNMENT == 0
+        watched = self._watched(tensors)
+        addresses = tuple(map(_address, watched))
+        return addresses in self._good or self._admit(watched, addresses)
+
+    def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
+        """Whether addresses are aligned, and what is written shares no element with another tensor."""
+        if any(addresses[place] % ALIGNMENT for place in self._aligned):
+            return False
+        for a, b in self._pairs:
+            first, second = addresses[a], addresses[b]
+            if first + self._spans[a] <= second or second + self._spans[b] <= first:
+                continue
+            key = (a, b, second - first)
+            apart = self._disjoint.get(key)
+            if apart is None:
+                apart = self._disjoint[key] = not shares_element(watched[a], watched[b], first, second)
+            if not apart:
+                return False
+        if len(self._good) >= _ADDRESSES_PER_PLAN:
+            self._good.clear()
+            self._disjoint.clear()
+        self._good[addresses] = None
+        return True
 
     def run(self, tensors: tuple[Any, ...]) -> Any:
         """Launches, and returns what the call returns."""
@@ -136,12 +160,13 @@ class Memo:
         results: Sequence[Tensor | None],
         made: Sequence[Made] = (),
         aligned: Sequence[Tensor | None] = (),
+        written: Sequence[Tensor | None] = (),
     ) -> None:
         """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
-        aligned: tensors whose addresses were found to be multiples of 16 bytes."""
+        aligned: tensors whose addresses were found to be multiples of 16 bytes. written: tensors that the launch writes."""
         if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
             return
-        plan = _plan(tensors, launch, arguments, results, made, aligned)
+        plan = _plan(tensors, launch, arguments, results, made, aligned, written)
         if plan is None:
             return
         key = _key(tensors, flags)
@@ -155,6 +180,9 @@ class Memo:
             self._plans[key] = (plan, *others)[:_PLANS_PER_KEY]
 
 
+_address = Tensor.data_ptr  # a method of C, so that map() calls it without a Python frame
+
+
 def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     """What takes these places of a sequence: itemgetter, which gives no tuple for fewer than two."""
     if len(places) > 1:
@@ -163,7 +191,8 @@ def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
-    return getattr(tensors[0], "shape", None), getattr(tensors[1], "shape", None), flags
+    second = tensors[1] if len(tensors) > 1 else None
+    return getattr(tensors[0], "shape", None), getattr(second, "shape", None), flags
 
 
 def _plan(
@@ -173,6 +202,7 @@ def _plan(
     results: Sequence[Tensor | None],
     made: Sequence[Made],
     aligned: Sequence[Tensor | None],
+    written: Sequence[Tensor | None],
 ) -> Plan | None:
     """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
     sources = [*tensors, *[tensor for tensor, _, _ in made]]
@@ -201,6 +231,7 @@ def _plan(
     starts = (0, len(sources), len(sources) + len(constants))
     places = [starts[kind] + place for kind, place in kinds]
     must_align = {id(tensor) for tensor in aligned if tensor is not None}
+    is_written = {id(tensor) for tensor in written if tensor is not None}
     return Plan(
         tensors,
         launch,
@@ -210,6 +241,7 @@ def _plan(
         places[: len(arguments)],
         places[len(arguments) :],
         [place for place, tensor in enumerate(tensors) if id(tensor) in must_align],
+        [place for place, tensor in enumerate(tensors) if id(tensor) in is_written],
     )
 
 

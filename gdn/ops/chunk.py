@@ -1,21 +1,35 @@
 """Public operator: the gated delta rule over whole prompts, in chunks of 64 tokens."""
 
-import functools
+from typing import Any
 
 import torch
 
-from gdn.ops import _delta_rule, _library
+from gdn.ops import _delta_rule
+from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._checks import bad_value, check_tensor
-from gdn.ops._memo import Made, Memo, make
+from gdn.ops._modes import is_empty
 from gdn.problems import ChunkProblem
 from gdn.reference import delta_rule as reference
-from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
 
-_memo = Memo()
+
+def _is_pooled(arguments: dict[str, Any]) -> bool:
+    return arguments["state_indices"] is not None
 
 
+def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    state = "initial_state" if _is_pooled(arguments) else NEW
+    return ("out" if arguments["out"] is not None else NEW), (state if arguments["output_final_state"] else None)
+
+
+@operator(
+    reference=reference.chunk_gated_delta_rule,
+    writes={"out": always, "initial_state": _is_pooled},
+    returns=_returns,
+    memo=True,
+    varies=("q", "cu_seqlens"),
+)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -86,40 +100,15 @@ def chunk_gated_delta_rule(
 
     Raises TypeError or ValueError, naming the argument, before anything is launched or written.
     """
-    if torch.compiler.is_compiling():
-        _refuse_head_first(head_first)
-        is_pool = state_indices is not None
-        o, new_state = _library.chunk(
-            q, k, v, g, beta, scale, None if is_pool else initial_state, initial_state if is_pool else None,
-            output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, use_gate_in_kernel, A_log, dt_bias,
-            use_beta_sigmoid_in_kernel, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
-            checkpoint_slots, null_slot, out, backend,
-        )  # fmt: skip
-        returned = initial_state if is_pool else new_state
-        return (o if out is None else out), (returned if output_final_state else None)
-
-    tensors = (
-        q, cu_seqlens, k, v, g, beta, initial_state, state_indices, has_initial_state, A_log, dt_bias, final_state_indices,
-        checkpoint_offsets, checkpoint_slots, out,
-    )  # fmt: skip
-    flags = (
-        scale, type(scale), output_final_state, use_qk_l2norm_in_kernel, head_first, state_v_first, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, null_slot, type(null_slot), backend,
-    )  # fmt: skip
-    repeated: tuple[Tensor, Tensor | None] | None = _memo.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-
-    switches = env.current()
     _refuse_head_first(head_first)
     sizes = _delta_rule.check_tokens(
-        q, k, v, g, beta, scale, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
+        q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
     )
     _check_states(
         sizes, q, initial_state, state_v_first, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
         checkpoint_slots,
     )  # fmt: skip
-    if switches.validate:
+    if reads_values(q.device):
         _validate(
             sizes, initial_state, cu_seqlens, state_indices, final_state_indices, checkpoint_offsets, checkpoint_slots, null_slot
         )
@@ -127,10 +116,9 @@ def chunk_gated_delta_rule(
         has_initial_state = None  # every state starts from zero already
 
     is_pooled = state_indices is not None
+    index_dtype = _delta_rule.common_dtype(state_indices, final_state_indices, checkpoint_slots)
     problem = ChunkProblem(
-        **_delta_rule.static_fields(
-            sizes, q, g, beta, initial_state, cu_seqlens, None if state_indices is None else state_indices.dtype
-        ),
+        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype if is_pooled else None),
         state_v_first=state_v_first,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         use_gate=use_gate_in_kernel,
@@ -142,53 +130,45 @@ def chunk_gated_delta_rule(
     )
     prepared = prepare(problem, q.device, backend)
     if prepared.launch is None:
-        return reference.chunk_gated_delta_rule(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, state_indices=state_indices,
-            has_initial_state=has_initial_state, final_state_indices=final_state_indices,
-            checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots, null_slot=null_slot, out=out,
-        )  # fmt: skip
+        run_reference()
 
     device = q.device
-    made: list[Made] = []
     final_state: Tensor | None = None
     if is_pooled:
         final_state = initial_state
     elif output_final_state:
         shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-        final_state = make(made, functools.partial(torch.empty, shape, dtype=torch.float32, device=device))
+        final_state = new(torch.float64 if q.dtype == torch.float64 else torch.float32, device, *shape)
     returned = final_state if output_final_state else None
-    o, written = _delta_rule.output(sizes, v, out, made)
-    if sizes.num_tokens == 0 or sizes.num_sequences == 0:
+    o, written = _delta_rule.output(sizes, v, out)
+    if is_empty(sizes.num_tokens, sizes.num_sequences):
         o.zero_()
         if not is_pooled:
             _delta_rule.pass_through(initial_state, has_initial_state, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, made)
+    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
     if state_indices is not None:
+        state_indices = _delta_rule.widened(state_indices, index_dtype)
         if final_state_indices is not None:
-            final_state_indices = final_state_indices.to(state_indices.dtype)
+            final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
         if checkpoint_offsets is not None and checkpoint_slots is not None:
-            checkpoint_offsets = checkpoint_offsets.to(torch.int32).contiguous()
-            checkpoint_slots = checkpoint_slots.to(state_indices.dtype).contiguous()
+            checkpoint_offsets = make(_delta_rule.as_int32, checkpoint_offsets).contiguous()
+            checkpoint_slots = _delta_rule.widened(checkpoint_slots, index_dtype).contiguous()
     elif initial_state is not None:
         initial_state = _delta_rule.aligned_state(initial_state)
     workspace: Tensor | None = None
     if prepared.workspace_bytes:
-        workspace = make(made, functools.partial(torch.empty, prepared.workspace_bytes, dtype=torch.uint8, device=device))
+        workspace = new(torch.uint8, device, prepared.workspace_bytes)
     arguments = (
         tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, state_indices,
         None if has_initial_state is None else has_initial_state.contiguous(), final_state, final_state_indices,
         tokens.cu_seqlens, checkpoint_offsets, checkpoint_slots, written, workspace,
-        sizes.k_dim**-0.5 if scale is None else float(scale), null_slot,
+        sizes.k_dim**-0.5 if scale is None else scale, null_slot,
     )  # fmt: skip
-    prepared.launch(*arguments)
+    launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
-    aligned = (q, k, v, initial_state, out)
-    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (o, returned), made, aligned)
     return o, returned
 
 

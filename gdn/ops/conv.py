@@ -4,27 +4,33 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _library, _rows
+from gdn.ops import _rows
+from gdn.ops._call import always, operator, prepare, reads_values, run_reference
 from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    as_int32,
     check_indices,
     check_null_slot,
     check_offsets,
     check_per_sequence,
+    common_dtype,
     even_offsets,
+    in_dtype,
+    is_less,
     validate_accepted,
     validate_offsets,
     validate_slots,
 )
+from gdn.ops._modes import address, is_empty
 from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
 from gdn.reference import conv as reference
-from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
 
 
+@operator(reference=reference.causal_conv1d_fn, writes={"out": always, "conv_states": always}, in_place={"out": "x"})
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -62,12 +68,6 @@ def causal_conv1d_fn(
 
     Returns y [tokens, dim] in the dtype of x. Raises TypeError or ValueError, naming the argument, before anything is written.
     """
-    if torch.compiler.is_compiling():
-        y = _library.conv_fn(
-            x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, checkpoint_offsets,
-            checkpoint_slots, null_slot, out, backend,
-        )  # fmt: skip
-        return y if out is None else out
     check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
     _check_filter(x.shape[1], x.device, weight, bias, activation)
     check_null_slot(null_slot)
@@ -78,7 +78,7 @@ def causal_conv1d_fn(
         count = query_start_loc.shape[0] - 1
     if conv_states is not None:
         _check_slots("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
-        if cache_indices is None and conv_states.shape[0] < count:
+        if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
         check_indices("cache_indices", cache_indices, count, device, ranks=(1,))
@@ -94,44 +94,43 @@ def causal_conv1d_fn(
         check_tensor("checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=INDEX_DTYPES, device=device)
     if out is not None:
         check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
-    if env.current().validate:
+    if reads_values(device):
         if query_start_loc is not None:
             validate_offsets("query_start_loc", query_start_loc, x.shape[0])
         for name, slots in {"cache_indices": cache_indices, "checkpoint_slots": checkpoint_slots}.items():
             if slots is not None and conv_states is not None:
                 validate_slots(name, slots, count, conv_states.shape[0], null_slot)
 
+    slot_dtype = common_dtype(cache_indices, checkpoint_slots)
     problem = Conv1dProblem(
-        **_static_fields(x, weight, bias, activation, conv_states, cache_indices),
+        **_static_fields(x, weight, bias, activation, conv_states, None if cache_indices is None else slot_dtype),
         cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
         has_mask=has_initial_state is not None and conv_states is not None,
-        checkpoint_dtype=None if checkpoint_slots is None else dtype_name(checkpoint_slots.dtype),
+        checkpoint_dtype=None if checkpoint_slots is None else dtype_name(slot_dtype),
         num_tokens=x.shape[0],
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.causal_conv1d_fn(
-            x, weight, bias, conv_states=conv_states, query_start_loc=query_start_loc, cache_indices=cache_indices,
-            has_initial_state=has_initial_state, activation=activation, checkpoint_offsets=checkpoint_offsets,
-            checkpoint_slots=checkpoint_slots, null_slot=null_slot, out=out,
-        )  # fmt: skip
+        run_reference()
 
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
-    if x.numel() == 0 or count == 0:
+    if is_empty(*x.shape, count):
         return y.zero_()
-    written = _rows.target(y)
+    # A block reads the rows before its own, which another block may have written by then.
+    written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else _rows.target(y)
     prepared.launch(
         _rows.aligned("x", x), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_states,
-        even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(), cache_indices,
+        even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
+        None if cache_indices is None else cache_indices.to(slot_dtype),
         has_initial_state.contiguous().view(torch.uint8) if problem.has_mask and has_initial_state is not None else None,
-        checkpoint_offsets if checkpoint_slots is None or checkpoint_offsets is None
-        else checkpoint_offsets.to(checkpoint_slots.dtype),
-        checkpoint_slots, written, null_slot,
+        None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
+        None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype), written, null_slot,
     )  # fmt: skip
     return y if written is y else y.copy_(written)
 
 
+@operator(reference=reference.causal_conv1d_update, writes={"out": always, "conv_state": always}, in_place={"out": "x"})
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -166,12 +165,6 @@ def causal_conv1d_update(
 
     Returns y like x. Raises TypeError or ValueError, naming the argument, before anything is written.
     """
-    if torch.compiler.is_compiling():
-        y = _library.conv_update(
-            x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, parent_token,
-            null_slot, out, backend,
-        )  # fmt: skip
-        return y if out is None else out
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
         wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
@@ -190,7 +183,7 @@ def causal_conv1d_update(
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
     _check_slots("conv_state", conv_state, dim, window + num_spec, device)
-    if conv_state_indices is None and conv_state.shape[0] < count:
+    if conv_state_indices is None and is_less(conv_state.shape[0], count):
         bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
     if num_accepted_tokens is not None:
         check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
@@ -200,7 +193,7 @@ def causal_conv1d_update(
             bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
     if out is not None:
         check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
-    if env.current().validate:
+    if reads_values(device):
         if query_start_loc is not None:
             validate_offsets("query_start_loc", query_start_loc, num_tokens)
         if conv_state_indices is not None:
@@ -209,7 +202,9 @@ def causal_conv1d_update(
                 validate_accepted(num_accepted_tokens, query_start_loc, count, conv_state_indices.shape[1])
 
     problem = Conv1dUpdateProblem(
-        **_static_fields(x, weight, bias, activation, conv_state, conv_state_indices),
+        **_static_fields(
+            x, weight, bias, activation, conv_state, None if conv_state_indices is None else conv_state_indices.dtype
+        ),
         cu_seqlens_dtype=dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None,
         has_columns=conv_state_indices is not None and conv_state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
@@ -219,22 +214,20 @@ def causal_conv1d_update(
     )
     prepared = prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.causal_conv1d_update(
-            x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices,
-            num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc, parent_token=parent_token,
-            null_slot=null_slot, out=out,
-        )  # fmt: skip
+        run_reference()
 
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
-    if x.numel() == 0 or count == 0:
+    if is_empty(*x.shape, count):
         return y.zero_()
     rows, offsets = x, None if query_start_loc is None else query_start_loc.contiguous()
     if x.dim() == 3:  # rows of neighbouring channels; a copy where the tokens are the neighbours in memory
         rows, offsets = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
-    written = _rows.target(y) if x.dim() == 2 else torch.empty(rows.shape, dtype=x.dtype, device=device)
+    # In place, a row is read before it is written, but for the ancestors of a tree's nodes, which are read again.
+    is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
+    written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else _rows.target(y)
     prepared.launch(
         _rows.aligned("x", rows), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_state,
-        conv_state_indices, None if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32), offsets,
+        conv_state_indices, None if num_accepted_tokens is None else as_int32(num_accepted_tokens), offsets,
         None if parent_token is None else parent_token.contiguous(), written, null_slot,
     )  # fmt: skip
     if x.dim() == 3:
@@ -243,7 +236,12 @@ def causal_conv1d_update(
 
 
 def _static_fields(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor | None, indices: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    states: Tensor | None,
+    index_dtype: torch.dtype | None,
 ) -> dict[str, Any]:
     """The fields of ConvolutionProblem that follow from tensors."""
     return {
@@ -256,13 +254,13 @@ def _static_fields(
         "state_dtype": None if states is None else dtype_name(states.dtype),
         # Seen as [slots, columns, dim], rows that start at multiples of 16 bytes.
         "state_channels_contiguous": states is not None and _rows.is_aligned(states.mT),
-        "index_dtype": None if indices is None else dtype_name(indices.dtype),
+        "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
     }
 
 
 def _check_filter(dim: int, device: torch.device, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     check_tensor("weight", weight, shape=(dim, "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
-    if weight.shape[1] < 2:
+    if is_less(weight.shape[1], 2):
         bad_value("weight", f"shape [{dim}, w >= 2]", f"shape {list(weight.shape)}")
     if bias is not None:
         check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
@@ -272,5 +270,5 @@ def _check_filter(dim: int, device: torch.device, weight: Tensor, bias: Tensor |
 
 def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:
     check_tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
-    if slots.shape[2] < columns:
+    if is_less(slots.shape[2], columns):
         bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(slots.shape)}")

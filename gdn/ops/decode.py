@@ -1,22 +1,24 @@
 """Public operator: one whole decode step of a GDN layer between its projections."""
 
-import functools
-
 import torch
 
-from gdn.ops import _delta_rule, _library, _rows
-from gdn.ops._checks import bad_type, bad_value, check_eps, check_tensor, dtype_name
-from gdn.ops._memo import Made, Memo, make
+from gdn.ops import _delta_rule, _rows
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops._checks import bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
+from gdn.ops._modes import is_empty
 from gdn.ops.norm import check_gate_activation
 from gdn.problems import GdnDecodeProblem
 from gdn.reference import steps as reference
-from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
 
-_memo = Memo()
 
-
+@operator(
+    reference=reference.fused_gdn_decode,
+    writes={"out": always, "conv_state": always, "ssm_state": always},
+    memo=True,
+    varies=("mixed_qkv", "query_start_loc"),
+)
 def fused_gdn_decode(
     mixed_qkv: Tensor,
     z: Tensor | None,
@@ -76,26 +78,6 @@ def fused_gdn_decode(
     Returns [tokens, HV * V] in the dtype of mixed_qkv. Raises TypeError or ValueError, naming the argument, before anything
     is written.
     """
-    if torch.compiler.is_compiling():
-        o = _library.decode(
-            mixed_qkv, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices, conv_bias,
-            query_start_loc, num_accepted_tokens, num_k_heads, head_k_dim, head_v_dim, scale, eps, activation,
-            gate_activation, projection_layout, rounding_seed, state_v_first, null_slot, out, backend,
-        )  # fmt: skip
-        return o if out is None else out
-    tensors = (
-        mixed_qkv, query_start_loc, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices,
-        conv_bias, num_accepted_tokens, rounding_seed, out,
-    )  # fmt: skip
-    flags = (
-        num_k_heads, type(num_k_heads), head_k_dim, type(head_k_dim), head_v_dim, type(head_v_dim), scale, type(scale), eps,
-        type(eps), activation, gate_activation, projection_layout, state_v_first, null_slot, type(null_slot), backend,
-    )  # fmt: skip
-    repeated: Tensor | None = _memo.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-
-    switches = env.current()
     heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
     floats = _delta_rule.FLOAT_DTYPES
@@ -110,8 +92,7 @@ def fused_gdn_decode(
     if activation not in (None, "silu", "swish"):
         bad_value("activation", "'silu', 'swish' or None", repr(activation))
     check_gate_activation("gate_activation", gate_activation)
-    _delta_rule.check_scale(scale)
-    check_eps("eps", eps)
+    check_not_negative("eps", eps)
     _delta_rule.check_null_slot(null_slot)
 
     count = length
@@ -134,7 +115,7 @@ def fused_gdn_decode(
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if out is not None:
         check_tensor("out", out, shape=(length, heads * head_v_dim), dtypes=(mixed_qkv.dtype,), device=device)
-    if switches.validate:
+    if reads_values(device):
         if query_start_loc is not None:
             _delta_rule.validate_offsets("query_start_loc", query_start_loc, length)
         num_slots = min(ssm_state.shape[0], conv_state.shape[0])
@@ -175,35 +156,26 @@ def fused_gdn_decode(
     )
     prepared = prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.fused_gdn_decode(
-            mixed_qkv, z, b, a, conv_state, conv_weight, A_log, dt_bias, norm_weight, ssm_state, state_indices,
-            conv_bias=conv_bias, query_start_loc=query_start_loc, num_accepted_tokens=num_accepted_tokens,
-            num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, scale=scale, eps=eps,
-            activation=activation, gate_activation=gate_activation, projection_layout=projection_layout,
-            rounding_seed=rounding_seed, state_v_first=state_v_first, null_slot=null_slot, out=out,
-        )  # fmt: skip
+        run_reference()
 
-    made: list[Made] = []
     shape = (length, heads * head_v_dim)
-    o = make(made, functools.partial(torch.empty, shape, dtype=mixed_qkv.dtype, device=device)) if out is None else out
-    if length == 0 or count == 0:
+    o = new(mixed_qkv.dtype, device, *shape) if out is None else out
+    if is_empty(length, count):
         return o.zero_()
     written = o if o.stride(1) == 1 or shape[1] == 1 else torch.empty(shape, dtype=o.dtype, device=device)
+    if z is not None:
+        z = _rows.contiguous_last("z", z)
     arguments = (
         _rows.aligned("mixed_qkv", mixed_qkv), z, b, a, conv_state, _rows.constant(conv_weight),
         None if conv_bias is None else _rows.constant(conv_bias), A_log, dt_bias, norm_weight, ssm_state, state_indices,
-        None if num_accepted_tokens is None else make(made, _delta_rule.as_int32, num_accepted_tokens),
+        None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
         None if query_start_loc is None else query_start_loc.contiguous(),
         rounding_seed if problem.has_rounding else None, written.view(length, heads, head_v_dim),
-        head_k_dim**-0.5 if scale is None else float(scale), float(eps), null_slot,
+        head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
     )  # fmt: skip
-    prepared.launch(*arguments)
-    if written is not o:
-        return o.copy_(written)
     windows = conv_state if problem.conv_channels_contiguous else None
-    aligned = (mixed_qkv, conv_weight, conv_bias, windows, ssm_state)
-    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (o,), made, aligned)
-    return o
+    launch(prepared, arguments, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
+    return o if written is o else o.copy_(written)
 
 
 def _check_projections(
@@ -219,10 +191,7 @@ def _check_projections(
 ) -> int:
     """The number of value heads."""
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
-        if not isinstance(value, int):
-            bad_type(name, "an int", type(value).__name__)
-        if value < 1:
-            bad_value(name, "an int >= 1", value)
+        check_at_least(name, value, 1)
     if projection_layout not in ("flat", "interleaved"):
         bad_value("projection_layout", "'flat' or 'interleaved'", repr(projection_layout))
     check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
@@ -233,10 +202,10 @@ def _check_projections(
         bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
     is_flat = projection_layout == "flat"
     width = 2 * num_k_heads * head_k_dim + (1 if is_flat else 2) * heads * head_v_dim
-    check_tensor("mixed_qkv", mixed_qkv, shape=("tokens", width), last_contiguous=True)
+    check_tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
     length = mixed_qkv.shape[0]
     if is_flat:
-        check_tensor("z", z, shape=(length, heads, head_v_dim), dtypes=dtypes, device=device, last_contiguous=True)
+        check_tensor("z", z, shape=(length, heads, head_v_dim), dtypes=dtypes, device=device)
         check_tensor("a", a, shape=(length, heads), dtypes=dtypes, device=device)
         check_tensor("b", b, shape=(length, heads), dtypes=dtypes, device=device)
         return heads

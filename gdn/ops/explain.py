@@ -1,12 +1,12 @@
 """`gdn.explain(op, ...)`: what a call would run, and why, without running it."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import gdn
 from gdn.problems import Problem
-from gdn.runtime import Choice, Explained, explaining, registry
+from gdn.runtime import Choice, explaining, registry
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,21 @@ class Explanation:
     """The choice that a call would make."""
 
     function: str  # the public function
-    op: str  # the operator whose kernel it is; for a composed function, the first that would run
-    backend: str  # tilelang | cute | reference
-    config: Any  # the kernel's tiles; None for the reference
+    op: str  # the operator whose kernel it is; of an operator that is made of others, its own name
+    backend: str  # tilelang | cute | reference; of one that is made of others, that of the first part
+    config: Any  # the kernel's tiles; None for the reference and for an operator that is made of others
     config_source: str  # where they came from: argument | table | default; none for the reference
     decided_by: str  # what decided the backend: the argument, NAME=value of a switch, the tuned table, ...
     switches: tuple[str, ...]  # every switch that had a say, strongest first
     refusals: tuple[tuple[str, str], ...]  # (backend, reason) of each backend that was asked and refused
     notes: tuple[str, ...]  # conflicts between switches, preferences that were not met, the table entry
     problem: Problem | None  # None where no kernel exists for the operator
+    parts: "tuple[Explanation, ...]" = ()  # of an operator that is made of others, what these run, in order
 
     def __str__(self) -> str:
+        if self.parts:
+            lines = [f"{self.function}: {', then '.join(part.op for part in self.parts)}"]
+            return "\n".join(lines + [f"  {line}" for part in self.parts for line in str(part).splitlines()])
         through = "" if self.function in registry.operator(self.op).functions else f" through {self.op}"
         lines = [f"{self.function}{through}: {self.backend}, decided by {self.decided_by}"]
         if self.config is not None:
@@ -41,17 +45,22 @@ class Explanation:
 def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """What `op(*args, **kwargs)` would run: the backend, the tiles and where they came from, who refused and why.
 
-    op: a public function of gdn, its name, or the operator's short name ("chunk"). Arguments are the function's own and
-    are validated as by a call: what a call would refuse raises the same error here. Nothing is launched or written, and
-    nothing is compiled.
+    op: a public function of gdn, its name, or the operator's short name ("chunk"). Arguments are the function's own and their
+    types, shapes and memory are checked as by a call, which raises the same errors; values in tensors are not read. Nothing is
+    launched, written or compiled.
     """
     name, function = _resolve(op)
-    try:
-        with explaining():
-            function(*args, **kwargs)
-    except Explained as answer:
-        return _explanation(name, answer.choice, answer.problem)
-    raise RuntimeError(f"{name} ran without asking the runtime what to run")
+    with explaining() as asked:
+        function(*args, **kwargs)
+    answers = list(dict.fromkeys(asked.answers))
+    if not answers:
+        raise RuntimeError(f"{name} ran without asking the runtime what to run")
+    operator = registry.operator(name)
+    if not operator.composed_of:
+        return _explanation(name, *answers[-1])
+    parts = tuple(_explanation(registry.operator(choice.op).functions[0], choice, problem) for choice, problem in answers)
+    first = parts[0]
+    return Explanation(name, operator.name, first.backend, None, "none", first.decided_by, first.switches, (), (), None, parts)
 
 
 def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
@@ -60,7 +69,7 @@ def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
     operator = registry.operator(name)
     if name not in operator.functions:
         name = operator.functions[0]
-    return name, getattr(gdn, name)
+    return name, getattr(importlib.import_module("gdn"), name)  # by name: the package imports this module
 
 
 def _explanation(function: str, choice: Choice, problem: Problem | None) -> Explanation:

@@ -2,16 +2,17 @@
 
 import torch
 
-from gdn.ops import _library
+from gdn.ops._call import NEW, operator, prepare, run_reference
 from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.ops._modes import is_empty
 from gdn.problems import GatingProblem
 from gdn.reference import steps as reference
-from gdn.runtime import prepare
 
 Tensor = torch.Tensor
 
 
+@operator(reference=reference.fused_gdn_gating, returns=lambda _: (NEW, NEW))
 def fused_gdn_gating(
     A_log: Tensor,
     a: Tensor,
@@ -30,15 +31,13 @@ def fused_gdn_gating(
     Returns (g, beta_output), float32, contiguous, of the shape of a and b. (float64 where a is float64.)
     backend: as in chunk_gated_delta_rule. Raises TypeError or ValueError, naming the argument.
     """
-    if torch.compiler.is_compiling():
-        return _library.gating(A_log, a, b, dt_bias, beta, threshold, backend)  # type: ignore[no-any-return]
     check_tensor("a", a, dtypes=FLOAT_DTYPES)
     if a.dim() == 0:
         bad_value("a", "shape [..., HV]", "shape []")
     check_tensor("b", b, shape=a.shape, dtypes=FLOAT_DTYPES, device=a.device)
     check_tensor("A_log", A_log, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
     check_tensor("dt_bias", dt_bias, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
-    if not beta > 0:
+    if beta <= 0:
         bad_value("beta", "a number > 0", beta)
     heads = a.shape[-1]
     problem = GatingProblem(
@@ -51,13 +50,15 @@ def fused_gdn_gating(
     )
     prepared = prepare(problem, a.device, backend)
     if prepared.launch is None:
-        g, beta_output = reference.fused_gdn_gating(A_log, a, b, dt_bias, beta, threshold)
-        return g.contiguous(), beta_output.contiguous()
-    g = torch.empty(a.shape, dtype=torch.float32, device=a.device)
-    beta_output = torch.empty(a.shape, dtype=torch.float32, device=a.device)
-    if a.numel():
+        run_reference()
+    g, beta_output = (torch.empty(x.shape, dtype=_result_dtype(x), device=a.device) for x in (a, b))
+    if not is_empty(*a.shape):
         prepared.launch(
             A_log, a.reshape(-1, heads), b.reshape(-1, heads), dt_bias, g.view(-1, heads), beta_output.view(-1, heads),
-            float(beta), float(threshold),
+            beta, threshold,
         )  # fmt: skip
     return g, beta_output
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -3,23 +3,16 @@
 Formulas: gdn/reference/indexer.py.
 """
 
-import functools
+from typing import Any
 
 import torch
 
-from gdn import reference, runtime
-from gdn.ops import _library_qsa, _rows
-from gdn.ops._checks import bad_type, bad_value, check_eps, check_tensor, dtype_name
-from gdn.ops._logits_checks import (
-    FP8,
-    INDEX_DTYPES,
-    check_cache,
-    check_count,
-    check_flag,
-    flat_pages,
-    reading_allowed,
-)
-from gdn.ops._memo import Made, Memo, make
+from gdn import reference
+from gdn.ops import _rows
+from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
+from gdn.ops._checks import bad_type, bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
+from gdn.ops._logits_checks import FP8, INDEX_DTYPES, WEIGHT_DTYPES, check_cache, flat_pages
+from gdn.ops._modes import is_empty, last_value
 from gdn.problems import (
     CompressIndexerKeysProblem,
     GatherIndexerCacheProblem,
@@ -31,15 +24,9 @@ from gdn.runtime import env
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_quantized, _written, _prepared, _compressed, _gathered = Memo(), Memo(), Memo(), Memo(), Memo()
-
 
 def _name(tensor: torch.Tensor | None) -> str | None:
     return None if tensor is None else dtype_name(tensor.dtype)
-
-
-def _new(made: list[Made], dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    return make(made, functools.partial(torch.empty, *shape, dtype=dtype, device=device))
 
 
 def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -51,6 +38,7 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
 
 
+@operator(reference=reference.quantize_fp8, returns=lambda _: (NEW, NEW), memo=True)
 def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values and one float32 scale per group of min(group_size, D) elements along the last dim.
 
@@ -58,40 +46,30 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated. TypeError or ValueError by argument.
     backend: as in chunk_gated_delta_rule.
     """
-    if torch.compiler.is_compiling():
-        pair: tuple[torch.Tensor, torch.Tensor] = _library_qsa.quantize_fp8(x, group_size, backend)
-        return pair
-    tensors, flags = (x, None), (group_size, type(group_size), backend)
-    repeated: tuple[torch.Tensor, torch.Tensor] | None = _quantized.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-    switches = env.current()
     check_tensor("x", x, dtypes=DTYPES)
-    check_count("group_size", group_size, minimum=1)
+    check_at_least("group_size", group_size, 1)
     if x.dim() < 1 or x.shape[-1] < 1:
         bad_value("x", "shape [..., D] with D >= 1", f"shape {list(x.shape)}")
     group = min(group_size, x.shape[-1])
     if x.shape[-1] % group:
         bad_value("x", f"a last dimension that is a multiple of group_size {group}", f"shape {list(x.shape)}")
-    rows = _grouped(x, group) if x.numel() else x.new_empty(0, 1, group)
+    rows = x.new_empty(0, 1, group) if is_empty(*x.shape) else _grouped(x, group)
     problem = QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype_name(x.dtype), num_tokens=rows.shape[0])
-    prepared = runtime.prepare(problem, x.device, backend)
+    prepared = prepare(problem, x.device, backend)
     if prepared.launch is None:
-        return reference.quantize_fp8(x, group_size)
-    made: list[Made] = []
-    x_fp8 = _new(made, FP8, x.device, *x.shape)
-    scale = _new(made, torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
-    if x.numel():
+        run_reference()
+    x_fp8 = new(FP8, x.device, *x.shape)
+    scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
+    if not is_empty(*x.shape):
         arguments = (_rows.aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
-        prepared.launch(*arguments)
-        _quantized.learn(tensors, flags, switches, prepared.launch, arguments, (x_fp8, scale), made, (x,))
+        launch(prepared, arguments, (x_fp8, scale), aligned=(x,))
     return x_fp8, scale
 
 
 def _check_slots(slot_mapping: object, tokens: int, device: torch.device, cache: torch.Tensor, page_size: int) -> None:
     check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     assert isinstance(slot_mapping, torch.Tensor)
-    if tokens and env.current().validate and reading_allowed(device):
+    if tokens and reads_values(device):
         last = int(slot_mapping.max())
         if last >= cache.shape[0] * page_size:
             bad_value("slot_mapping", f"slots below {cache.shape[0] * page_size} (pages * page_size)", last)
@@ -99,8 +77,8 @@ def _check_slots(slot_mapping: object, tokens: int, device: torch.device, cache:
 
 def _check_keys(name: str, k: torch.Tensor, tokens: int | None, device: torch.device) -> int:
     """k [tokens, D] or [tokens, kv_heads, D]: its kv_heads."""
-    check_tensor(name, k, dtypes=DTYPES, device=device, last_contiguous=True)
-    if k.dim() not in (2, 3) or (tokens is not None and k.shape[0] != tokens):
+    check_tensor(name, k, dtypes=DTYPES, device=device)
+    if k.dim() not in (2, 3) or (isinstance(tokens, int) and isinstance(k.shape[0], int) and k.shape[0] != tokens):
         wanted = "tokens" if tokens is None else tokens
         bad_value(name, f"shape [{wanted}, D] or [{wanted}, kv_heads, D]", f"shape {list(k.shape)}")
     return k.shape[1] if k.dim() == 3 else 1
@@ -116,6 +94,13 @@ def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
         bad_value(name, f"{of_cache} key heads, as the cache", f"{kv_heads}")
 
 
+@operator(
+    reference=reference.write_indexer_cache,
+    writes={"cache": always},
+    returns=lambda _: (),
+    memo=True,
+    varies=("k", "cache"),
+)
 def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
     """Writes key rows into the indexer cache, in the form of the cache's dtype.
 
@@ -128,13 +113,6 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
 
     TypeError or ValueError names the argument; the cache is untouched then.
     """
-    if torch.compiler.is_compiling():
-        _library_qsa.write_indexer_cache(k, cache, slot_mapping, backend)
-        return
-    tensors, flags = (k, cache, slot_mapping), (backend,)
-    if _written.run(tensors, flags) is not None:
-        return
-    switches = env.current()
     check_tensor("k", k)
     kv_heads = _check_keys("k", k, None, k.device)
     page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
@@ -148,31 +126,50 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         slot_dtype=dtype_name(slot_mapping.dtype),
         num_tokens=k.shape[0],
     )
-    prepared = runtime.prepare(problem, k.device, backend)
+    prepared = prepare(problem, k.device, backend)
     if prepared.launch is None:
-        reference.write_indexer_cache(k, cache, slot_mapping)
-    elif k.shape[0] and cache.shape[0]:
+        run_reference()
+    if not is_empty(k.shape[0], cache.shape[0]):
         arguments = (_rows.aligned("k", _with_heads(k)), flat_pages(cache), slot_mapping)
-        prepared.launch(*arguments)
-        _written.learn(tensors, flags, switches, prepared.launch, arguments, (cache,), (), (k, cache))
+        launch(prepared, arguments, (cache,), aligned=(k, cache))
 
 
 def _check_rope(
     positions: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device
 ) -> None:
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check_count("rotary_dim", rotary_dim)
+    check_at_least("rotary_dim", rotary_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
     check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=DTYPES, device=device)
-    if tokens and cos_sin.shape[0] == 0:  # positions are clamped to its rows
+    if is_empty(cos_sin.shape[0]) and not is_empty(tokens):  # positions are clamped to its rows
         bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
-    if tokens and env.current().validate and reading_allowed(device):
+    if tokens and reads_values(device):
         last = int(positions.max())
         if last >= cos_sin.shape[0]:
             bad_value("positions", f"positions below {cos_sin.shape[0]} (rows of cos_sin)", last)
 
 
+def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
+    """Whether the query is quantised: as the cache is, else as the argument says, else as VLLM_QSA_USE_FP8_INDEXER says."""
+    if cache is not None:
+        return cache.dtype in (torch.uint8, FP8)
+    return env.current().qsa_use_fp8_indexer if fp8 is None else fp8
+
+
+def _folds_weights(weights: torch.Tensor | None, cache: torch.Tensor | None, fp8: bool | None) -> bool:
+    """Whether prepare_indexer returns new weights (FP8 with scales), rather than the ones it got."""
+    if cache is not None:
+        return cache.dtype == torch.uint8
+    return _is_fp8(cache, fp8) and weights is not None
+
+
+def _prepared(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    folds = _folds_weights(arguments["weights"], arguments["cache"], arguments["fp8"])
+    return NEW, (NEW if folds else None if arguments["weights"] is None else "weights")
+
+
+@operator(reference=reference.prepare_indexer, writes={"cache": always}, returns=_prepared, memo=True, varies=("q", "cache"))
 def prepare_indexer(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -209,28 +206,14 @@ def prepare_indexer(
         float8_e4m3fn cache   q plainly cast, weights as given: pass scale = D**-0.5 to the logits
     TypeError or ValueError names the argument; the cache is untouched then.
     """
-    if torch.compiler.is_compiling():
-        q_out, w_out = _library_qsa.prepare_indexer(
-            q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, rotary_dim, eps, zero_centred, fp8, backend
-        )
-        return q_out, (w_out if _library_qsa.folds_weights(weights, cache, fp8) else weights)
-    tensors = (q, cache, k, weights, positions, cos_sin, q_norm, k_norm, slot_mapping)
-    flags = (rotary_dim, type(rotary_dim), eps, type(eps), zero_centred, type(zero_centred), fp8, type(fp8), backend)
-    repeated: tuple[torch.Tensor, torch.Tensor | None] | None = _prepared.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-    switches = env.current()
-    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=DTYPES, last_contiguous=True)
+    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
     if weights is not None:
-        check_tensor("weights", weights, shape=[tokens, heads], dtypes=DTYPES, device=device)
+        check_tensor("weights", weights, shape=[tokens, heads], dtypes=WEIGHT_DTYPES, device=device)
     _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check_tensor("q_norm", q_norm, shape=[dim], dtypes=DTYPES, device=device)
-    check_eps("eps", eps)
-    check_flag("zero_centred", zero_centred)
-    if fp8 is not None:
-        check_flag("fp8", fp8)
+    check_not_negative("eps", eps)
     given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
@@ -245,8 +228,8 @@ def prepare_indexer(
         _check_slots(slot_mapping, tokens, device, cache, page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
             bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
-    folds = _library_qsa.folds_weights(weights, cache, fp8)
-    is_fp8 = cache.dtype in (torch.uint8, FP8) if cache is not None else bool(fp8)
+    folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
+    settle(fp8=is_fp8)
     problem = PrepareIndexerProblem(
         num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
         head_dim=dim,
@@ -266,28 +249,13 @@ def prepare_indexer(
         folds_weights=folds,
         num_tokens=tokens,
     )
-    prepared = runtime.prepare(problem, device, backend)
-    if prepared.launch is None or (tokens and cache is not None and cache.shape[0] == 0):
-        return reference.prepare_indexer(
-            q,
-            k,
-            weights,
-            positions,
-            cos_sin,
-            q_norm,
-            k_norm,
-            cache,
-            slot_mapping,
-            rotary_dim=rotary_dim,
-            eps=eps,
-            zero_centred=zero_centred,
-            fp8=fp8,
-        )
-    made: list[Made] = []
-    q_out = _new(made, FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
-    weights_out = _new(made, torch.float32, device, tokens, heads) if folds else None
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None or (cache is not None and is_empty(cache.shape[0])):
+        run_reference()
+    q_out = new(FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
+    weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
-    if tokens:
+    if not is_empty(tokens):
         arguments = (
             _rows.aligned("q", q),
             None if k is None else _rows.aligned("k", _with_heads(k)),
@@ -300,14 +268,19 @@ def prepare_indexer(
             slot_mapping,
             q_out,
             weights_out,
-            float(eps),
+            eps,
         )
-        prepared.launch(*arguments)
-        read_wide = (q, k, cos_sin, q_norm, k_norm, cache)
-        _prepared.learn(tensors, flags, switches, prepared.launch, arguments, results, made, read_wide)
+        launch(prepared, arguments, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
     return results
 
 
+@operator(
+    reference=reference.compress_indexer_keys,
+    writes={"ring": always, "cache": always},
+    returns=lambda _: (),
+    memo=True,
+    varies=("raw_k", "ring"),
+)
 def compress_indexer_keys(
     raw_k: torch.Tensor,
     ring: torch.Tensor,
@@ -341,37 +314,11 @@ def compress_indexer_keys(
     A group's key: float32 mean of its raw keys, rounded to their dtype, RMS norm, RoPE. TypeError or ValueError names the
     argument; ring and cache are untouched then.
     """
-    if torch.compiler.is_compiling():
-        _library_qsa.compress_indexer_keys(
-            raw_k,
-            ring,
-            cache,
-            positions,
-            cos_sin,
-            k_norm,
-            ring_slots,
-            slot_mapping,
-            ratio,
-            rotary_dim,
-            eps,
-            zero_centred,
-            null_slot,
-            backend,
-        )
-        return
-    tensors = (raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping)
-    flags = (
-        ratio, type(ratio), rotary_dim, type(rotary_dim), eps, type(eps), zero_centred, type(zero_centred), null_slot,
-        type(null_slot), backend,
-    )  # fmt: skip
-    if _compressed.run(tensors, flags) is not None:
-        return
-    switches = env.current()
     check_tensor("raw_k", raw_k)
     device = raw_k.device
     kv_heads = _check_keys("raw_k", raw_k, None, device)
     tokens, dim = raw_k.shape[0], raw_k.shape[-1]
-    check_count("ratio", ratio, minimum=1)
+    check_at_least("ratio", ratio, 1)
     check_tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
     if ring.dim() not in (3, 4) or ring.shape[-1] != dim or (ring.shape[2] if ring.dim() == 4 else 1) != kv_heads:
         bad_value("ring", f"shape [sequences, size, {kv_heads}, {dim}]", f"shape {list(ring.shape)}")
@@ -384,15 +331,12 @@ def compress_indexer_keys(
     _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
     check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    if tokens and env.current().validate and reading_allowed(device):
+    if tokens and reads_values(device):
         last = int(ring_slots.max())
         if last >= ring.shape[0]:
             bad_value("ring_slots", f"slots below {ring.shape[0]}", last)
     _check_slots(slot_mapping, tokens, device, cache, page_size)
-    check_eps("eps", eps)
-    check_flag("zero_centred", zero_centred)
-    if isinstance(null_slot, bool) or not isinstance(null_slot, int):
-        bad_type("null_slot", "an int", type(null_slot).__name__)
+    check_not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
     problem = CompressIndexerKeysProblem(
         num_kv_heads=kv_heads,
@@ -410,24 +354,10 @@ def compress_indexer_keys(
         ring_aligned=_rows.is_aligned(ring_rows),
         num_tokens=tokens,
     )
-    prepared = runtime.prepare(problem, device, backend)
-    if prepared.launch is None or cache.shape[0] == 0:
-        reference.compress_indexer_keys(
-            raw_k,
-            ring,
-            cache,
-            positions,
-            cos_sin,
-            k_norm,
-            ring_slots,
-            slot_mapping,
-            ratio=ratio,
-            rotary_dim=rotary_dim,
-            eps=eps,
-            zero_centred=zero_centred,
-            null_slot=null_slot,
-        )
-    elif tokens:
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None or is_empty(cache.shape[0]):
+        run_reference()
+    if not is_empty(tokens):
         arguments = (
             _rows.aligned("raw_k", _with_heads(raw_k)),
             ring_rows,
@@ -437,14 +367,17 @@ def compress_indexer_keys(
             _rows.constant(k_norm),
             ring_slots,
             slot_mapping,
-            float(eps),
+            eps,
             null_slot,
         )
-        prepared.launch(*arguments)
-        read_wide = (raw_k, ring, cache, cos_sin, k_norm)
-        _compressed.learn(tensors, flags, switches, prepared.launch, arguments, (ring,), (), read_wide)
+        launch(prepared, arguments, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))
 
 
+def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    return NEW, (NEW if arguments["cache"].dtype == torch.uint8 else None)
+
+
+@operator(reference=reference.gather_indexer_cache, returns=_gathered, memo=True, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -463,14 +396,6 @@ def gather_indexer_cache(
     k [rows, kv_heads, D] (without kv_heads where the cache has none) float8_e4m3fn or bfloat16; k_scale [rows, kv_heads]
     float32 for a uint8 cache. TypeError or ValueError names the argument.
     """
-    if torch.compiler.is_compiling():
-        k_out, scale_out = _library_qsa.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows, backend)
-        return k_out, (scale_out if cache.dtype == torch.uint8 else None)
-    tensors, flags = (block_tables, cu_seqlens, cache), (num_rows, type(num_rows), backend)
-    repeated: tuple[torch.Tensor, torch.Tensor | None] | None = _gathered.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-    switches = env.current()
     check_tensor("cache", cache)
     device = cache.device
     head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
@@ -481,8 +406,8 @@ def gather_indexer_cache(
     sequences = cu_seqlens.shape[0] - 1
     check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
     if num_rows is not None:
-        check_count("num_rows", num_rows)
-    if env.current().validate and reading_allowed(device):
+        check_at_least("num_rows", num_rows)
+    if reads_values(device):
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
             bad_value("cu_seqlens", "ascending values from 0", bounds)
@@ -491,9 +416,8 @@ def gather_indexer_cache(
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()
             bad_value(f"block_tables[{row}, {column}]", f"a page in [0, {cache.shape[0]})", int(block_tables[row, column]))
-    rows = int(cu_seqlens[-1]) if num_rows is None else num_rows
-    if rows < 0:
-        bad_value("cu_seqlens", "a last offset >= 0", rows)
+    rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
+    settle(num_rows=rows)
     scaled = cache.dtype == torch.uint8
     problem = GatherIndexerCacheProblem(
         num_kv_heads=kv_heads,
@@ -503,18 +427,29 @@ def gather_indexer_cache(
         num_rows=rows,
         num_sequences=sequences,
     )
-    prepared = runtime.prepare(problem, device, backend)
-    if prepared.launch is None or 0 in (rows, cache.shape[0], block_tables.numel()):
-        return reference.gather_indexer_cache(cache, block_tables, cu_seqlens, num_rows=rows)
-    made: list[Made] = []
-    k = _new(made, FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
-    k_scale = _new(made, torch.float32, device, rows, kv_heads) if scaled else None
+    prepared = prepare(problem, device, backend)
+    if prepared.launch is None or is_empty(rows, cache.shape[0], *block_tables.shape):
+        run_reference()
+    k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
+    k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
     arguments = (flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
-    prepared.launch(*arguments)
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
     else:
         results = (k.view(rows, kv_heads, head_dim), k_scale)
-    if num_rows is not None:
-        _gathered.learn(tensors, flags, switches, prepared.launch, arguments, results, made, (cache,))
+    if num_rows is None:  # read back from the device: another call may have another number
+        prepared.launch(*arguments)
+    else:
+        launch(prepared, arguments, results, aligned=(cache,))
     return results
+
+
+def _last_offset(cu_seqlens: torch.Tensor) -> int:
+    last = last_value(cu_seqlens)
+    if last is None:
+        if cu_seqlens.is_meta:
+            bad_value("num_rows", "an int with tensors that have no values", None)
+        return torch.library.get_ctx().new_dynamic_size()  # type: ignore[return-value]
+    if last < 0:
+        bad_value("cu_seqlens", "a last offset >= 0", last)
+    return last

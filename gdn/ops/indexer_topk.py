@@ -7,22 +7,19 @@ comes back to the host.
 
 import torch
 
-from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_value, check_tensor
-from gdn.ops._logits_checks import (
-    QUERY_DTYPES,
-    as_int32,
-    check_cache,
-    check_count,
-    check_weights,
-    reading_allowed,
-)
-from gdn.ops.mqa_logits import check_operands, check_ranges, score_rows
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_pages, score_pages
+from gdn.ops import _rows
+from gdn.ops._call import always, check_memory, operator, reads_values, validates
+from gdn.ops._checks import bad_value, check_at_least, check_tensor
+from gdn.ops._delta_rule import contiguous_int32
+from gdn.ops._logits_checks import QUERY_DTYPES, check_cache, check_weights
+from gdn.ops._modes import is_empty, is_tracing
+from gdn.ops.mqa_logits import check_operands, check_ranges, mqa_logits
+from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_pages, paged_mqa_logits
 from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
 
 
+@operator(writes={"out": always})
 def indexer_topk(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -49,46 +46,43 @@ def indexer_topk(
 
     ValueError or TypeError names the argument, before anything is written.
     """
-    if torch.compiler.is_compiling():
-        picked = _library_qsa.indexer_topk(
-            q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, k_scale, scale, relu, workspace_bytes, max_seqlen_k, backend
-        )
-        return picked if out is None else out.copy_(picked)
-    scale = check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu)
+    check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     num_rows, num_keys, device = q.shape[0], k.shape[0], q.device
-    check_count("topk", topk)
+    check_at_least("topk", topk)
     if max_seqlen_k is not None:
-        check_count("max_seqlen_k", max_seqlen_k)
+        check_at_least("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
-    budget = _budget(workspace_bytes, 4 * width, num_rows)
-    step = _units_per_block(budget, 4 * width, num_rows)
     check_indices_out(out, num_rows, topk, device)
-    if env.current().validate and reading_allowed(device):  # of all rows, before the first step writes
+    if is_tracing():
+        return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
+    step = _units_per_block(_budget(workspace_bytes, 4 * width, num_rows), 4 * width, num_rows)
+    if validates(device):  # of all rows, before the first step writes
         check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+    check_memory()
     backend = _ordered(backend, "indexer_topk")
 
-    starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
+    q, k = _rows.contiguous("q", q), _rows.contiguous("k", k)  # once, not for every block of rows
+    starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
     packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
     def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
-        return score_rows(
+        return mqa_logits(
             q[first:last],
             k,
             weights[first:last] if weights is not None else None,
             starts[first:last],
             ends[first:last],
-            k_scale,
-            scale,
-            relu,
-            max_seqlen_k,
-            False,  # the selection reads ranges only
-            torch.float32,
-            buffer,
-            backend,
-            least=topk,
+            k_scale=k_scale,
+            scale=scale,
+            relu=relu,
+            max_seqlen_k=max_seqlen_k,
+            clean_logits=False,  # the selection reads ranges only
+            skip_rows_up_to=topk,
+            out=buffer,
+            backend=backend,
         )
 
-    if num_rows == 0 or width <= topk:
+    if is_empty(num_rows) or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
         return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
     buffer: torch.Tensor | None = None
@@ -113,6 +107,7 @@ def indexer_topk(
     return out
 
 
+@operator(writes={"out": always})
 def paged_indexer_topk(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -140,52 +135,49 @@ def paged_indexer_topk(
     ValueError or TypeError names the argument, before anything is written. No host read: it can be captured in a CUDA
     graph, and lengths may change between replays.
     """
-    if torch.compiler.is_compiling():
-        picked = _library_qsa.paged_indexer_topk(
-            q, cache, weights, context_lens, block_tables, topk, scale, relu, workspace_bytes, max_context_len, backend
-        )
-        return picked if out is None else out.copy_(picked)
-    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
     batch, next_n, num_heads, head_dim = q.shape
     device = q.device
     page_size, _ = check_cache(cache, head_dim, device, q.dtype)
     check_weights(weights, batch * next_n, num_heads, device)
     check_lengths(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
-    check_count("topk", topk)
+    check_at_least("topk", topk)
     if max_context_len is not None:
-        check_count("max_context_len", max_context_len)
+        check_at_least("max_context_len", max_context_len)
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
     sequence_bytes = 4 * width * next_n
-    step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
     check_indices_out(out, batch * next_n, topk, device)
-    if env.current().validate and reading_allowed(device):  # of all sequences, before the first step writes
+    if is_tracing():
+        return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
+    step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
+    if reads_values(device) and cache.shape[0]:  # of all sequences, before the first step writes
         check_pages(block_tables, context_lens, page_size, cache.shape[0], width)
+    check_memory()
     backend = _ordered(backend, "paged_indexer_topk")
 
-    context_lens = as_int32(context_lens)
+    q, context_lens = _rows.contiguous("q", q), contiguous_int32(context_lens)
     drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
 
     def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
         rows = slice(first * next_n, last * next_n)
-        return score_pages(
+        return paged_mqa_logits(
             q[first:last],
             cache,
             weights[rows] if weights is not None else None,
             context_lens[first:last],
             block_tables[first:last],
             width,
-            scale,
-            relu,
-            False,  # the selection reads ranges only
-            torch.float32,
-            buffer,
-            backend,
-            least=topk,
+            scale=scale,
+            relu=relu,
+            clean_logits=False,  # the selection reads ranges only
+            skip_rows_up_to=topk,
+            out=buffer,
+            backend=backend,
         )
 
-    if batch == 0 or next_n == 0 or width <= topk:
+    if is_empty(batch, next_n) or width <= topk:
         logits(0, 0, None)  # for its checks: nothing is scored
         return _listed(batch * next_n, width, topk, None, context_lens.reshape(-1), out, backend, device, drafts=drafts)
     buffer: torch.Tensor | None = None
@@ -251,10 +243,10 @@ def _budget(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
     """Bytes of the workspace, which must hold a unit if there is any."""
     if workspace_bytes is None:
         return max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
-    budget = check_count("workspace_bytes", workspace_bytes)
-    if budget < unit_bytes and units:
+    check_at_least("workspace_bytes", workspace_bytes)
+    if workspace_bytes < unit_bytes and units:
         bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
-    return budget
+    return workspace_bytes
 
 
 def _ordered(backend: str | None, op: str) -> str | None:

@@ -1,33 +1,27 @@
 """Indexer logits of ragged prefill: `gdn.mqa_logits` and its DeepGEMM-shaped form `gdn.fp8_mqa_logits`."""
 
-import functools
-
 import torch
 
-from gdn import reference, runtime
-from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_type, bad_value, check_number, check_tensor, dtype_name
+from gdn import reference
+from gdn.ops import _rows
+from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
+from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor, dtype_name
+from gdn.ops._delta_rule import contiguous_int32
 from gdn.ops._logits_checks import (
     INDEX_DTYPES,
     QUERY_DTYPES,
-    aligned,
-    as_int32,
-    check_count,
-    check_flag,
     check_heads,
     check_out,
+    check_skipping,
     check_weights,
     kernel_weights,
     kernel_weights_dtype,
-    reading_allowed,
 )
-from gdn.ops._memo import Made, Memo, make
+from gdn.ops._modes import is_empty
 from gdn.problems import MqaLogitsProblem
-from gdn.runtime import env
-
-_memo = Memo()
 
 
+@operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"))
 def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -41,6 +35,7 @@ def mqa_logits(
     max_seqlen_k: int | None = None,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
+    skip_rows_up_to: int = 0,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -62,62 +57,24 @@ def mqa_logits(
     max_seqlen_k: None = out is [M, Nk]; a number = out is [M, max_seqlen_k] and column 0 of row i is key ks[i]; keys
         beyond the last column are left out.
     clean_logits: columns outside a row's range are -inf (True) or unspecified (False).
+    skip_rows_up_to: rows of at most this many visible keys may stay unscored; only without clean_logits.
     out: [M, columns] of out_dtype (float32 or bfloat16), last dim contiguous; None = a new tensor.
     backend: 'tilelang', 'cute', 'reference' or None; 'reference' sums in float32 and runs on any device.
 
     Returns out. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 negative
     starts, and ranges longer than max_seqlen_k, are errors too (costs a sync). No host read otherwise.
     """
-    if torch.compiler.is_compiling():
-        if out is not None:
-            _library_qsa.mqa_logits_out(
-                q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out, backend
-            )
-            return out
-        traced: torch.Tensor = _library_qsa.mqa_logits(
-            q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out_dtype, backend
-        )
-        return traced
-    return score_rows(
-        q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu, max_seqlen_k, clean_logits, out_dtype, out, backend
-    )
-
-
-def score_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    scale: float,
-    relu: bool,
-    max_seqlen_k: int | None,
-    clean_logits: bool,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    backend: str | None,
-    least: int = 0,
-) -> torch.Tensor:
-    """Eager `mqa_logits`. Without clean_logits rows of at most `least` keys may stay unscored."""
-    tensors = (q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, out)
-    flags = (
-        scale, type(scale), relu, type(relu), max_seqlen_k, type(max_seqlen_k), clean_logits, type(clean_logits), out_dtype,
-        backend, least,
-    )  # fmt: skip
-    repeated: torch.Tensor | None = _memo.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-
-    switches = env.current()
-    scale = check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu)
+    check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    check_flag("clean_logits", clean_logits)
-    num_columns = num_keys if max_seqlen_k is None else check_count("max_seqlen_k", max_seqlen_k)
+    check_skipping(skip_rows_up_to, clean_logits)
+    num_columns = num_keys
+    if max_seqlen_k is not None:
+        check_at_least("max_seqlen_k", max_seqlen_k)
+        num_columns = max_seqlen_k
     check_out(out, [num_queries, num_columns], out_dtype, device)
-    if switches.validate and reading_allowed(device):
+    if validates(device):
         check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     problem = MqaLogitsProblem(
@@ -135,38 +92,25 @@ def score_rows(
         num_keys=num_keys,
         num_columns=num_columns,
     )
-    prepared = runtime.prepare(problem, device, backend)
+    prepared = prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.mqa_logits(
-            q,
-            k,
-            weights,
-            cu_seqlen_ks,
-            cu_seqlen_ke,
-            k_scale=k_scale,
-            scale=scale,
-            relu=relu,
-            max_seqlen_k=max_seqlen_k,
-            clean_logits=clean_logits,
-            out_dtype=out_dtype,
-            out=out,
-        )
-    made: list[Made] = []
+        run_reference()
     if out is None:
-        out = make(made, functools.partial(torch.empty, num_queries, num_columns, dtype=out_dtype, device=device))
-    if num_keys == 0 and clean_logits:
+        out = new(out_dtype, device, num_queries, num_columns)
+    if is_empty(num_keys) and clean_logits:
         out.fill_(-torch.inf)
-    if num_queries == 0 or num_columns == 0 or num_keys == 0:
+    if is_empty(num_queries, num_columns, num_keys):
         return out
+    scales = None
     if k_scale is not None:
-        k_scale = aligned(k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    k_rows = aligned(k if k.dim() == 3 else k[:, None])
-    starts, ends = make(made, as_int32, cu_seqlen_ks), make(made, as_int32, cu_seqlen_ke)
-    if weights is not None:
-        weights = make(made, kernel_weights, weights)
-    arguments = (aligned(q), k_rows, k_scale, weights, starts, ends, out, scale, least)
-    prepared.launch(*arguments)
-    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (tensors[0], tensors[1], tensors[5]))
+        scales = _rows.contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
+    k_rows = _rows.contiguous("k", k if k.dim() == 3 else k[:, None])
+    starts, ends = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
+    rows_of_weights = None if weights is None else _rows.contiguous_last("weights", make(kernel_weights, weights))
+    arguments = (
+        _rows.contiguous("q", q), k_rows, scales, rows_of_weights, starts, ends, out, scale, skip_rows_up_to,
+    )  # fmt: skip
+    launch(prepared, arguments, (out,), aligned=(q, k, k_scale))
     return out
 
 
@@ -177,16 +121,14 @@ def check_operands(
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
     k_scale: torch.Tensor | None,
-    scale: float,
-    relu: bool,
-) -> float:
-    """What scores are made of; scale as a float."""
-    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+) -> None:
+    """Raises TypeError or ValueError where the operands of scores are not those of `mqa_logits`."""
+    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, torch.Tensor) or k.dim() != 2:
         check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
-    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=(q.dtype,), device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     check_heads(num_heads, num_kv_heads)
     if k_scale is not None:
@@ -198,9 +140,6 @@ def check_operands(
     check_weights(weights, num_queries, num_heads, device)
     check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
     check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-    checked = check_number("scale", scale)
-    check_flag("relu", relu)
-    return checked
 
 
 def check_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:

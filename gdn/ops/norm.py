@@ -2,16 +2,18 @@
 
 import torch
 
-from gdn.ops import _library, _rows
-from gdn.ops._checks import bad_value, check_eps, check_tensor, dtype_name
+from gdn.ops import _rows
+from gdn.ops._call import operator, prepare, run_reference
+from gdn.ops._checks import bad_value, check_not_negative, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.ops._modes import is_empty
 from gdn.problems import RmsNormGatedProblem
 from gdn.reference import steps as reference
-from gdn.runtime import prepare
 
 Tensor = torch.Tensor
 
 
+@operator(reference=reference.rms_norm_gated)
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
 ) -> Tensor:
@@ -21,14 +23,12 @@ def rms_norm_gated(
     "swish") | "sigmoid"; backend as in chunk_gated_delta_rule. Returns a new tensor like x. Raises TypeError or ValueError,
     naming the argument.
     """
-    if torch.compiler.is_compiling():
-        return _library.norm(x, z, weight, eps, activation, backend)  # type: ignore[no-any-return]
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
         bad_value("x", "shape [..., V]", "shape []")
     check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
     check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
-    eps = check_eps("eps", eps)
+    check_not_negative("eps", eps)
     check_gate_activation("activation", activation)
     dim = x.shape[-1]
     # Contiguous tensors are rows of one head, whatever their shape: the number of heads is compiled in.
@@ -44,9 +44,9 @@ def rms_norm_gated(
     )
     prepared = prepare(problem, x.device, backend)
     if prepared.launch is None:
-        return reference.rms_norm_gated(x, z, weight, eps, activation).contiguous()
+        run_reference()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
+    if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
         rows = [
             _rows.aligned(name, part.reshape(-1, heads, dim), min(_rows.ACCESS_BYTES, vector * part.element_size()))

@@ -1,35 +1,30 @@
 """Indexer logits of paged decode: `gdn.paged_mqa_logits` and its DeepGEMM-shaped forms."""
 
-import functools
-
 import torch
 
-from gdn import reference, runtime
-from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_value, check_number, check_tensor, dtype_name
+from gdn import reference
+from gdn.ops import _rows
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
+from gdn.ops._delta_rule import contiguous_int32
+from gdn.ops._kinds import Kind
 from gdn.ops._logits_checks import (
     INDEX_DTYPES,
     QUERY_DTYPES,
-    aligned,
-    as_int32,
     check_cache,
-    check_count,
-    check_flag,
     check_heads,
     check_out,
+    check_skipping,
     check_weights,
     flat_pages,
     kernel_weights,
     kernel_weights_dtype,
-    reading_allowed,
 )
-from gdn.ops._memo import Made, Memo, make
+from gdn.ops._modes import is_empty
 from gdn.problems import PagedMqaLogitsProblem
-from gdn.runtime import env
-
-_memo = Memo()
 
 
+@operator(reference=reference.paged_mqa_logits, writes={"out": always}, memo=True, varies=("q", "block_tables"))
 def paged_mqa_logits(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -42,6 +37,7 @@ def paged_mqa_logits(
     relu: bool = True,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
+    skip_rows_up_to: int = 0,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -62,53 +58,13 @@ def paged_mqa_logits(
         keys are pages of the cache. Other entries are not followed.
     max_context_len: columns of out.
     clean_logits: columns at or beyond a row's length are -inf (True) or unspecified (False).
+    skip_rows_up_to: rows of at most this many visible keys may stay unscored; only without clean_logits.
     out: [B * next_n, max_context_len] of out_dtype (float32 or bfloat16), last dim contiguous; None = a new tensor.
 
     Returns out. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 page numbers
     of visible keys are checked too (costs a sync).
     """
-    if torch.compiler.is_compiling():
-        if out is not None:
-            _library_qsa.paged_mqa_logits_out(
-                q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out, backend
-            )
-            return out
-        traced: torch.Tensor = _library_qsa.paged_mqa_logits(
-            q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out_dtype, backend
-        )
-        return traced
-    return score_pages(
-        q, cache, weights, context_lens, block_tables, max_context_len, scale, relu, clean_logits, out_dtype, out, backend
-    )
-
-
-def score_pages(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-    relu: bool,
-    clean_logits: bool,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    backend: str | None,
-    least: int = 0,
-) -> torch.Tensor:
-    """Eager `paged_mqa_logits`. Without clean_logits rows of at most `least` keys may stay unscored."""
-    tensors = (q, block_tables, cache, weights, context_lens, out)
-    flags = (
-        max_context_len, type(max_context_len), scale, type(scale), relu, type(relu), clean_logits, type(clean_logits),
-        out_dtype, backend, least,
-    )  # fmt: skip
-    repeated: torch.Tensor | None = _memo.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-
-    switches = env.current()
-    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES, last_contiguous=True)
+    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
     device = q.device
     batch, next_n, num_heads, head_dim = q.shape
     if next_n < 1:
@@ -118,12 +74,10 @@ def score_pages(
     check_weights(weights, batch * next_n, num_heads, device)
     check_lengths(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
-    check_count("max_context_len", max_context_len)
-    scale = check_number("scale", scale)
-    check_flag("relu", relu)
-    check_flag("clean_logits", clean_logits)
+    check_at_least("max_context_len", max_context_len)
+    check_skipping(skip_rows_up_to, clean_logits)
     check_out(out, [batch * next_n, max_context_len], out_dtype, device)
-    if switches.validate and reading_allowed(device):
+    if reads_values(device) and cache.shape[0]:
         check_pages(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
@@ -142,35 +96,23 @@ def score_pages(
         batch=batch,
         max_context_len=max_context_len,
     )
-    prepared = runtime.prepare(problem, device, backend)
+    prepared = prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.paged_mqa_logits(
-            q,
-            cache,
-            weights,
-            context_lens,
-            block_tables,
-            max_context_len,
-            scale=scale,
-            relu=relu,
-            clean_logits=clean_logits,
-            out_dtype=out_dtype,
-            out=out,
-        )
-    made: list[Made] = []
+        run_reference()
     if out is None:
-        out = make(made, functools.partial(torch.empty, batch * next_n, max_context_len, dtype=out_dtype, device=device))
-    nothing_cached = cache.shape[0] == 0 or block_tables.shape[1] == 0
+        out = new(out_dtype, device, batch * next_n, max_context_len)
+    nothing_cached = is_empty(cache.shape[0], block_tables.shape[1])
     if nothing_cached and clean_logits:
         out.fill_(-torch.inf)
-    if batch == 0 or max_context_len == 0 or nothing_cached:
+    if nothing_cached or is_empty(batch, max_context_len):
         return out
-    lengths = make(made, as_int32, context_lens)
-    if weights is not None:
-        weights = make(made, kernel_weights, weights)
-    arguments = (aligned(q), flat_pages(cache), weights, lengths, block_tables, out, scale, least)
-    prepared.launch(*arguments)
-    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made, (q, cache))
+    lengths = make(contiguous_int32, context_lens)
+    rows_of_weights = None if weights is None else _rows.contiguous_last("weights", make(kernel_weights, weights))
+    tables = _rows.contiguous_last("block_tables", block_tables)
+    arguments = (
+        _rows.contiguous("q", q), flat_pages(cache), rows_of_weights, lengths, tables, out, scale, skip_rows_up_to,
+    )  # fmt: skip
+    launch(prepared, arguments, (out,), aligned=(q, cache))
     return out
 
 
@@ -187,7 +129,6 @@ def check_block_tables(block_tables: torch.Tensor, batch: int, device: torch.dev
         shape=[batch, "max_pages"],
         dtypes=(torch.int32,),
         device=device,
-        last_contiguous=True,
     )
 
 
@@ -237,6 +178,6 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     Exists so that code written for DeepGEMM runs; pass the result as schedule_metadata, or nothing.
     """
     check_tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
-    check_count("block_kv", block_kv, minimum=1)
-    check_count("num_sms", num_sms, minimum=1)
+    for name, value in {"block_kv": block_kv, "num_sms": num_sms}.items():
+        check_at_least(name, Kind(int, False).check(name, value), 1)
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)

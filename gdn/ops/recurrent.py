@@ -1,21 +1,40 @@
 """Public operator: the gated delta rule token by token, for decode and speculative decoding."""
 
 import functools
+from typing import Any
 
 import torch
 
-from gdn.ops import _delta_rule, _library
+from gdn.ops import _delta_rule
+from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._checks import bad_value, check_tensor
-from gdn.ops._memo import Made, Memo, make
+from gdn.ops._modes import is_empty
 from gdn.problems import RecurrentProblem
 from gdn.reference import delta_rule as reference
-from gdn.runtime import env, prepare
 
 Tensor = torch.Tensor
 
-_memo = Memo()
+
+def _is_in_place(arguments: dict[str, Any]) -> bool:
+    return arguments["ssm_state_indices"] is not None or arguments["inplace_final_state"] is True
 
 
+def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    o = "out" if arguments["out"] is not None else NEW
+    if not arguments["output_final_state"]:
+        return o, None
+    if _is_in_place(arguments):
+        return o, "initial_state"
+    return o, (None if arguments["disable_state_update"] else NEW)
+
+
+@operator(
+    reference=reference.fused_recurrent_gated_delta_rule,
+    writes={"out": always, "initial_state": _is_in_place},
+    returns=_returns,
+    memo=True,
+    varies=("q", "cu_seqlens"),
+)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -77,54 +96,27 @@ def fused_recurrent_gated_delta_rule(
 
     Raises TypeError or ValueError, naming the argument, before anything is launched or written.
     """
-    is_inplace = ssm_state_indices is not None or bool(inplace_final_state)
-    if torch.compiler.is_compiling():
-        o, new_state = _library.recurrent(
-            q, k, v, g, beta, scale, None if is_inplace else initial_state, initial_state if is_inplace else None,
-            inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, state_v_first,
-            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, output_final_state, final_state_indices,
-            disable_state_update, parent_token, rounding_seed, null_slot, out, backend,
-        )  # fmt: skip
-        if is_inplace:
-            returned = initial_state if output_final_state else None
-        else:
-            returned = new_state if output_final_state and not disable_state_update else None
-        return (o if out is None else out), returned
-
-    tensors = (
-        q, cu_seqlens, k, v, g, beta, initial_state, ssm_state_indices, num_accepted_tokens, A_log, dt_bias,
-        final_state_indices, parent_token, rounding_seed, out,
-    )  # fmt: skip
-    flags = (
-        scale, type(scale), inplace_final_state, type(inplace_final_state), use_qk_l2norm_in_kernel, state_v_first,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, output_final_state, disable_state_update, null_slot, type(null_slot),
-        backend,
-    )  # fmt: skip
-    repeated: tuple[Tensor, Tensor | None] | None = _memo.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-
-    switches = env.current()
+    is_inplace = ssm_state_indices is not None or inplace_final_state is True
     sizes = _delta_rule.check_tokens(
-        q, k, v, g, beta, scale, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
+        q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
     )
     _check_states(
         sizes, q, initial_state, inplace_final_state, state_v_first, ssm_state_indices, num_accepted_tokens,
         final_state_indices, parent_token, rounding_seed,
     )  # fmt: skip
-    if switches.validate:
+    if reads_values(q.device):
         _validate(
             sizes, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, final_state_indices, parent_token, null_slot
         )
 
     # In place without indices is a pool whose slots are the sequences.
-    index_dtype = ssm_state_indices.dtype if ssm_state_indices is not None else torch.int32 if is_inplace else None
+    index_dtype = _delta_rule.common_dtype(ssm_state_indices, final_state_indices)
     writes = not disable_state_update and (is_inplace or output_final_state)
     if not writes:
         final_state_indices = None
     is_rounded = rounding_seed is not None and writes and is_inplace and _is_bfloat16(initial_state)
     problem = RecurrentProblem(
-        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype),
+        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype if is_inplace else None),
         state_v_first=state_v_first,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         use_gate=use_gate_in_kernel,
@@ -138,51 +130,44 @@ def fused_recurrent_gated_delta_rule(
     )
     prepared = prepare(problem, q.device, backend)
     if prepared.launch is None:
-        return reference.fused_recurrent_gated_delta_rule(
-            q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
-            use_qk_l2norm_in_kernel, state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-            dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, output_final_state=output_final_state,
-            final_state_indices=final_state_indices, disable_state_update=disable_state_update, parent_token=parent_token,
-            rounding_seed=rounding_seed, null_slot=null_slot, out=out,
-        )  # fmt: skip
+        run_reference()
 
     device = q.device
-    made: list[Made] = []
     final_state: Tensor | None = None
     if writes and is_inplace:
         final_state = initial_state
     elif writes:
         shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-        final_state = make(made, functools.partial(torch.empty, shape, dtype=torch.float32, device=device))
+        final_state = new(torch.float64 if q.dtype == torch.float64 else torch.float32, device, *shape)
     returned = (initial_state if is_inplace else final_state) if output_final_state else None
-    o, written = _delta_rule.output(sizes, v, out, made)
-    if sizes.num_tokens == 0 or sizes.num_sequences == 0:
+    o, written = _delta_rule.output(sizes, v, out)
+    if is_empty(sizes.num_tokens, sizes.num_sequences):
         o.zero_()
         if not is_inplace:
             _delta_rule.pass_through(initial_state, None, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, made)
-    indices = ssm_state_indices
-    if indices is None and is_inplace:
-        indices, null_slot = make(made, functools.partial(_delta_rule.row_indices, sizes.num_sequences, device)), -1
-    if indices is not None and final_state_indices is not None:
-        final_state_indices = final_state_indices.to(indices.dtype)
+    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    indices: Tensor | None = None
+    if ssm_state_indices is not None:
+        indices = _delta_rule.widened(ssm_state_indices, index_dtype)
+    elif is_inplace:
+        indices, null_slot = make(functools.partial(_delta_rule.row_indices, sizes.num_sequences, device)), -1
+    if final_state_indices is not None:
+        final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
     if not is_inplace and initial_state is not None:
         initial_state = _delta_rule.aligned_state(initial_state)
     g, beta = (None if x is None else x[0] for x in (tokens.g, tokens.beta))
     arguments = (
         tokens.q[0], tokens.k[0], tokens.v[0], g, beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
-        None if num_accepted_tokens is None else make(made, _delta_rule.as_int32, num_accepted_tokens), final_state,
+        None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens), final_state,
         final_state_indices,
         tokens.cu_seqlens, None if parent_token is None else parent_token.contiguous(),
-        rounding_seed if is_rounded else None, written[0], sizes.k_dim**-0.5 if scale is None else float(scale), null_slot,
+        rounding_seed if is_rounded else None, written[0], sizes.k_dim**-0.5 if scale is None else scale, null_slot,
     )  # fmt: skip
-    prepared.launch(*arguments)
+    launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
-    aligned = (q, k, v, initial_state, out)
-    _memo.learn(tensors, flags, switches, prepared.launch, arguments, (o, returned), made, aligned)
     return o, returned
 
 

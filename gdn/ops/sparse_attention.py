@@ -1,14 +1,18 @@
 """Attention of each query token over the tokens that the indexer selected for it."""
 
+from typing import Any
+
 import torch
 
 from gdn import reference, runtime
-from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_type, bad_value, check_number, check_tensor
-from gdn.ops._logits_checks import INDEX_DTYPES, check_flag, reading_allowed
-from gdn.runtime import env
+from gdn.ops._call import NEW, always, check_memory, operator, reads_values
+from gdn.ops._checks import bad_type, bad_value, check_at_least, check_layout, check_tensor
+from gdn.ops._kinds import Kind
+from gdn.ops._logits_checks import INDEX_DTYPES
+from gdn.ops._modes import has_memory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_DECODE_TOKENS = 8  # of a sequence in one step of decode: its token and its drafts
 
 
 def sparse_attention(
@@ -22,6 +26,7 @@ def sparse_attention(
     topk_length: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    max_query_len: int | None = None,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -34,79 +39,100 @@ def sparse_attention(
     topk_indices [tokens, k] int32 or int64, any row stride: positions in the query's own sequence, -1 = none, anywhere in
         the row; positions after the query's own do not count (causal). The caller's duty: no position twice in a row.
     block_tables [N, max_blocks] int32: block of each block_size positions; query_start_loc [N + 1] and seq_lens [N] int32
-        or int64: sequence n's new tokens are rows [query_start_loc[n], query_start_loc[n + 1]) and stand at the end of its
-        seq_lens[n] tokens, cached ones included. Rows behind the last sequence are padding.
+        or int64: sequence n's new tokens are rows [query_start_loc[n], query_start_loc[n + 1]), the last ones of its
+        seq_lens[n] tokens, cached ones included. Rows after the last sequence are padding.
     topk_length [tokens] int32 or int64: only the first ones of a row of topk_indices count; None = all.
+    max_query_len: most new tokens of a sequence. Up to 8 the step is one of decode, with drafts or without, else of prefill;
+        None = decode where there are at most 8 tokens a sequence on average. It decides which VLLM_QSA_*_ATTN_BACKEND counts.
     scale: None = D**-0.5. out: [tokens, heads, D] of q's dtype; None = a new tensor.
 
     lse [tokens, heads] float32: natural logarithm of the sum of exponentials. A row without a valid position gives o = 0
     and lse = -inf. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 the order
     of query_start_loc and the blocks of selected positions are checked too (costs a sync).
     """
-    if torch.compiler.is_compiling():
-        o, lse = _library_qsa.sparse_attention(
-            q, kv_cache[0], kv_cache[1], topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, backend
-        )
-        o = o if out is None else out.copy_(o)
-        return (o, lse) if return_lse else o
-    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=DTYPES, last_contiguous=True)
+    k_cache, v_cache = _pair(kv_cache)
+    return_lse = Kind(bool, False).check("return_lse", return_lse)
+    o, lse = _attend(
+        q, k_cache, v_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, max_query_len, out,
+        backend,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
+    return ("out" if arguments["out"] is not None else NEW), NEW
+
+
+@operator(name="sparse_attention", writes={"out": always}, returns=_returns)
+def _attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    topk_indices: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    scale: float | None,
+    max_query_len: int | None,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_attention` with its log-sum-exp."""
+    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    k_cache, v_cache = _check_cache(kv_cache, q)
+    _check_caches(k_cache, v_cache, q)
     kv_heads = k_cache.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         bad_value("q", f"a number of heads that is a multiple of the {kv_heads} key heads", f"{heads} heads")
-    check_tensor("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device, last_contiguous=True)
+    check_tensor("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
     check_tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=device)
     sequences = seq_lens.shape[0]
     check_tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=device)
     check_tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=device)
     if topk_length is not None:
         check_tensor("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    if scale is not None:
-        scale = check_number("scale", scale)
-    check_flag("return_lse", return_lse)
+    if max_query_len is not None:
+        check_at_least("max_query_len", max_query_len)
     if out is not None:
         check_tensor("out", out, shape=[tokens, heads, dim], dtypes=(q.dtype,), device=device, last_contiguous=True)
-    if env.current().validate and reading_allowed(device):
+    if reads_values(device):
         _check_values(query_start_loc, seq_lens, block_tables, k_cache, tokens)
-    phase = "prefill" if tokens > sequences else "decode"  # for the VLLM_QSA_*_ATTN_BACKEND switches
-    runtime.reference_only("sparse_attention", backend, phase=phase)
-    return reference.sparse_attention(
-        q,
-        (k_cache, v_cache),
-        topk_indices,
-        block_tables,
-        query_start_loc,
-        seq_lens,
-        topk_length=topk_length,
-        scale=scale,
-        return_lse=return_lse,
-        out=out,
-    )
+    check_memory()
+    is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
+    runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill")
+    if not has_memory():
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+        return torch.empty(q.shape, dtype=q.dtype, device=device) if out is None else out, lse
+    found: tuple[torch.Tensor, torch.Tensor] = reference.sparse_attention(  # type: ignore[assignment]
+        q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
+        return_lse=True, out=out,
+    )  # fmt: skip
+    return found
 
 
-def _check_cache(
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dim, device = q.shape[-1], q.device
+def _pair(kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caches of keys and values, each for the operator to check."""
     if isinstance(kv_cache, torch.Tensor):
-        check_tensor("kv_cache", kv_cache, shape=[2, "num_blocks", "block_size", "kv_heads", dim])
+        check_layout("kv_cache", kv_cache)
+        if kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
+            bad_value("kv_cache", "shape [2, num_blocks, block_size, kv_heads, D]", f"shape {list(kv_cache.shape)}")
     elif not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2:
         bad_type("kv_cache", "a tensor [2, ...] or a pair (k_cache, v_cache)", type(kv_cache).__name__)
     k_cache, v_cache = kv_cache[0], kv_cache[1]
-    check_tensor(
-        "kv_cache[0]",
-        k_cache,
-        shape=["num_blocks", "block_size", "kv_heads", dim],
-        dtypes=(q.dtype,),
-        device=device,
-        last_contiguous=True,
-    )
-    check_tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check_layout("kv_cache[0]", k_cache)
+    check_layout("kv_cache[1]", v_cache)
+    return k_cache, v_cache
+
+
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor) -> None:
+    dtypes, device = (q.dtype,), q.device
+    shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", q.shape[-1]]
+    check_tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
+    check_tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=dtypes, device=device, last_contiguous=True)
     if k_cache.shape[1] < 1:
         bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
-    return k_cache, v_cache
 
 
 def _check_values(

@@ -2,16 +2,18 @@
 
 import torch
 
-from gdn.ops import _library, _rows
-from gdn.ops._checks import bad_type, bad_value, check_tensor, dtype_name
+from gdn.ops import _rows
+from gdn.ops._call import NEW, operator, prepare, run_reference
+from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._delta_rule import FLOAT_DTYPES
+from gdn.ops._modes import is_empty
 from gdn.problems import SplitProblem
 from gdn.reference import steps as reference
-from gdn.runtime import prepare
 
 Tensor = torch.Tensor
 
 
+@operator(reference=reference.fused_qkvzba_split_reshape_cat, returns=lambda _: (NEW, NEW, NEW, NEW))
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
@@ -27,29 +29,19 @@ def fused_qkvzba_split_reshape_cat(
         mixed_qkvz [L, Hqk * (2 * K + 2 * r * V)], each group [q (K) | k (K) | v (r * V) | z (r * V)]
         mixed_ba   [L, 2 * HV],                    each group [b (r) | a (r)]
 
-    Both of any float dtype, last dim contiguous. Returns new contiguous tensors: mixed_qkv [L, 2 * Hqk * K + HV * V] as
+    Both of any float dtype and row stride. Returns new contiguous tensors: mixed_qkv [L, 2 * Hqk * K + HV * V] as
     [all q heads | all k heads | all v heads], z [L, HV, V], b [L, HV], a [L, HV].
     backend: as in chunk_gated_delta_rule. Raises TypeError or ValueError, naming the argument.
     """
-    if torch.compiler.is_compiling():
-        return _library.split(  # type: ignore[no-any-return]
-            mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, backend
-        )
     sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
-        if not isinstance(value, int):
-            bad_type(name, "an int", type(value).__name__)
-        if value < 1:
-            bad_value(name, "an int >= 1", value)
+        check_at_least(name, value, 1)
     if num_heads_v % num_heads_qk:
         bad_value("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
     width = 2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v
-    check_tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES, last_contiguous=True)
-    check_tensor(
-        "mixed_ba", mixed_ba, shape=(mixed_qkvz.shape[0], 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=mixed_qkvz.device,
-        last_contiguous=True,
-    )  # fmt: skip
+    check_tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES)
     length, device = mixed_qkvz.shape[0], mixed_qkvz.device
+    check_tensor("mixed_ba", mixed_ba, shape=(length, 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=device)
     problem = SplitProblem(
         num_k_heads=num_heads_qk,
         num_v_heads=num_heads_v,
@@ -61,7 +53,7 @@ def fused_qkvzba_split_reshape_cat(
     )
     prepared = prepare(problem, device, backend)
     if prepared.launch is None:
-        return reference.fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
+        run_reference()
 
     def new(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(length, *shape, dtype=like.dtype, device=device)
@@ -69,7 +61,9 @@ def fused_qkvzba_split_reshape_cat(
     mixed_qkv = new(mixed_qkvz, 2 * num_heads_qk * head_qk + num_heads_v * head_v)
     z = new(mixed_qkvz, num_heads_v * head_v)
     b, a = new(mixed_ba, num_heads_v), new(mixed_ba, num_heads_v)
-    if length:
+    if not is_empty(length):
         access = 8 if head_qk % 8 or head_v % 8 else _rows.ACCESS_BYTES
-        prepared.launch(_rows.aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a)
+        prepared.launch(
+            _rows.aligned("mixed_qkvz", mixed_qkvz, access), _rows.contiguous_last("mixed_ba", mixed_ba), mixed_qkv, z, b, a
+        )
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

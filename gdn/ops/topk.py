@@ -1,20 +1,16 @@
 """Exact top-k over rows of logits, and groups of compressed keys back to token positions."""
 
-import functools
-
 import torch
 
-from gdn import reference, runtime
-from gdn.ops import _library_qsa
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
-from gdn.ops._logits_checks import INDEX_DTYPES, check_count
-from gdn.ops._memo import Made, Memo, make
+from gdn import reference
+from gdn.ops import _rows
+from gdn.ops._call import always, launch, new, operator, prepare, run_reference
+from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
+from gdn.ops._logits_checks import INDEX_DTYPES
+from gdn.ops._modes import is_empty
 from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
-from gdn.runtime import env
-
-_expanded = Memo()
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -24,6 +20,7 @@ def check_indices_out(out: torch.Tensor | None, rows: int, columns: int, device:
         check_tensor("out", out, shape=[rows, columns], dtypes=(torch.int32,), device=device, last_contiguous=True)
 
 
+@operator(writes={"out": always})
 def topk_indices(
     logits: torch.Tensor,
     k: int,
@@ -45,12 +42,9 @@ def topk_indices(
     Exact: the selected scores are the multiset that torch.topk selects. Deterministic: of equal scores (-0.0 equals 0.0)
     the smaller index is taken. NaN and -inf are never selected. ValueError or TypeError before anything is written.
     """
-    if torch.compiler.is_compiling():
-        picked = _library_qsa.topk_indices(logits, k, row_starts, row_ends, sorted_by, backend)
-        return picked if out is None else out.copy_(picked)
-    check_tensor("logits", logits, shape=["rows", "n"], dtypes=LOGIT_DTYPES, last_contiguous=True)
+    check_tensor("logits", logits, shape=["rows", "n"], dtypes=LOGIT_DTYPES)
     rows, device = logits.shape[0], logits.device
-    check_count("k", k)
+    check_at_least("k", k)
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
         if bound is not None:
             check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
@@ -87,15 +81,18 @@ def select_rows(
         num_rows=rows,
         num_columns=logits.shape[1],
     )
-    prepared = runtime.prepare(problem, device, backend)
+    prepared = prepare(problem, device, backend)
     if prepared.launch is None:
         row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)
         picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
         return picked.copy_(list_short_rows(picked, _lengths(logits, row_starts, row_ends))) if list_short else picked
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
-    if rows and k:
-        prepared.launch(logits, row_starts, row_ends, out, int(list_short), -1 if num_keys is None else num_keys, drafts)
+    if not is_empty(rows, k):
+        prepared.launch(
+            _rows.contiguous_last("logits", logits), row_starts, row_ends, out, int(list_short),
+            -1 if num_keys is None else num_keys, drafts,
+        )  # fmt: skip
     return out
 
 
@@ -121,6 +118,7 @@ def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: to
     return end - start
 
 
+@operator(reference=reference.expand_topk_groups, writes={"out": always}, memo=True, varies=("group_indices", "positions"))
 def expand_topk_groups(
     group_indices: torch.Tensor,
     positions: torch.Tensor,
@@ -136,18 +134,10 @@ def expand_topk_groups(
     their order, the tail follows, -1 is last. backend: as in chunk_gated_delta_rule. ValueError or TypeError before anything
     is written.
     """
-    if torch.compiler.is_compiling():
-        listed = _library_qsa.expand_topk_groups(group_indices, positions, ratio, backend)
-        return listed if out is None else out.copy_(listed)
-    tensors, flags = (group_indices, positions, out), (ratio, type(ratio), backend)
-    repeated: torch.Tensor | None = _expanded.run(tensors, flags)
-    if repeated is not None:
-        return repeated
-    switches = env.current()
     check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
-    check_count("ratio", ratio, minimum=1)
+    check_at_least("ratio", ratio, 1)
     check_indices_out(out, tokens, k * ratio + ratio - 1, group_indices.device)
     problem = ExpandTopkGroupsProblem(
         ratio=ratio,
@@ -156,14 +146,10 @@ def expand_topk_groups(
         num_tokens=tokens,
         k=k,
     )
-    prepared = runtime.prepare(problem, group_indices.device, backend)
-    if prepared.launch is None or 0 in (tokens, k):
-        return reference.expand_topk_groups(group_indices, positions, ratio=ratio, out=out)
-    made: list[Made] = []
+    prepared = prepare(problem, group_indices.device, backend)
+    if prepared.launch is None or is_empty(tokens, k):
+        run_reference()
     if out is None:
-        empty = functools.partial(torch.empty, tokens, k * ratio + ratio - 1, dtype=torch.int32, device=group_indices.device)
-        out = make(made, empty)
-    arguments = (group_indices, positions, out)
-    prepared.launch(*arguments)
-    _expanded.learn(tensors, flags, switches, prepared.launch, arguments, (out,), made)
+        out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
+    launch(prepared, (group_indices, positions, out), (out,))
     return out

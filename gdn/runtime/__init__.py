@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Found
 
 __all__ = [
+    "Asked",
     "Choice",
-    "Explained",
     "Prepared",
     "explain_problem",
     "explaining",
@@ -129,29 +129,30 @@ def _forget_tables() -> None:
     candidates.cache_clear()  # with the entries that each had found usable
 
 
-class Explained(BaseException):
-    """Raised by `prepare` inside `explaining()`, before anything is allocated or launched.
+@dataclass
+class Asked:
+    """What `prepare` was asked for inside `explaining()`, in order: what would run, and for which problem."""
 
-    Not an Exception: no operator may mistake it for an error of its own.
-    """
-
-    def __init__(self, choice: Choice, problem: Problem | None) -> None:
-        super().__init__(choice)
-        self.choice, self.problem = choice, problem
+    answers: list[tuple[Choice, Problem | None]] = field(default_factory=list)
 
 
-_explaining: ContextVar[bool] = ContextVar("gdn_explaining", default=False)
+_explaining: ContextVar[Asked | None] = ContextVar("gdn_explaining", default=None)
 is_explaining = _explaining.get  # no function of its own: every eager call asks
 
 
 @contextlib.contextmanager
-def explaining() -> Iterator[None]:
-    """Inside, in this thread, `prepare` and `reference_only` raise Explained with the choice."""
-    token = _explaining.set(True)
+def explaining() -> Iterator[Asked]:
+    """Inside, in this thread, `prepare` and `reference_only` note their choice, and what they hand out launches nothing."""
+    asked = Asked()
+    token = _explaining.set(asked)
     try:
-        yield
+        yield asked
     finally:
         _explaining.reset(token)
+
+
+def _launch_nothing(*_: Any) -> None:
+    pass
 
 
 def explain_problem(problem: Problem, spec: DeviceSpec | None, backend: str | None = None) -> Choice:
@@ -170,8 +171,11 @@ def prepare(problem: Problem, device: torch.device, backend: str | None = None, 
     backend: the public function's argument. config: tiles to take as they are (autotuner, tests).
     """
     global _memo_switches
-    if _explaining.get():
-        raise Explained(_choose(problem, device, backend, config), problem)
+    asked = _explaining.get()
+    if asked is not None:
+        choice = _choose(problem, device, backend, config)
+        asked.answers.append((choice, problem))
+        return Prepared(choice.backend, choice.config, 0, _launch_nothing, choice)
     switches = env.current()
     if switches is not _memo_switches:
         with _memo_lock:
@@ -247,6 +251,9 @@ def reference_only(op: str, backend: str | None = None, *, phase: str | None = N
     phase: "prefill" or "decode" where the operator's switches tell them apart.
     """
     switches = env.current()
-    if _explaining.get():
-        raise Explained(select.choose_reference(op, switches, backend, phase=phase), None)
+    asked = _explaining.get()
+    if asked is not None:
+        choice = select.choose_reference(op, switches, backend, phase=phase)
+        asked.answers.append((choice, None))
+        return choice
     return _reference_choice(op, backend, phase, switches)

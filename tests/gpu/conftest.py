@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gdn import runtime
-from gdn.ops._memo import Memo
 from gdn.problems import ChunkProblem
-from gdn.runtime import devices
+from gdn.runtime import devices, env
 
 Force = Callable[..., None]
 
@@ -47,7 +46,7 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
     operator = importlib.import_module("gdn.ops.chunk")
     monkeypatch.setattr(operator, "prepare", prepare)
-    monkeypatch.setattr(operator, "_memo", Memo())
+    env.reload()  # forgets calls seen before
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.ops._memo import Memo
 from gdn.problems import RecurrentProblem
 from gdn.recurrent_tiles import Config, k_per_thread
+from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.gpu import cases
 from tests.gpu.delta_rule import copied, judge, run
@@ -53,7 +53,7 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
 
     operator = importlib.import_module("gdn.ops.recurrent")
     monkeypatch.setattr(operator, "prepare", prepare)
-    monkeypatch.setattr(operator, "_memo", Memo())
+    env.reload()  # forgets calls seen before
 
 
 def check(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

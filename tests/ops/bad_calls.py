@@ -33,12 +33,6 @@ SHARED = [
     Bad("v_tokens", lambda a: {"v": a["v"][:, 1:]}, ValueError, r"^v: expected shape \[1, \d+, HV, V\], got shape"),
     Bad("k_dim", lambda a: {"k": a["k"][..., :8]}, ValueError, r"^k: expected shape .* 16\], got shape"),
     Bad("k_device", lambda a: {"k": _other_device(a["k"])}, ValueError, r"^k: expected a tensor on .*, got a tensor on meta"),
-    Bad(
-        "v_last_dim",
-        lambda a: {"v": a["v"].mT.contiguous().mT},
-        ValueError,
-        r"^v: expected a contiguous last dimension \(stride 1\), got strides",
-    ),
     Bad("heads_modulo", lambda a: {"v": a["v"][:, :, :3]}, ValueError, r"^q, k, v: expected GVA heads .* got Hq=2, Hk=2, HV=3"),
     Bad("heads_both", lambda a: {"q": a["q"].repeat(1, 1, 2, 1)}, ValueError, r"^q, k, v: expected GVA .* got Hq=4, Hk=2, HV=4"),
     Bad("g_shape", lambda a: {"g": a["g"][..., :2]}, ValueError, r"^g: expected shape \[1, \d+, 4\], got shape"),

@@ -8,9 +8,8 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.ops._memo import Memo
 from gdn.problems import GdnDecodeProblem
-from gdn.runtime import Choice, Prepared
+from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 
 H, HV, K, V, W = 2, 4, 32, 32, 4
@@ -71,7 +70,7 @@ class Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     operator, made = importlib.import_module("gdn.ops.decode"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
-    monkeypatch.setattr(operator, "_memo", Memo())
+    env.reload()  # forgets calls seen before
     return made
 
 

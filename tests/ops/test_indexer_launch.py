@@ -9,8 +9,6 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.ops import indexer, topk
-from gdn.ops._memo import Memo
 from gdn.testing.compare import same_bits
 from tests.ops.indexer_kernels import FP8, StandIn
 
@@ -22,9 +20,6 @@ D = 64
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
     monkeypatch.setattr(runtime, "prepare", found.prepare)
-    for module, names in ((indexer, ("_quantized", "_written", "_prepared", "_compressed", "_gathered")), (topk, ("_expanded",))):
-        for name in names:
-            monkeypatch.setattr(module, name, Memo())
     return found
 
 
@@ -158,7 +153,7 @@ def test_what_must_have_a_row_says_so() -> None:
         assert same_bits(arguments["cache"], before)
     with pytest.raises(ValueError, match="ring: expected at least one sequence"):
         gdn.compress_indexer_keys(**compress(FP8) | {"ring": torch.zeros(0, 8, D).bfloat16()})
-    with pytest.raises(ValueError, match="cu_seqlens: expected a last offset >= 0, got -3"):
+    with pytest.raises(ValueError, match="cu_seqlens: expected ascending values from 0"):
         gdn.gather_indexer_cache(**gather(FP8, None) | {"cu_seqlens": torch.tensor([0, 0, -3])})
 
 

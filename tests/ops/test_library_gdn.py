@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops import _library
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.test_steps_args import conv_fn, conv_update, decode, gating, norm, split
@@ -79,34 +78,26 @@ def test_steps(name: str, make: Any) -> None:
     same_results(getattr(gdn, name), without_out, "aot_eager")
 
 
-def positional(op: Any, arguments: Arguments) -> tuple[Any, ...]:
-    """Arguments of the registered operator in the order of its schema; what is left out is None or its usual default."""
-    usual = {"null_slot": -1, "output_final_state": True}
-    result = []
-    for argument in op._opoverload._schema.arguments:
-        missing = False if str(argument.type) == "bool" else None
-        result.append(arguments.get(argument.name, usual.get(argument.name, missing)))
-    return tuple(result)
+def of_schema(arguments: Arguments, is_pooled: bool) -> Arguments:
+    """Arguments of the registered operator: a pool is written, and opcheck compares with ==."""
+    if is_pooled:
+        arguments["initial_state_written"] = arguments["initial_state"].nan_to_num_()
+        arguments["initial_state"] = None
+    return arguments
 
 
 @pytest.mark.parametrize("fields", CHUNK)
 def test_opcheck_chunk(fields: dict[str, Any]) -> None:
     problem = chunk_problem(**fields)
     arguments = chunk_inputs(problem, lengths=[65, 0, 3])
-    if problem.pooled:
-        arguments["initial_state"].nan_to_num_()  # opcheck compares with ==
-        arguments["pool"] = arguments.pop("initial_state")
-    torch.library.opcheck(_library.chunk, positional(_library.chunk, arguments))
+    torch.library.opcheck(torch.ops.gdn.chunk_gated_delta_rule.default, (), of_schema(arguments, problem.pooled))
 
 
 @pytest.mark.parametrize("fields", RECURRENT)
 def test_opcheck_recurrent(fields: dict[str, Any]) -> None:
     problem = recurrent_problem(**fields)
     arguments = recurrent_inputs(problem, lengths=[2, 0, 3])
-    if problem.pooled:
-        arguments["initial_state"].nan_to_num_()
-        arguments["pool"] = arguments.pop("initial_state")
-    torch.library.opcheck(_library.recurrent, positional(_library.recurrent, arguments))
+    torch.library.opcheck(torch.ops.gdn.fused_recurrent_gated_delta_rule.default, (), of_schema(arguments, problem.pooled))
 
 
 def test_shapes_may_vary_without_a_new_graph() -> None:

@@ -141,7 +141,7 @@ def test_bad_recurrent_calls_after_a_good_one(kernel: Counting, bad: Bad) -> Non
     [
         ({"null_slot": 1}, {"null_slot": 1.0}, TypeError),
         ({"scale": 1.0}, {"scale": torch.tensor(1.0)}, TypeError),
-        ({"inplace_final_state": 0}, {"inplace_final_state": False}, ValueError),
+        ({"output_final_state": True}, {"output_final_state": 1}, TypeError),
         ({}, {"scale": [1.0]}, TypeError),  # no hash
     ],
 )
@@ -197,12 +197,12 @@ def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: Counting, monkey
         q, k, v = (torch.randn(1, length, 2, 16).bfloat16() for _ in range(3))
         o, _ = gdn.chunk_gated_delta_rule(q, k, v)
         assert o.shape == q.shape
-    assert kernel.prepared == 6 and len(chunk._memo._plans) == 4
+    assert kernel.prepared == 6 and len(gdn.chunk_gated_delta_rule.operator.memo._plans) == 4
     monkeypatch.setattr(_memo, "_PLANS_PER_KEY", 2)
     wide = torch.randn(1, 6, 64, 16).bfloat16()
     for step in (1, 2, 4, 8):  # strides alone differ
         gdn.chunk_gated_delta_rule(wide[:, :, : 2 * step : step], wide[:, :, 1 : 1 + 2 * step : step], wide[:, :, 2:4])
-    assert max(map(len, chunk._memo._plans.values())) == 2
+    assert max(map(len, gdn.chunk_gated_delta_rule.operator.memo._plans.values())) == 2
 
 
 def test_reload_and_validate(kernel: Counting, switch: Callable[..., env.Switches]) -> None:

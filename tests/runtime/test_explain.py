@@ -177,10 +177,11 @@ def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.Mo
     answer = gdn.explain(name, *args, **kwargs)
     assert (answer.function, answer.backend, answer.config, answer.config_source) == (name, "reference", None, "none")
     operator = registry.operator(name)
-    assert answer.op in (operator.name, *operator.composed_of)
-    kernels = registry.operator(answer.op).modules
-    assert answer.decided_by == ("no SM90 (Hopper) GPU" if kernels else "no kernel yet")
-    assert {backend for backend, _ in answer.refusals} == set(kernels)
+    assert answer.op == operator.name and [part.op for part in answer.parts] == list(operator.composed_of)
+    for part in answer.parts or (answer,):
+        kernels = registry.operator(part.op).modules
+        assert part.decided_by == ("no SM90 (Hopper) GPU" if kernels else "no kernel yet")
+        assert {backend for backend, _ in part.refusals} == set(kernels)
     assert str(answer).startswith(name) and "reference" in str(answer)
     assert all(same(args[i], before[0][i]) for i in range(len(args)))
     assert all(same(kwargs[key], before[1][key]) for key in kwargs)
@@ -222,10 +223,11 @@ def test_switches_are_shown(switch: Callable[..., env.Switches]):
     assert gdn.explain("sparse_attention", **attention()).switches == ("GDN_BACKEND=tilelang",)
 
 
-def test_a_composed_function_names_the_kernel_that_it_runs():
+def test_a_composed_function_names_all_that_it_runs():
     answer = gdn.explain("indexer_topk", **CALLS["indexer_topk"]())
-    assert (answer.function, answer.op) == ("indexer_topk", "mqa_logits")
-    assert str(answer).startswith("indexer_topk through mqa_logits: reference")
+    assert (answer.function, answer.op) == ("indexer_topk", "indexer_topk")
+    assert str(answer).startswith("indexer_topk: mqa_logits, then topk\n  mqa_logits: reference")
+    assert "\n  topk_indices: reference" in str(answer)
 
 
 @pytest.fixture

@@ -14,16 +14,14 @@ def run(code: str) -> str:
 
 
 def test_import_is_light():
-    """Neither a DSL, nor CUDA, nor more than 0.3 s of processor time beyond torch; also with the operators loaded."""
+    """Neither a DSL, nor CUDA, nor more than 0.3 s of processor time beyond torch; the operators are registered by then."""
     out = run(
         """
 import sys, time, torch
 start = time.process_time()
 import gdn
 seconds = time.process_time() - start
-assert "gdn.runtime" not in sys.modules
-for name in gdn.__all__:
-    getattr(gdn, name)
+assert torch.ops.gdn.chunk_gated_delta_rule.default is not None
 heavy = [name for name in sys.modules if name.split(".")[0] in ("tilelang", "cutlass", "tvm", "kernels_tl", "kernels_cute")]
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()

@@ -1,0 +1,61 @@
+"""Whether tensors share elements: what a call writes must be memory of its own."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+
+_MAX_WORK = 100_000  # steps of the exact answer; layouts that need more count as overlapping
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class _Layout:
+    """A strided tensor as numpy sees one: address, shape and strides. Its memory is never read."""
+
+    def __init__(self, tensor: Tensor, address: int) -> None:
+        size = tensor.element_size()
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "data": (address, True),
+        }
+
+
+def shares_element(first: Tensor, second: Tensor, first_address: int, second_address: int) -> bool:
+    """Whether two tensors of one device, at these addresses, have a byte in common. Exact for strided views of one buffer."""
+    first_end, second_end = first_address + span_bytes(first), second_address + span_bytes(second)
+    if first_end <= second_address or second_end <= first_address or is_empty(first) or is_empty(second):
+        return False
+    try:
+        a, b = np.asarray(_Layout(first, first_address)), np.asarray(_Layout(second, second_address))
+        return bool(np.shares_memory(a, b, max_work=_MAX_WORK))  # type: ignore[arg-type]  # the stub knows only two values
+    except np.exceptions.TooHardError:
+        return True
+
+
+def is_empty(tensor: Tensor) -> bool:
+    return tensor.numel() == 0
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two of a tensor's elements are the same memory, for dims that nest (as slices and transposes of a buffer do)."""
+    if tensor.numel() <= 1:
+        return False
+    reach = 1  # elements that the dims so far span
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False
