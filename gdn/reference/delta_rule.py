@@ -232,7 +232,7 @@ def _decay_between(g: torch.Tensor) -> torch.Tensor:
 
 
 class _Tokens:
-    """The tokens of a call: rows(...) hands out a range with norm, scale and gates applied and heads expanded."""
+    """The tokens of a call: rows(...) returns a range of them with norm, scale and gates applied and heads expanded."""
 
     def __init__(
         self,

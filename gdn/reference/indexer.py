@@ -159,7 +159,7 @@ def compress_indexer_keys(
 
     raw_k [tokens, D] or [tokens, kv_heads, D]; ring [sequences, size, (kv_heads,) D]; ring_slots [tokens] the sequence's
     ring (negative or null_slot: the token is skipped); slot_mapping [tokens] the cache row of the token's group, read at
-    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence stand together with ascending positions.
+    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence are neighbours, in the order of their positions.
     A group's key: float32 mean of its raw keys, rounded to their dtype, norm, RoPE at the group's first position.
     """
     if raw_k.dim() == 2:
