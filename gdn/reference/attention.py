@@ -10,16 +10,17 @@ Float32 inside. A position counts where 0 <= j <= the query's own (causal); with
 import torch
 
 from gdn.reference.logits import compute_dtype
+from gdn.reference.modes import inference_only
 
 BLOCK_BYTES = 256 * 1024 * 1024  # of gathered keys and values
 
 
 def query_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and position of each query token, [tokens] int64 each; position -1 for padding behind the last sequence.
+    """Sequence and position of each query token, [tokens] int64 each; position -1 for padding after the last sequence.
 
-    query_start_loc [N + 1], seq_lens [N] = cached tokens plus new ones: the new ones stand at the end.
+    query_start_loc [N + 1], seq_lens [N] = cached tokens plus new ones: the new ones are the last ones.
     """
-    bounds = query_start_loc.long()
+    bounds = query_start_loc.long().contiguous()  # searchsorted warns otherwise
     token = torch.arange(num_tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds, token, right=True) - 1
     real = (sequence >= 0) & (sequence < seq_lens.numel())
@@ -28,6 +29,7 @@ def query_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_t
     return sequence, torch.where(real, position, -1)
 
 
+@inference_only
 def sparse_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -55,7 +57,7 @@ def sparse_attention(
     if scale is None:
         scale = dim**-0.5
     if out is None:
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=dtype, device=q.device)
     k = topk_indices.shape[1]
     if num_tokens == 0 or k == 0 or num_blocks == 0 or seq_lens.numel() == 0 or block_tables.shape[1] == 0:

@@ -2,12 +2,16 @@
 
     y[t] = activation(bias + sum_j weight[:, j] * x[t - (w - 1) + j])        weight[:, w - 1] multiplies the current token
 
-A slot [dim, columns] keeps raw inputs, oldest first. Computed in float32 (float64 where x is float64).
+A slot [dim, columns] keeps raw inputs, oldest first. Computed in float32 (float64 where x is float64). Indices are compared
+as Python ints, so that no integer width can change their meaning. `out` may be x: it is written at the end.
 """
 
 import torch
 
+from gdn.reference.modes import inference_only
 
+
+@inference_only
 def causal_conv1d_fn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -25,7 +29,7 @@ def causal_conv1d_fn(
 ) -> torch.Tensor:
     """`gdn.causal_conv1d_fn`: packed prefill, x [tokens, dim]."""
     window = weight.shape[1] - 1
-    out = torch.zeros_like(x, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     sequences = _sequences(query_start_loc, x.shape[0])
     slots = list(range(len(sequences))) if cache_indices is None else cache_indices.tolist()
     is_continued = None if has_initial_state is None else has_initial_state.tolist()
@@ -40,7 +44,7 @@ def causal_conv1d_fn(
         if conv_states is not None and (is_continued is None or is_continued[n]):
             history = conv_states[slots[n], :, :window].to(x.dtype)
         line = torch.cat([history, tokens], dim=1)  # column i + window is token i
-        out[start:end] = _convolve(line, weight, bias, activation).t().to(out.dtype)
+        y[start:end] = _convolve(line, weight, bias, activation).t().to(y.dtype)
         if conv_states is None:
             continue
         conv_states[slots[n], :, :window] = line[:, line.shape[1] - window :].to(conv_states.dtype)
@@ -48,9 +52,10 @@ def causal_conv1d_fn(
             for offset, slot in zip(offsets[n], offset_slots[n], strict=True):
                 if 0 < offset <= end - start and slot > null_slot:
                     conv_states[slot, :, :window] = line[:, offset : offset + window].to(conv_states.dtype)
-    return out
+    return y if out is None else out.copy_(y)
 
 
+@inference_only
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -66,18 +71,15 @@ def causal_conv1d_update(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gdn.causal_conv1d_update`: decode, x [tokens, dim], [B, dim] or [B, dim, T]."""
-    if out is None:
-        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    else:
-        out.zero_()
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if query_start_loc is None:
         inputs = list(x.unsqueeze(-1) if x.dim() == 2 else x)  # of each sequence, [dim, T]
-        outputs = list(out.unsqueeze(-1) if x.dim() == 2 else out)
+        outputs = list(y.unsqueeze(-1) if x.dim() == 2 else y)
         first_rows = [n * inputs[0].shape[1] for n in range(len(inputs))]
     else:
         ranges = _sequences(query_start_loc, x.shape[0])
         inputs = [x[start:end].t() for start, end in ranges]
-        outputs = [out[start:end].t() for start, end in ranges]
+        outputs = [y[start:end].t() for start, end in ranges]
         first_rows = [start for start, _ in ranges]
 
     window = weight.shape[1] - 1
@@ -87,7 +89,7 @@ def causal_conv1d_update(
     two_dimensional = conv_state_indices is not None and conv_state_indices.dim() == 2
     is_speculative = num_accepted_tokens is not None or two_dimensional
     accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
-    parents = None if parent_token is None else parent_token.tolist()
+    parents = None if parent_token is None else parent_token.flatten().tolist()
 
     for n, tokens in enumerate(inputs):
         column = 0 if accepted is None else accepted[n] - 1  # of the token that was accepted last
@@ -107,7 +109,7 @@ def causal_conv1d_update(
             for i in range(tokens.shape[1]):
                 parent = parents[first_rows[n] + i]
                 line = torch.cat([history if parent < 0 else windows[parent], tokens[:, i : i + 1]], dim=1)
-                outputs[n][:, i : i + 1] = _convolve(line, weight, bias, activation).to(out.dtype)
+                outputs[n][:, i : i + 1] = _convolve(line, weight, bias, activation).to(y.dtype)
                 windows.append(line[:, 1:])
             for i, node_slot in enumerate(rows[n][: tokens.shape[1]]):
                 if node_slot > null_slot:
@@ -119,7 +121,7 @@ def causal_conv1d_update(
         kept = line[:, 1:] if is_speculative else line[:, line.shape[1] - window :]
         kept = kept[:, : conv_state.shape[2]]
         conv_state[slot, :, : kept.shape[1]] = kept.to(conv_state.dtype)
-    return out
+    return y if out is None else out.copy_(y)
 
 
 def _convolve(line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:

@@ -1,17 +1,20 @@
-"""The gated delta rule in plain torch: the chunk form and the token recurrence, beside their formulas.
+"""The gated delta rule in plain torch: the chunk form and the token recurrence, next to their formulas.
 
-Written for one head with state S [K, V]; the code carries all state heads of one sequence at once. Everything is computed
-in float32 (float64 where q is float64), on any device. Arguments are those of the public operators, already checked.
+The formulas are those of one head with state S [K, V]; the code computes all state heads of one sequence at once, in
+float32 (float64 where q is float64), on any device. Arguments are those of the public operators, already checked. Indices
+are compared as Python ints, so that no integer width can change their meaning. `out` may be v: it is written at the end.
 """
 
 import torch
 
+from gdn.reference.modes import inference_only
 from gdn.reference.rounding import stochastic_bfloat16
 
 CHUNK_SIZE = 64  # tokens
 L2_NORM_EPS = 1e-6  # added to the sum of squares
 
 
+@inference_only
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,7 +47,7 @@ def chunk_gated_delta_rule(
     tokens = _Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
-    out = tokens.zeroed_output(out)
+    o = tokens.zero_output()
     sequences = _sequences(q, cu_seqlens)
     final_state = None
     if state_indices is None and output_final_state:
@@ -68,8 +71,8 @@ def chunk_gated_delta_rule(
 
         for first in range(start, end, CHUNK_SIZE):
             last = min(first + CHUNK_SIZE, end)
-            o, state = _chunk(state, *tokens.rows(b, first, last))
-            out[b, first:last] = o.transpose(0, 1).to(out.dtype)
+            o_rows, state = _chunk(state, *tokens.rows(b, first, last))
+            o[b, first:last] = o_rows.transpose(0, 1).to(o.dtype)
             for offset, slot in checkpoints[n]:
                 if offset == last - start and offset % CHUNK_SIZE == 0 and slot > null_slot and initial_state is not None:
                     _store(initial_state, slot, state, state_v_first)
@@ -80,11 +83,14 @@ def chunk_gated_delta_rule(
         elif final_state is not None:
             _store(final_state, n, state, state_v_first)
 
+    if out is not None:
+        o = out.copy_(o)
     if state_indices is not None and output_final_state:
-        return out, initial_state
-    return out, final_state
+        return o, initial_state
+    return o, final_state
 
 
+@inference_only
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -116,7 +122,7 @@ def fused_recurrent_gated_delta_rule(
     tokens = _Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
-    out = tokens.zeroed_output(out)
+    o = tokens.zero_output()
     sequences = _sequences(q, cu_seqlens)
     pooled = ssm_state_indices is not None
     every_token = ssm_state_indices is not None and ssm_state_indices.dim() == 2
@@ -137,7 +143,7 @@ def fused_recurrent_gated_delta_rule(
     write_slots = read_slots if final_state_indices is None else _columns(final_state_indices)
     accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
     seed = None if rounding_seed is None else int(rounding_seed.item())
-    parents = None if parent_token is None else parent_token.tolist()
+    parents = None if parent_token is None else parent_token.flatten().tolist()
 
     for n, (b, start, end) in enumerate(sequences):
         column = 0 if accepted is None else accepted[n] - 1
@@ -151,10 +157,10 @@ def fused_recurrent_gated_delta_rule(
         q_rows, k_rows, v_rows, g_rows, beta_rows = tokens.rows(b, start, end)
         for i in range(end - start):
             if parents is not None:
-                parent = parents[start + i]
+                parent = parents[b * q.shape[1] + start + i]
                 state = first_state if parent < 0 else history[parent]
-            o, state = _step(state, q_rows[:, i], k_rows[:, i], v_rows[:, i], g_rows[:, i], beta_rows[:, i])
-            out[b, start + i] = o.to(out.dtype)
+            o_row, state = _step(state, q_rows[:, i], k_rows[:, i], v_rows[:, i], g_rows[:, i], beta_rows[:, i])
+            o[b, start + i] = o_row.to(o.dtype)
             if parents is not None:
                 history.append(state)
             if every_token and target is not None and i < len(write_slots[n]) and write_slots[n][i] > null_slot:
@@ -165,7 +171,7 @@ def fused_recurrent_gated_delta_rule(
             if not pooled or slot > null_slot:
                 _store(target, slot, state, state_v_first, seed)
 
-    return out, final_state
+    return (o if out is None else out.copy_(o)), final_state
 
 
 def _step(
@@ -191,32 +197,42 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Up to 64 tokens. state [HS, K, V]; q, k [HS, C, K]; v [HS, C, V]; g, beta [HS, C] -> o [HS, C, V], state.
 
-    With c the inclusive running sum of g, and G_ij = exp(c_i - c_j) for i >= j, else 0 (never exp(-c), which overflows):
+    With c the inclusive running sum of g, and G_ij = exp(c_i - c_j) for i >= j, else 0:
         L  = strict_lower(diag(beta) K K^T);   A = (I + L)^-1
         W  = V - exp(c) (K S)
         Vn = (A * G * beta_column) W
         O  = exp(c) (Q S) + (G * (Q K^T)) Vn
         S' = exp(c_last) S + K^T (exp(c_last - c) Vn)
     """
-    c = g.cumsum(-1)
-    lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
-    decay = torch.where(lower, c[:, :, None] - c[:, None, :], -torch.inf).exp()
+    decay = _decay_between(g)
+    decay_from_start = g.cumsum(-1).exp()[:, :, None]
+    decay_to_end = decay[:, -1, :, None]
     identity = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)
 
     strict_lower = (beta[:, :, None] * (k @ k.mT)).tril(-1)
     inverse = torch.linalg.solve_triangular(
         identity + strict_lower, identity.expand_as(strict_lower), upper=False, unitriangular=True
     )
-    w = v - c.exp()[:, :, None] * (k @ state)
+    w = v - decay_from_start * (k @ state)
     v_new = (inverse * decay * beta[:, None, :]) @ w
-    o = c.exp()[:, :, None] * (q @ state) + (decay * (q @ k.mT)) @ v_new
-    c_last = c[:, -1:]
-    state = c_last.exp()[:, :, None] * state + k.mT @ ((c_last - c).exp()[:, :, None] * v_new)
+    o = decay_from_start * (q @ state) + (decay * (q @ k.mT)) @ v_new
+    state = decay_from_start[:, -1:] * state + k.mT @ (decay_to_end * v_new)
     return o, state
 
 
+def _decay_between(g: torch.Tensor) -> torch.Tensor:
+    """G [HS, C, C]: exp(g_{j+1} + ... + g_i) for i >= j, else 0, of log decays g [HS, C].
+
+    Every exponent is a sum of its own that starts after token j. The difference c_i - c_j of two running sums is the same
+    number, but after a decay of -1e4 both are so large that their last digit is 1e-3, and after one of -inf it is NaN.
+    """
+    ones = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device)
+    exponent = torch.where(ones.tril(-1), g[:, :, None], 0.0).cumsum(1)
+    return torch.where(ones.tril(), exponent, -torch.inf).exp()
+
+
 class _Tokens:
-    """The tokens of a call: rows(...) hands out a range with norm, scale and gates applied and heads expanded."""
+    """The tokens of a call: rows(...) returns a range of them with norm, scale and gates applied and heads expanded."""
 
     def __init__(
         self,
@@ -268,10 +284,8 @@ class _Tokens:
         beta = self.beta[b, start:end].to(self.dtype)
         return (beta.sigmoid() if self.use_beta_sigmoid else beta).t()
 
-    def zeroed_output(self, out: torch.Tensor | None) -> torch.Tensor:
-        """[B, T, HS, V]: rows that no live sequence owns are zero."""
-        if out is not None:
-            return out.zero_()
+    def zero_output(self) -> torch.Tensor:
+        """[B, T, HS, V]: rows that no live sequence owns stay zero."""
         return self.v.new_zeros(*self.q.shape[:2], self.num_heads, self.v.shape[-1])
 
     def zero_state(self) -> torch.Tensor:

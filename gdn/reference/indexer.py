@@ -1,4 +1,4 @@
-"""What surrounds the logits: quantisation, norm, RoPE, the indexer's cache, and compressed keys. Plain torch.
+"""Steps around the logits in plain torch: quantisation, norm, RoPE, the indexer's cache, and compressed keys.
 
     quantise      scale = max(amax, 1e-4) / 448 per group; value = e4m3(x / scale), nearest even, saturated
     norm          x * rsqrt(mean(x^2) + eps) * (1 + weight)      (weight alone where not zero_centred), float32 inside
@@ -11,6 +11,7 @@ size depends on it.
 import torch
 
 from gdn.reference.logits import page_views
+from gdn.reference.modes import inference_only
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -27,10 +28,11 @@ def _divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
     return x / x.new_full((), divisor)
 
 
+@inference_only
 def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] -> e4m3 [..., D] and float32 scales [..., D / group], group = min(group_size, D)."""
+    """x [..., D] -> e4m3 [..., D] and float32 scales [..., D / group], group = min(group_size, D); both contiguous."""
     group = min(group_size, x.shape[-1])
-    grouped = x.float().unflatten(-1, (-1, group))
+    grouped = x.float().contiguous().unflatten(-1, (-1, group))
     scale = _divided(grouped.abs().amax(dim=-1).clamp(min=MIN_AMAX), FP8_MAX)
     return cast_fp8((grouped / scale[..., None]).flatten(-2)), scale
 
@@ -55,6 +57,7 @@ def _write_flat(view: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, k
     view[page, offset] = torch.where(kept, values[source], view[page, offset])
 
 
+@inference_only
 def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes k [tokens, D] or [tokens, kv_heads, D] to rows slot_mapping [tokens] of the cache; negative = skip.
 
@@ -92,6 +95,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rotary
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., rotary_dim:]], dim=-1)
 
 
+@inference_only
 def prepare_indexer(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -119,7 +123,7 @@ def prepare_indexer(
     Norm and RoPE are float32; their result is rounded once to the input's dtype, and quantised from there.
     """
     dim = q.shape[-1]
-    q_rotated = rope(rms_norm(q, q_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(q.dtype)
+    q_rotated = rope(rms_norm(q, q_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(q.dtype).contiguous()
     if k is not None and k_norm is not None and cache is not None and slot_mapping is not None:
         keys = k[:, None] if k.dim() == 2 else k
         k_rotated = rope(rms_norm(keys, k_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(k.dtype)
@@ -130,10 +134,11 @@ def prepare_indexer(
     if fp8 and scaled:
         q_fp8, q_scale = quantize_fp8(q_rotated, dim)
         folded = q_scale[..., 0] * dim**-0.5
-        return q_fp8, folded if weights is None else weights.float() * folded
+        return q_fp8, folded if weights is None else (weights.float() * folded).contiguous()
     return (cast_fp8(q_rotated) if fp8 else q_rotated), weights
 
 
+@inference_only
 def compress_indexer_keys(
     raw_k: torch.Tensor,
     ring: torch.Tensor,
@@ -154,7 +159,7 @@ def compress_indexer_keys(
 
     raw_k [tokens, D] or [tokens, kv_heads, D]; ring [sequences, size, (kv_heads,) D]; ring_slots [tokens] the sequence's
     ring (negative or null_slot: the token is skipped); slot_mapping [tokens] the cache row of the token's group, read at
-    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence stand together with ascending positions.
+    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence are neighbours, in the order of their positions.
     A group's key: float32 mean of its raw keys, rounded to their dtype, norm, RoPE at the group's first position.
     """
     if raw_k.dim() == 2:
@@ -187,6 +192,7 @@ def compress_indexer_keys(
     _write_flat(ring, safe_slot * size + position.clamp(min=0) % size, raw_k.to(ring.dtype), real & ~replaced)
 
 
+@inference_only
 def gather_indexer_cache(
     cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor, *, num_rows: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -197,13 +203,13 @@ def gather_indexer_cache(
     """
     values, scales = page_views(cache)
     page_size = values.shape[1]
-    bounds = cu_seqlens.long()
+    bounds = cu_seqlens.long().contiguous()  # searchsorted warns otherwise
     total = int(bounds[-1]) if num_rows is None else num_rows
     row = torch.arange(total, device=cache.device)
     used = row < bounds[-1]
     if total == 0 or block_tables.numel() == 0 or values.shape[0] == 0:
         k = torch.zeros((total, *values.shape[2:]), device=cache.device).to(values.dtype)
-        k_scale = torch.zeros((total, values.shape[2]), device=cache.device) if scales is not None else None
+        k_scale = torch.zeros(total, values.shape[2], dtype=torch.float32, device=cache.device) if scales is not None else None
     else:
         sequence = torch.searchsorted(bounds, row, right=True).clamp(max=bounds.numel() - 1) - 1
         offset = row - bounds[sequence]
@@ -212,8 +218,8 @@ def gather_indexer_cache(
         page = torch.where(used, page, 0)
         flat = (page, torch.where(used, offset, 0) % page_size)
         raw = values.view(torch.uint8)[flat].view(FP8) if values.dtype == FP8 else values[flat]
-        k = torch.where(used[:, None, None], raw.float(), 0.0).to(values.dtype)
-        k_scale = torch.where(used[:, None], scales[flat], 0.0) if scales is not None else None
+        k = torch.where(used[:, None, None], raw.float(), 0.0).to(values.dtype).contiguous()
+        k_scale = torch.where(used[:, None], scales[flat], 0.0).contiguous() if scales is not None else None
     if cache.dim() == 3:
         return k[:, 0], k_scale[:, 0] if k_scale is not None else None
     return k, k_scale

@@ -11,6 +11,8 @@ these functions can be captured in a CUDA graph.
 
 import torch
 
+from gdn.reference.modes import inference_only
+
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024
 
@@ -60,6 +62,7 @@ def key_range(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> tuple[
     return start, end
 
 
+@inference_only
 def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -139,12 +142,13 @@ def visible_lengths(context_lens: torch.Tensor, batch: int, next_n: int, limit: 
 
     context_lens [B, next_n] are those counts; with [B], draft i of next_n sees context_len - next_n + 1 + i.
     """
-    lengths = context_lens.long()
+    lengths = context_lens.long().clamp(min=0)
     if lengths.dim() == 1:
         lengths = lengths[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
     return lengths.reshape(batch * next_n).clamp(0, limit)
 
 
+@inference_only
 def paged_mqa_logits(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -162,7 +166,7 @@ def paged_mqa_logits(
     """Decode from cache pages: out [B * next_n, max_context_len].
 
     q [B, next_n, H, D]; cache as `page_views`; weights [B * next_n, H]; context_lens [B] or [B, next_n]; block_tables
-    [B, max_pages] page of each page_size keys of a sequence. Entries behind a sequence's length may hold anything.
+    [B, max_pages] page of each page_size keys of a sequence. Entries after a sequence's last page may hold anything.
     """
     batch, next_n, num_heads, head_dim = q.shape
     values, scales = page_views(cache, head_dim)

@@ -4,8 +4,10 @@ import torch
 
 from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
+from gdn.reference.modes import inference_only
 
 
+@inference_only
 def fused_gdn_gating(
     A_log: torch.Tensor,
     a: torch.Tensor,
@@ -14,12 +16,14 @@ def fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias), beta_output = sigmoid(b); a, b [..., HV] -> float32 of the same shapes."""
+    """g = -exp(A_log) softplus(a + dt_bias), beta_output = sigmoid(b); a, b [..., HV] -> float32 of their shape, contiguous."""
     dtype = _compute_dtype(a)
     softplus = torch.nn.functional.softplus(a.to(dtype) + dt_bias.to(dtype), beta=beta, threshold=threshold)
-    return -A_log.to(dtype).exp() * softplus, b.to(dtype).sigmoid()
+    g, beta_output = -A_log.to(dtype).exp() * softplus, b.to(dtype).sigmoid()
+    return g.contiguous(), beta_output.contiguous()  # an elementwise result takes the strides of its input
 
 
+@inference_only
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: torch.Tensor,
     mixed_ba: torch.Tensor,
@@ -28,32 +32,34 @@ def fused_qkvzba_split_reshape_cat(
     head_qk: int,
     head_v: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a."""
+    """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a: new tensors."""
     ratio = num_heads_v // num_heads_qk
     length = mixed_qkvz.shape[0]
     groups = mixed_qkvz.reshape(length, num_heads_qk, mixed_qkvz.shape[1] // num_heads_qk)
     q, k, v, z = groups.split([head_qk, head_qk, ratio * head_v, ratio * head_v], dim=2)
     mixed_qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
     b, a = mixed_ba.reshape(length, num_heads_qk, 2 * ratio).split(ratio, dim=2)
-    return (
-        mixed_qkv,
-        z.reshape(length, num_heads_v, head_v).contiguous(),
-        b.reshape(length, num_heads_v).contiguous(),
-        a.reshape(length, num_heads_v).contiguous(),
-    )
+
+    def new(part: torch.Tensor, *shape: int) -> torch.Tensor:
+        # Not contiguous(): for one token or one group that is a view of the input.
+        return part.reshape(length, *shape).clone(memory_format=torch.contiguous_format)
+
+    return mixed_qkv, new(z, num_heads_v, head_v), new(b, num_heads_v), new(a, num_heads_v)
 
 
+@inference_only
 def rms_norm_gated(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, activation: str = "silu"
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x."""
+    """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x, contiguous."""
     dtype = _compute_dtype(x)
     wide, gate = x.to(dtype), z.to(dtype)
     gate = gate.sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(gate)
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (normed * weight.to(dtype) * gate).to(x.dtype)
+    return (normed * weight.to(dtype) * gate).to(x.dtype).contiguous()
 
 
+@inference_only
 def fused_gdn_decode(
     mixed_qkv: torch.Tensor,
     z: torch.Tensor | None,
@@ -83,9 +89,10 @@ def fused_gdn_decode(
     null_slot: int = -1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gdn.fused_gdn_decode`, as the composition of its steps; what lies between two steps has the dtype of mixed_qkv.
+    """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
-    Where one step would take a sequence for padding, all of them do."""
+    A sequence that is padding for one step is padding for all of them.
+    """
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import torch
 
 from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
+from gdn.reference.modes import inference_only
 
 BLOCK_BYTES = 64 * 1024 * 1024  # of logits that one step of the selection works on
 DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
 
 
 def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
-    """values [rows, n], -inf where nothing may be selected -> columns [rows, k] int64, -1 behind the last selected one.
+    """values [rows, n], -inf where nothing may be selected -> columns [rows, k] int64, -1 after the last selected one.
 
     Everything above the k-th largest value is in; of the values equal to it, the leftmost that still fit.
     """
@@ -36,6 +37,7 @@ def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
     return picked
 
 
+@inference_only
 def topk_indices(
     logits: torch.Tensor,
     k: int,
@@ -89,6 +91,7 @@ def _in_blocks(
     return out
 
 
+@inference_only
 def indexer_topk(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,26 +104,41 @@ def indexer_topk(
     scale: float = 1.0,
     relu: bool = True,
     workspace_bytes: int | None = None,
+    max_seqlen_k: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """topk_indices(mqa_logits(...)) with at most workspace_bytes of float32 logits at a time: [M, topk] int32.
 
     Indices are relative to cu_seqlen_ks and ascend. A row with at most topk visible keys lists them unscored.
+    max_seqlen_k: a bound on the length of every range; a row of logits then has that many columns instead of Nk.
     """
     num_rows, num_keys = q.shape[0], k.shape[0]
     if out is None:
         out = torch.empty(num_rows, topk, dtype=torch.int32, device=q.device)
     start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
+    width = num_keys if max_seqlen_k is None else max_seqlen_k
+    lengths = (end - start).clamp(max=width)
+    first = start if max_seqlen_k is None else torch.zeros_like(start)  # column of a row's first key
     budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
 
     def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        part = weights[rows] if weights is not None else None
-        logits = mqa_logits(q[rows], k, part, start[rows], end[rows], k_scale=k_scale, scale=scale, relu=relu)
-        return logits, start[rows], end[rows]
+        logits = mqa_logits(
+            q[rows],
+            k,
+            weights[rows] if weights is not None else None,
+            start[rows],
+            end[rows],
+            k_scale=k_scale,
+            scale=scale,
+            relu=relu,
+            max_seqlen_k=max_seqlen_k,
+        )
+        return logits, first[rows], (first + lengths)[rows]
 
-    return _in_blocks(out, end - start, max(1, budget // max(1, 4 * num_keys)), logits_of)
+    return _in_blocks(out, lengths, max(1, budget // max(1, 4 * width)), logits_of)
 
 
+@inference_only
 def paged_indexer_topk(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -160,6 +178,7 @@ def paged_indexer_topk(
     return _in_blocks(out, lengths, next_n * max(1, budget // max(1, 4 * next_n * width)), logits_of)
 
 
+@inference_only
 def expand_topk_groups(
     group_indices: torch.Tensor, positions: torch.Tensor, *, ratio: int = 4, out: torch.Tensor | None = None
 ) -> torch.Tensor:

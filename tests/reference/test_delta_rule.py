@@ -253,6 +253,23 @@ def test_draft_tree_equals_its_paths() -> None:
         assert error(pool[original["ssm_state_indices"][1, node].long()], path_state[0], groups=1).within(EXACT)  # type: ignore[index]
 
 
+@pytest.mark.parametrize("shape", [(3 * 5,), (3, 5)])
+def test_draft_trees_of_batch_rows(shape: tuple[int, ...]) -> None:
+    """Without cu_seqlens sequence b is row b: its parents are rows b * T .. b * T + T - 1 of parent_token."""
+    problem = recurrent_problem(**F64, index_dtype="int32", write_every_token=True, has_parent=True)
+    packed = recurrent_inputs(problem, lengths=[5, 5, 5], num_columns=5)
+    packed["parent_token"] = torch.tensor([[-1, 0, 1, 1, 3], [-1, -1, 0, 0, -1], [-1, 0, 0, 2, 1]], dtype=torch.int32).flatten()
+    expected = oracle_of(packed)
+    batched = copied(packed) | {"cu_seqlens": None, "parent_token": packed["parent_token"].view(shape)}
+    for name in ("q", "k", "v", "g", "beta"):
+        batched[name] = packed[name].unflatten(1, (3, 5))[0]
+    before = copied(packed)["initial_state"]
+    o, pool = reference.fused_recurrent_gated_delta_rule(**batched)
+    assert pool is not None
+    assert token_error(o, expected.o, expected.offsets).within(EXACT)
+    check_pool(pool, before, expected, EXACT)
+
+
 def test_where_final_states_go() -> None:
     arguments = recurrent_inputs(recurrent_problem(**F64), lengths=[2, 0, 1])
     run = reference.fused_recurrent_gated_delta_rule

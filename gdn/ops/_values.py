@@ -1,0 +1,507 @@
+"""Checks of what tensors hold: offsets, slots, counts, parents, lengths, pages and positions.
+
+They run before anything is written: always where the tensors are on the CPU, on a GPU with GDN_VALIDATE=1 only, because each
+of them waits for the device. A function reads the host once where all is well, and again only to word its error: a
+ValueError that names the argument, what was expected, and the first bad value with its place. Never call one while a CUDA
+graph is captured, nor with meta or fake tensors.
+
+Indices are widened to int64 and never narrowed. Shapes and dtypes have been checked before, and `check_offsets` has passed
+for the offsets that `token_bounds` gets. Padding, as spec/gdn.md and spec/qsa.md define it, is no error: rows beyond the N
+sequences, a sequence without tokens or with a null slot to read and everything that belongs to it, a null slot to write,
+tokens beyond the last sequence, entries of a block table after the last page, skipped tokens, empty ranges.
+
+Some bad values have a defined result all the same, so that a CPU call refuses them with GDN_VALIDATE=1 only:
+
+    check_accepted             the sequence is padding              (its argument `strict` decides)
+    check_table_lengths        of paged logits: lengths are clamped to what the table can address
+    check_ranges               ranges are clamped to the keys, and to max_seqlen_k
+    check_selected_positions   positions after the query's own do not count
+    check_topk_length          0 below 0, k above k
+    check_rope_positions       clamped to the rows of cos_sin
+    check_num_rows             rows beyond num_rows are left out
+
+A prefill, for example:
+
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, num_tokens)
+    bounds = token_bounds(cu_seqlens, batch, length, device)
+    touched = prefill_slots("state_indices", bounds, state_indices, null_slot, final_indices=final_state_indices)
+    check_slots(touched, pool.shape[0], null_slot)
+    check_unshared(touched, pool.shape[0])
+"""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from gdn.ops._checks import bad_value
+
+Tensor = torch.Tensor
+
+
+def _is_clean(*bad: Tensor) -> bool:
+    """Whether no element of any mask is set: the one host read of a check."""
+    masks = [mask.reshape(-1) for mask in bad]
+    return not bool((masks[0] if len(masks) == 1 else torch.cat(masks)).any())
+
+
+def _first(bad: Tensor) -> list[int]:
+    """Index of the first element that is set, of a mask that has one."""
+    place: list[int] = bad.nonzero()[0].tolist()
+    return place
+
+
+def _refuse(name: str, expected: str, values: Tensor, bad: Tensor) -> NoReturn:
+    """Raises for the first bad value, with its place."""
+    place = _first(bad)
+    bad_value(name, expected, f"{int(values[tuple(place)])} at {place}")
+
+
+# Tokens and sequences
+
+
+def check_offsets(name: str, offsets: Tensor, num_tokens: int | None = None) -> None:
+    """Offsets [N + 1] start at 0, never decrease, and end within num_tokens (None = without a bound)."""
+    values = offsets.long()
+    bad = [values[:1] != 0, values[1:] < values[:-1]]
+    if num_tokens is not None:
+        bad.append(values[-1:] > num_tokens)
+    if _is_clean(*bad):
+        return
+    listed = values.tolist()
+    if listed[0] != 0:
+        bad_value(name, "a first offset of 0", listed[0])
+    for n, (start, end) in enumerate(zip(listed[:-1], listed[1:], strict=True)):
+        if end < start:
+            bad_value(name, "offsets that never decrease", f"{start} then {end} at index {n}")
+    bad_value(name, f"a last offset of at most {num_tokens} tokens", listed[-1])
+
+
+def token_bounds(offsets: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """[N + 1] int64: first token of each sequence, and the end of the last. offsets None = `batch` rows of `length` tokens."""
+    if offsets is None:
+        return torch.arange(batch + 1, device=device) * length
+    return offsets.long().contiguous()
+
+
+def _sequence_of(bounds: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Sequence of each token (any for padding), and whether the token is before the end of the last; N >= 1."""
+    token = torch.arange(num_tokens, device=bounds.device)
+    sequence = torch.searchsorted(bounds, token, right=True) - 1
+    return sequence.clamp(0, bounds.numel() - 2), token < bounds[-1]
+
+
+def check_parents(name: str, parent_token: Tensor, bounds: Tensor, is_live: Tensor | None = None) -> None:
+    """A parent is -1 or a node before its child, counted within the sequence.
+
+    parent_token: one entry a token, [tokens] or [B, T]. is_live [N]: False = padding, whose parents may be anything.
+    """
+    parents = parent_token.reshape(-1).long()
+    if bounds.numel() < 2:
+        return
+    sequence, is_checked = _sequence_of(bounds, parents.numel())
+    node = torch.arange(parents.numel(), device=bounds.device) - bounds[sequence]
+    if is_live is not None:
+        is_checked = is_checked & is_live[sequence]
+    bad = is_checked & ((parents < -1) | (parents >= node))
+    if not _is_clean(bad):
+        (token,) = _first(bad)
+        bad_value(name, f"-1 or a node before node {int(node[token])}", f"{int(parents[token])} at token {token}")
+
+
+# Slots of pools
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUse:
+    """Slots of one argument that live sequences read or write."""
+
+    name: str
+    slots: Tensor  # [N, columns] int64
+    is_used: Tensor  # [N, columns] bool: elsewhere an entry may hold anything
+    is_written: bool
+    rank: int  # of the argument: 1 or 2
+
+    @property
+    def writes(self) -> Tensor:
+        """[N, columns] bool."""
+        return self.is_used if self.is_written else torch.zeros_like(self.is_used)
+
+    def place(self, entry: int) -> str:
+        """Where the argument holds an entry of the flattened slots."""
+        row, column = divmod(entry, self.slots.shape[1])
+        return f"[{row}]" if self.rank == 1 else f"[{row}, {column}]"
+
+
+@dataclass(frozen=True, slots=True)
+class TouchedSlots:
+    """Everything that a call reads and writes in one pool."""
+
+    is_live: Tensor  # [N] bool
+    uses: tuple[SlotUse, ...]
+
+
+def _as_columns(indices: Tensor, count: int) -> Tensor:
+    """[>= N] or [>= N, columns] as [N, columns] int64."""
+    used = indices[:count].long()
+    return used[:, None] if used.dim() == 1 else used
+
+
+def _use(name: str, indices: Tensor, slots: Tensor, is_used: Tensor, *, is_written: bool) -> SlotUse:
+    return SlotUse(name, slots, is_used.expand(slots.shape), is_written, indices.dim())
+
+
+def prefill_slots(
+    name: str,
+    bounds: Tensor,
+    indices: Tensor | None,
+    null_slot: int,
+    *,
+    has_initial_state: Tensor | None = None,
+    final_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    checkpoint_multiple: int = 64,
+) -> TouchedSlots:
+    """Slots of `chunk_gated_delta_rule` and of `causal_conv1d_fn` (checkpoint_multiple 1, no final_indices).
+
+    indices None = slot n for sequence n, never null. A checkpoint beyond its sequence, or after 0 tokens, is none.
+    """
+    lengths = bounds.diff()
+    count = lengths.numel()
+    is_live = lengths > 0
+    if indices is None:
+        indices = torch.arange(count, device=bounds.device)
+    else:
+        is_live = is_live & (indices[:count].long() > null_slot)
+    own = _as_columns(indices, count)
+    if final_indices is None:
+        uses = [_use(name, indices, own, is_live[:, None], is_written=True)]
+    else:
+        is_read = is_live if has_initial_state is None else is_live & has_initial_state[:count]
+        final = _as_columns(final_indices, count)
+        is_stored = is_live[:, None] & (final > null_slot)
+        uses = [
+            _use(name, indices, own, is_read[:, None], is_written=False),
+            _use("final_state_indices", final_indices, final, is_stored, is_written=True),
+        ]
+    if checkpoint_offsets is not None and checkpoint_slots is not None:
+        offsets, slots = _as_columns(checkpoint_offsets, count), _as_columns(checkpoint_slots, count)
+        is_reached = (offsets > 0) & (offsets <= lengths[:, None]) & (offsets % checkpoint_multiple == 0)
+        is_stored = is_live[:, None] & is_reached & (slots > null_slot)
+        uses.append(_use("checkpoint_slots", checkpoint_slots, slots, is_stored, is_written=True))
+    return TouchedSlots(is_live, tuple(uses))
+
+
+def decode_slots(
+    name: str,
+    bounds: Tensor,
+    indices: Tensor,
+    null_slot: int,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    final_indices: Tensor | None = None,
+    is_updated: bool = True,
+    first_column_decides: bool = False,
+) -> TouchedSlots:
+    """Slots of the states of a decode step, and of the windows of a draft tree; indices [>= N] or [>= N, columns].
+
+    With columns the state before the first token is read from column num_accepted_tokens - 1, and the state after token i is
+    written to column i. is_updated False = nothing is written. first_column_decides: a null slot in column 0 is padding as
+    well (`fused_gdn_decode`, whose windows are there).
+    """
+    lengths = bounds.diff()
+    count = lengths.numel()
+    slots = _as_columns(indices, count)
+    column = torch.arange(slots.shape[1], device=slots.device)
+    read_column = torch.zeros_like(lengths) if num_accepted_tokens is None else num_accepted_tokens[:count].long() - 1
+    is_read = (column == read_column[:, None]) & (slots > null_slot)
+    is_live = (lengths > 0) & is_read.any(dim=1)
+    if first_column_decides:
+        is_live = is_live & (slots[:, 0] > null_slot)
+    uses = [_use(name, indices, slots, is_read & is_live[:, None], is_written=False)]
+    if is_updated:
+        target_name, target = (name, indices) if final_indices is None else ("final_state_indices", final_indices)
+        stored = _as_columns(target, count)
+        is_stored = is_live[:, None] & (column < lengths[:, None]) & (stored > null_slot)
+        uses.append(_use(target_name, target, stored, is_stored, is_written=True))
+    return TouchedSlots(is_live, tuple(uses))
+
+
+def window_slots(
+    name: str,
+    bounds: Tensor,
+    indices: Tensor,
+    null_slot: int,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    num_windows: int = 1,
+    is_live: Tensor | None = None,
+) -> TouchedSlots:
+    """Slots of the windows of a decode step: one a sequence, indices [>= N] or column 0 of [>= N, columns].
+
+    num_windows: the largest num_accepted_tokens that is no padding. is_live: of the state, in `fused_gdn_decode`.
+    """
+    lengths = bounds.diff()
+    count = lengths.numel()
+    slots = _as_columns(indices, count)[:, :1]
+    alive = (lengths > 0) & (slots[:, 0] > null_slot)
+    if num_accepted_tokens is not None:
+        accepted = num_accepted_tokens[:count].long()
+        alive = alive & (accepted >= 1) & (accepted <= num_windows)
+    if is_live is not None:
+        alive = alive & is_live
+    return TouchedSlots(alive, (_use(name, indices, slots, alive[:, None], is_written=True),))
+
+
+def check_slots(touched: TouchedSlots, num_slots: int, null_slot: int) -> None:
+    """Every slot that is read or written is in the pool."""
+    bad = [use.is_used & (use.slots >= num_slots) for use in touched.uses]
+    if _is_clean(*bad):
+        return
+    for use, mask in zip(touched.uses, bad, strict=True):
+        entries = mask.reshape(-1).nonzero()
+        if entries.numel():
+            entry = int(entries[0])
+            got = f"{int(use.slots.reshape(-1)[entry])} at {use.place(entry)}"
+            bad_value(use.name, f"slots below {num_slots} (or null, <= {null_slot})", got)
+
+
+def check_unshared(touched: TouchedSlots, num_slots: int) -> None:
+    """No slot that one live sequence writes is read or written by another. Several may read one slot."""
+    uses = touched.uses
+    count = touched.is_live.numel()
+    slots = torch.cat([use.slots.reshape(-1) for use in uses])
+    is_used = torch.cat([use.is_used.reshape(-1) for use in uses]) & (slots < num_slots)
+    is_written = torch.cat([use.writes.reshape(-1) for use in uses])
+    row = torch.arange(count, device=slots.device)[:, None]
+    sequence = torch.cat([row.expand(use.slots.shape).reshape(-1) for use in uses])
+
+    # By slot: the first and the last sequence that uses it, and whether any writes it. Slot num_slots takes what is not used.
+    place = torch.where(is_used, slots, num_slots)
+    first = torch.full((num_slots + 1,), count, device=slots.device).scatter_reduce_(0, place, sequence, "amin")
+    last = torch.full((num_slots + 1,), -1, device=slots.device).scatter_reduce_(0, place, sequence, "amax")
+    written = torch.zeros(num_slots + 1, dtype=torch.int64, device=slots.device)
+    written = written.scatter_reduce_(0, place, is_written.long(), "amax")
+    bad = ((first < last) & (written > 0))[:num_slots]
+    if _is_clean(bad):
+        return
+    (slot,) = _first(bad)
+    described = [(use.name, use.place(entry)) for use in uses for entry in range(use.slots.numel())]
+    entries = (place == slot).nonzero().reshape(-1).tolist()
+    writer = next(entry for entry in reversed(entries) if bool(is_written[entry]))
+    other = next(entry for entry in entries if int(sequence[entry]) != int(sequence[writer]))
+    name, where = described[writer]
+    got = f"slot {slot} at {where}, which is {''.join(described[other])} too"
+    bad_value(name, "slots that no other live sequence reads or writes", got)
+
+
+def check_accepted(
+    name: str,
+    num_accepted_tokens: Tensor,
+    columns: int,
+    bounds: Tensor,
+    indices: Tensor | None,
+    null_slot: int,
+    *,
+    strict: bool,
+) -> None:
+    """1 to `columns` for every sequence that has tokens and a slot. strict False = other counts are padding, as in the spec.
+
+    columns: of 2-D indices; with 1-D ones 1, or the number of windows that a convolution's slot holds. indices: all that the
+    call may read ([:, 0] where column 0 alone is read); a sequence whose slots are all null is padding.
+    """
+    if not strict:
+        return
+    lengths = bounds.diff()
+    count = lengths.numel()
+    accepted = num_accepted_tokens[:count].long()
+    bad = (lengths > 0) & ((accepted < 1) | (accepted > columns))
+    if indices is not None:
+        bad = bad & (_as_columns(indices, count) > null_slot).any(dim=1)
+    if not _is_clean(bad):
+        _refuse(name, f"1 to {columns} (the states or windows to start from)", accepted, bad)
+
+
+def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, multiple: int) -> None:
+    """Offsets [>= N, C] are 0 or more, and multiples of `multiple` tokens. is_live [N]: of `prefill_slots`."""
+    values = offsets[: is_live.numel()].long()
+    is_negative = is_live[:, None] & (values < 0)
+    bad = is_negative | (is_live[:, None] & (values % multiple != 0))
+    if _is_clean(bad):
+        return
+    if multiple == 1 or bool(is_negative.any()):
+        _refuse(name, "0 (none) or a number of tokens", values, is_negative)
+    _refuse(name, f"multiples of {multiple} tokens, or 0", values, bad)
+
+
+# Pages
+
+
+def live_lengths(seq_lens: Tensor, bounds: Tensor) -> Tensor:
+    """seq_lens [N] int64, 0 for sequences without query tokens: nothing of theirs is read."""
+    return torch.where(bounds.diff() > 0, seq_lens.long(), 0)
+
+
+def _longest(lengths: Tensor) -> Tensor:
+    """[N] int64 of lengths [N] or [N, drafts]."""
+    return lengths.long() if lengths.dim() == 1 else lengths.long().amax(dim=1)
+
+
+def check_table_lengths(name: str, lengths: Tensor, block_tables: Tensor, page_size: int) -> None:
+    """No sequence is longer than its row of block_tables [N, columns]. lengths [N] or [N, drafts]; name: of their argument."""
+    longest = _longest(lengths)
+    limit = block_tables.shape[1] * page_size
+    bad = longest > limit
+    if not _is_clean(bad):
+        expected = f"sequences of at most {limit} ({block_tables.shape[1]} columns of block_tables, {page_size} in a page)"
+        _refuse(name, expected, longest, bad)
+
+
+def check_pages(
+    name: str, block_tables: Tensor, lengths: Tensor, page_size: int, num_pages: int, max_length: int | None = None
+) -> None:
+    """Pages of visible keys lie in the cache. lengths [N] or [N, drafts]: keys that a sequence sees, max_length at most."""
+    longest = _longest(lengths)
+    if max_length is not None:
+        longest = longest.clamp(max=max_length)
+    pages = block_tables[: longest.numel()].long()
+    first_key = torch.arange(pages.shape[1], device=pages.device) * page_size
+    bad = (first_key < longest[:, None]) & ((pages < 0) | (pages >= num_pages))
+    if not _is_clean(bad):
+        row, column = _first(bad)
+        bad_value(f"{name}[{row}, {column}]", f"a page in [0, {num_pages})", int(pages[row, column]))
+
+
+def check_num_rows(name: str, num_rows: int, offsets: Tensor) -> None:
+    """A result of num_rows holds all rows that the offsets [N + 1] ask for."""
+    last = int(offsets[-1])
+    if num_rows < last:
+        bad_value(name, f"at least {last}, the last of cu_seqlens", num_rows)
+
+
+# Rows of caches and rings
+
+
+def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: Tensor | None = None) -> None:
+    """Cache rows [tokens] lie in the cache and are distinct. Negative = skipped; is_read [tokens] False = not looked at."""
+    slots = slot_mapping.long()
+    if is_read is not None:
+        slots = torch.where(is_read, slots, -1)
+    ordered, order = slots.sort(stable=True)
+    is_beyond, is_repeated = slots >= num_rows, (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if _is_clean(is_beyond, is_repeated):
+        return
+    if bool(is_beyond.any()):
+        _refuse(name, f"slots below {num_rows} (pages * page_size)", slots, is_beyond)
+    (place,) = _first(is_repeated)
+    earlier, later = int(order[place]), int(order[place + 1])
+    bad_value(name, "distinct slots (or negative: skipped)", f"{int(slots[later])} at [{later}], as at [{earlier}]")
+
+
+def ring_tokens(ring_slots: Tensor, null_slot: int) -> Tensor:
+    """[tokens] bool: tokens that `compress_indexer_keys` does not skip."""
+    slots = ring_slots.long()
+    return (slots >= 0) & (slots != null_slot)
+
+
+def finished_groups(positions: Tensor, ring_slots: Tensor, ratio: int, null_slot: int) -> Tensor:
+    """[tokens] bool: tokens at which a group is whole, whose slot_mapping is read."""
+    position = positions.long()
+    return ring_tokens(ring_slots, null_slot) & (position >= 0) & ((position + 1) % ratio == 0)
+
+
+def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots: int, null_slot: int) -> None:
+    """Slots [tokens] lie in the ring, and the tokens of a slot follow each other with ascending positions.
+
+    Two runs of tokens in one slot are two sequences that share it, or one whose tokens are not in order.
+    """
+    slots, position = ring_slots.long(), positions.long()
+    is_kept = ring_tokens(ring_slots, null_slot)
+    is_beyond = is_kept & (slots >= num_slots)
+    starts_run = is_kept.clone()
+    starts_run[1:] &= (slots[1:] != slots[:-1]) | (position[1:] != position[:-1] + 1)
+    ordered, order = torch.where(starts_run, slots, -1).sort(stable=True)
+    is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if _is_clean(is_beyond, is_repeated):
+        return
+    if bool(is_beyond.any()):
+        _refuse(name, f"slots below {num_slots} (or negative or {null_slot}: skipped)", slots, is_beyond)
+    (place,) = _first(is_repeated)
+    earlier, later = int(order[place]), int(order[place + 1])
+    expected = "one run of tokens with ascending positions for each slot"
+    bad_value(name, expected, f"{int(slots[later])} at [{later}], whose first run starts at [{earlier}]")
+
+
+def check_rope_positions(
+    name: str, positions: Tensor, num_positions: int, *, is_read: Tensor | None = None, before: int = 0
+) -> None:
+    """Positions [tokens] are 0 or more, and each has its row of cos_sin [num_positions, ...]: row position - before.
+
+    is_read [tokens]: False = skipped. before: ratio - 1 for compressed keys, which are rotated at their group's first position.
+    """
+    values = positions.long()
+    is_negative, is_beyond = values < 0, values >= num_positions + before
+    if is_read is not None:
+        is_negative, is_beyond = is_negative & is_read, is_beyond & is_read
+    if _is_clean(is_negative, is_beyond):
+        return
+    if bool(is_negative.any()):
+        _refuse(name, "positions >= 0", values, is_negative)
+    _refuse(name, f"positions below {num_positions + before} (cos_sin has {num_positions} rows)", values, is_beyond)
+
+
+# Logits and attention
+
+
+def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
+    """No range of keys starts below 0 or is longer than max_seqlen_k. cu_seqlen_ks and cu_seqlen_ke [M]."""
+    start, end = starts.long(), ends.long().clamp(0, num_keys)
+    visible = (end - start.clamp(0, num_keys)).clamp(min=0)
+    is_negative = (start < 0) & (visible > 0)
+    limit = num_keys if max_seqlen_k is None else max_seqlen_k
+    if _is_clean(is_negative, visible > limit):
+        return
+    if bool(is_negative.any()):
+        _refuse("cu_seqlen_ks", "starts >= 0", start, is_negative)
+    bad_value("max_seqlen_k", f"at least {int(visible.max())}, the longest range", max_seqlen_k)
+
+
+def check_new_tokens(name: str, seq_lens: Tensor, bounds: Tensor) -> None:
+    """A sequence [N] is at least as long as its new tokens, which are its last ones."""
+    lengths, new = seq_lens.long(), bounds.diff()
+    bad = (new > 0) & (lengths < new)
+    if not _is_clean(bad):
+        (row,) = _first(bad)
+        bad_value(name, f"at least the {int(new[row])} new tokens of sequence {row}", f"{int(lengths[row])} at [{row}]")
+
+
+def check_selected_positions(
+    name: str, topk_indices: Tensor, bounds: Tensor, seq_lens: Tensor, topk_length: Tensor | None = None
+) -> None:
+    """Selected positions [tokens, k] lie in the query's own sequence. Negative = none; the first topk_length of a row count."""
+    tokens, k = topk_indices.shape
+    if bounds.numel() < 2:
+        return
+    sequence, is_real = _sequence_of(bounds, tokens)
+    position = topk_indices.long()
+    bad = is_real[:, None] & (position >= seq_lens.long()[sequence][:, None]) & (position >= 0)
+    if topk_length is not None:
+        bad = bad & (torch.arange(k, device=position.device) < topk_length.long()[:, None])
+    if not _is_clean(bad):
+        token, column = _first(bad)
+        length = int(seq_lens[sequence[token]])
+        got = f"{int(position[token, column])} at [{token}, {column}]"
+        bad_value(name, f"positions below {length}, the length of sequence {int(sequence[token])}", got)
+
+
+def check_topk_length(name: str, topk_length: Tensor, k: int, bounds: Tensor) -> None:
+    """0 to k for every token of a sequence."""
+    if bounds.numel() < 2:
+        return
+    _, is_real = _sequence_of(bounds, topk_length.numel())
+    lengths = topk_length.long()
+    bad = is_real & ((lengths < 0) | (lengths > k))
+    if not _is_clean(bad):
+        _refuse(name, f"0 to {k} (the columns of topk_indices)", lengths, bad)

@@ -1,0 +1,741 @@
+"""Checks of what tensors hold: good values and padding pass with one host read, every bad value names its argument."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gdn.ops import _values
+
+Check = Callable[[], None]
+HUGE, FAR_BELOW = 2**33 + 1, -(2**33) + 1  # slot 1 in 32 bits, both
+DEVICE = torch.device("cpu")
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes a GPU's host wait: item, bool, int, tolist, nonzero, boolean indices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        tolist = torch.Tensor.tolist
+
+        def counted(tensor: torch.Tensor) -> Any:  # on the CPU it is no operator that a mode would see
+            self.count += 1
+            return tolist(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", counted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        is_masked = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
+        if is_masked or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive"):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([1, 0, 2])
+    reads: list[Callable[[], Any]] = [
+        lambda: bool(x.any()), lambda: int(x[0]), lambda: x[1].item(), lambda: x.tolist(), lambda: x.nonzero(),
+        lambda: x[x > 0], lambda: torch.equal(x, x),
+    ]  # fmt: skip
+    for number, read in enumerate(reads, 1):
+        with HostReads(monkeypatch) as reads_of_one:
+            read()
+        assert reads_of_one.count == 1, number
+    with HostReads(monkeypatch) as nothing:
+        x[torch.tensor([2])].sort().values.cumsum(0)
+    assert nothing.count == 0
+
+
+def long(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def int32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def bounds(*lengths: int) -> torch.Tensor:
+    return long(0, *lengths).cumsum(0)
+
+
+@dataclass
+class Case:
+    """One check of one situation: calls that pass, and calls that raise a message that matches."""
+
+    passes: dict[str, Check]
+    raises: dict[str, tuple[Check, str]] = field(default_factory=dict)
+
+
+def offsets_case() -> Case:
+    check = functools.partial(_values.check_offsets, "cu_seqlens")
+    return Case(
+        {
+            "whole": lambda: check(int32(0, 3, 6), 6),
+            "empty sequences and padded tokens": lambda: check(long(0, 0, 3, 3), 9),
+            "no sequence": lambda: check(long(0), 0),
+            "no bound": lambda: check(long(0, HUGE)),
+            "strided": lambda: check(long(0, 9, 3, 9, 6)[::2], 6),
+        },
+        {
+            "first": (lambda: check(int32(1, 3), 6), r"^cu_seqlens: expected a first offset of 0, got 1$"),
+            "first of int64": (
+                lambda: check(long(2**32, 2**32), 6),
+                r"^cu_seqlens: expected a first offset of 0, got 4294967296$",
+            ),
+            "decreasing": (
+                lambda: check(int32(0, 4, 3, 6), 6),
+                r"^cu_seqlens: expected offsets that never decrease, got 4 then 3 at index 1$",
+            ),
+            "negative": (lambda: check(long(0, -1), 6), r"^cu_seqlens: expected offsets that never decrease, got 0 then -1"),
+            "beyond": (lambda: check(int32(0, 7), 6), r"^cu_seqlens: expected a last offset of at most 6 tokens, got 7$"),
+            "beyond 32 bits": (lambda: check(long(0, 2**32 + 6), 6), r"^cu_seqlens: .*at most 6 tokens, got 4294967302$"),
+        },
+    )
+
+
+def parents_case() -> Case:
+    check = functools.partial(_values.check_parents, "parent_token")
+    even = _values.token_bounds(None, 2, 3, DEVICE)
+    live = torch.tensor([True, False])
+    return Case(
+        {
+            "packed": lambda: check(int32(-1, 0, 0, -1, 0, 1), bounds(3, 3)),
+            "empty sequence": lambda: check(int32(-1, 0, -1), bounds(2, 0, 1)),
+            "batch": lambda: check(int32([-1, 0, 1], [-1, -1, 0]), even),
+            "batch flat": lambda: check(int32(-1, 0, 1, -1, -1, 0), even),
+            "padded tokens": lambda: check(int32(-1, 0, 99, -7), bounds(2)),
+            "padding sequence": lambda: check(int32(-1, 5, -9), bounds(1, 2), live),
+            "no sequence": lambda: check(int32(5, 5), long(0)),
+            "no token": lambda: check(int32(), bounds(0)),
+        },
+        {
+            "self": (
+                lambda: check(int32(-1, 1), bounds(2)),
+                r"^parent_token: expected -1 or a node before node 1, got 1 at token 1$",
+            ),
+            "forward": (lambda: check(int32(-1, 0, 3, 1), bounds(4)), r"before node 2, got 3 at token 2$"),
+            "root of itself": (lambda: check(int32(-1, 0, 0), bounds(2, 1)), r"before node 0, got 0 at token 2$"),
+            "of the sequence before": (lambda: check(int32(-1, 0, -1, 2), bounds(2, 2)), r"before node 1, got 2 at token 3$"),
+            "below -1": (lambda: check(int32(-1, -2), bounds(2)), r"^parent_token: .*node 1, got -2 at token 1$"),
+            "batch": (lambda: check(int32([-1, 0, 1], [-1, 1, 0]), even), r"before node 1, got 1 at token 4$"),
+            "int64": (lambda: check(long(-1, FAR_BELOW), bounds(2)), rf"^parent_token: .*got {FAR_BELOW} at token 1$"),
+        },
+    )
+
+
+def prefill_case() -> Case:
+    def check(indices: torch.Tensor | None, lengths: tuple[int, ...] = (70, 0, 5), num_slots: int = 6, **others: Any) -> None:
+        null_slot = others.pop("null_slot", -1)
+        touched = _values.prefill_slots("state_indices", bounds(*lengths), indices, null_slot, **others)
+        _values.check_slots(touched, num_slots, null_slot)
+
+    offsets = long([64, 0], [0, 64], [64, 0])
+    return Case(
+        {
+            "in range": lambda: check(int32(0, 1, 5)),
+            "null and far below": lambda: check(long(-1, 0, FAR_BELOW)),
+            "null slot 0": lambda: check(long(0, 7, 5), null_slot=0),
+            "empty sequence": lambda: check(int32(0, 99, 5)),
+            "rows beyond N": lambda: check(int32(0, 1, 2, 99)),
+            "no indices": lambda: check(None),
+            "final null": lambda: check(int32(0, 1, 2), final_indices=long(-(2**40), 99, -1)),
+            "final of padding": lambda: check(int32(-1, 1, 2), final_indices=long(99, 99, 3)),
+            "read slot that is not read": lambda: check(
+                int32(99, 1, 2), final_indices=long(0, 1, 2), has_initial_state=torch.tensor([False, True, True])
+            ),
+            "checkpoints that are none": lambda: check(
+                int32(0, 1, 2), checkpoint_offsets=offsets, checkpoint_slots=long([3, 99], [99, 99], [99, FAR_BELOW])
+            ),
+            "checkpoint null": lambda: check(
+                int32(0, 1, 2), checkpoint_offsets=offsets, checkpoint_slots=long([-(2**40), 0], [0, 0], [0, 0])
+            ),
+        },
+        {
+            "slot": (
+                lambda: check(int32(0, 1, 6)),
+                r"^state_indices: expected slots below 6 \(or null, <= -1\), got 6 at \[2\]$",
+            ),
+            "slot of int64": (lambda: check(long(HUGE, 1, 2)), rf"^state_indices: .*got {HUGE} at \[0\]$"),
+            "started from zero": (
+                lambda: check(int32(0, 1, 6), has_initial_state=torch.tensor([True, True, False])),
+                r"^state_indices: expected slots below 6",
+            ),
+            "final": (
+                lambda: check(int32(0, 1, 2), final_indices=long(0, 1, HUGE)),
+                rf"^final_state_indices: expected slots below 6 .*got {HUGE} at \[2\]$",
+            ),
+            "checkpoint": (
+                lambda: check(int32(0, 1, 2), checkpoint_offsets=offsets, checkpoint_slots=long([50, 0], [0, 0], [0, 0])),
+                r"^checkpoint_slots: expected slots below 6 .*got 50 at \[0, 0\]$",
+            ),
+            "checkpoint of a convolution": (
+                lambda: check(
+                    None, checkpoint_offsets=long([1], [1], [5]), checkpoint_slots=long([0], [99], [50]), checkpoint_multiple=1
+                ),
+                r"^checkpoint_slots: .*got 50 at \[2, 0\]$",
+            ),
+        },
+    )
+
+
+def prefill_shared_case() -> Case:
+    def check(indices: torch.Tensor | None, lengths: tuple[int, ...] = (70, 64, 5), num_slots: int = 9, **others: Any) -> None:
+        touched = _values.prefill_slots("state_indices", bounds(*lengths), indices, -1, **others)
+        _values.check_unshared(touched, num_slots)
+
+    def checkpoints(*slots: int) -> dict[str, torch.Tensor]:
+        return {"checkpoint_offsets": int32([64], [64], [64]), "checkpoint_slots": long(*([slot] for slot in slots))}
+
+    return Case(
+        {
+            "distinct": lambda: check(int32(3, 1, 0)),
+            "null twice": lambda: check(int32(-1, 1, -1)),
+            "empty sequence": lambda: check(int32(3, 3, 0), lengths=(4, 0, 5)),
+            "one slot read by all": lambda: check(int32(8, 8, 8), final_indices=long(0, 1, 2)),
+            "read by all, stored by none": lambda: check(int32(8, 8, 8), final_indices=long(-1, -1, FAR_BELOW)),
+            "own slot": lambda: check(int32(0, 1, 2), final_indices=long(0, 1, 2)),
+            "own checkpoint": lambda: check(int32(0, 1, 2), **checkpoints(0, 1, 2)),
+            "checkpoint beyond its sequence": lambda: check(int32(0, 1, 2), **checkpoints(3, 4, 4)),
+            "slot not read": lambda: check(
+                int32(1, 5, 2), final_indices=long(0, 1, 2), has_initial_state=torch.tensor([False, True, True])
+            ),
+            "out of range is another check's": lambda: check(long(99, 99, 2)),
+            "no indices": lambda: check(None),
+            "no sequence": lambda: check(int32(), lengths=()),
+        },
+        {
+            "slot": (
+                lambda: check(int32(3, 1, 3)),
+                r"^state_indices: expected slots that no other live sequence reads or writes, got slot 3 at \[2\], which is "
+                r"state_indices\[0\] too$",
+            ),
+            "final": (
+                lambda: check(int32(0, 1, 2), final_indices=long(4, 5, 4)),
+                r"^final_state_indices: .*got slot 4 at \[2\], which is final_state_indices\[0\] too$",
+            ),
+            "written and read by another": (
+                lambda: check(int32(0, 1, 2), final_indices=long(1, 5, 4)),
+                r"^final_state_indices: .*got slot 1 at \[0\], which is state_indices\[1\] too$",
+            ),
+            "started from zero is written": (
+                lambda: check(int32(3, 3, 2), has_initial_state=torch.tensor([False, False, True])),
+                r"^state_indices: .*got slot 3 at \[1\], which is state_indices\[0\] too$",
+            ),
+            "checkpoint": (
+                lambda: check(int32(0, 1, 2), **checkpoints(2, 4, 5)),
+                r"^checkpoint_slots: .*got slot 2 at \[0, 0\], which is state_indices\[2\] too$",
+            ),
+            "checkpoints": (
+                lambda: check(int32(0, 1, 2), **checkpoints(4, 4, 5)),
+                r"^checkpoint_slots: .*got slot 4 at \[1, 0\], which is checkpoint_slots\[0, 0\] too$",
+            ),
+            "checkpoint in the slot of a sequence without indices": (
+                lambda: check(None, **checkpoints(1, 4, 5)),
+                r"^checkpoint_slots: .*got slot 1 at \[0, 0\], which is state_indices\[1\] too$",
+            ),
+        },
+    )
+
+
+def decode_case() -> Case:
+    def check(indices: torch.Tensor, lengths: tuple[int, ...] = (2, 0, 3), **others: Any) -> None:
+        null_slot = others.pop("null_slot", -1)
+        touched = _values.decode_slots("ssm_state_indices", bounds(*lengths), indices, null_slot, **others)
+        _values.check_slots(touched, 8, null_slot)
+
+    accepted = int32(1, 1, 3)
+    return Case(
+        {
+            "one slot each": lambda: check(int32(0, 99, 7)),
+            "columns": lambda: check(int32([0, 1, 99], [99, 99, 99], [3, 4, 5])),
+            "accepted": lambda: check(int32([0, 1, 99], [99, 99, 99], [3, 4, 5]), num_accepted_tokens=accepted),
+            "more tokens than columns": lambda: check(int32([0], [1], [2])),
+            "padding by the slot that is read": lambda: check(
+                int32([0, 1, 2], [0, 0, 0], [99, 99, -1]), num_accepted_tokens=accepted
+            ),
+            "padding by its count": lambda: check(
+                int32([0, 1, 2], [0, 0, 0], [99, 99, 99]), num_accepted_tokens=long(1, 1, 2**32 + 1)
+            ),
+            "padding by column 0": lambda: check(
+                int32([-1, 99, 99], [0, 0, 0], [3, 4, 5]), num_accepted_tokens=int32(2, 1, 1), first_column_decides=True
+            ),
+            "null writes": lambda: check(long([0, FAR_BELOW, 2], [0, 0, 0], [3, -1, -1])),
+            "null slot 0": lambda: check(int32([1, 0, 0], [0, 0, 0], [0, 99, 99]), null_slot=0),
+            "not updated": lambda: check(int32([0, 99, 99], [0, 0, 0], [3, 99, 99]), is_updated=False),
+            "final": lambda: check(
+                int32([0, 99, 99], [0, 0, 0], [3, 99, 99]), final_indices=long([0, 1, 99], [0, 0, 0], [3, -1, FAR_BELOW])
+            ),
+        },
+        {
+            "slot": (lambda: check(int32(0, 1, 8)), r"^ssm_state_indices: expected slots below 8 .*got 8 at \[2\]$"),
+            "slot of int64": (lambda: check(long(HUGE, 1, 2)), rf"^ssm_state_indices: .*got {HUGE} at \[0\]$"),
+            "written column": (
+                lambda: check(int32([0, 8, 2], [0, 0, 0], [3, 4, 5])),
+                r"^ssm_state_indices: expected slots below 8 .*got 8 at \[0, 1\]$",
+            ),
+            "read column": (
+                lambda: check(int32([0, 1, 9], [0, 0, 0], [3, 4, 5]), num_accepted_tokens=int32(3, 1, 1)),
+                r"^ssm_state_indices: .*got 9 at \[0, 2\]$",
+            ),
+            "final": (
+                lambda: check(int32([0, 1, 9], [0, 0, 0], [3, 4, 5]), final_indices=long([0, 8, 2], [0, 0, 0], [3, 4, 5])),
+                r"^final_state_indices: .*got 8 at \[0, 1\]$",
+            ),
+        },
+    )
+
+
+def decode_shared_case() -> Case:
+    def check(indices: torch.Tensor, lengths: tuple[int, ...] = (2, 0, 3), **others: Any) -> None:
+        _values.check_unshared(_values.decode_slots("ssm_state_indices", bounds(*lengths), indices, -1, **others), 8)
+
+    accepted = int32(1, 1, 3)
+    return Case(
+        {
+            "distinct": lambda: check(int32([0, 1, 2], [0, 1, 2], [3, 4, 5])),
+            "columns that are not reached": lambda: check(int32([0, 1, 5], [0, 0, 0], [3, 4, 5])),
+            "one slot in a row": lambda: check(int32([0, 0, 0], [1, 1, 1], [2, 2, 2])),
+            "padding": lambda: check(int32([3, 4, 5], [0, 0, 0], [3, 4, -1]), num_accepted_tokens=accepted),
+            "not updated": lambda: check(int32([0, 1, 2], [0, 1, 2], [0, 1, 2]), is_updated=False),
+        },
+        {
+            "one slot each": (
+                lambda: check(int32(4, 4, 4)),
+                r"^ssm_state_indices: .*got slot 4 at \[2\], which is ssm_state_indices\[0\] too$",
+            ),
+            "two writes": (
+                lambda: check(int32([0, 5, 2], [0, 1, 2], [3, 4, 5])),
+                r"^ssm_state_indices: .*got slot 5 at \[2, 2\], which is ssm_state_indices\[0, 1\] too$",
+            ),
+            "read and written": (
+                lambda: check(int32([0, 1, 4], [0, 0, 0], [3, 4, 5]), num_accepted_tokens=int32(3, 1, 1)),
+                r"^ssm_state_indices: .*got slot 4 at \[2, 1\], which is ssm_state_indices\[0, 2\] too$",
+            ),
+            "read and written as final": (
+                lambda: check(int32([0, 1, 2], [0, 1, 2], [3, 4, 5]), final_indices=long([6, 3, 2], [0, 0, 0], [5, 7, 4])),
+                r"^final_state_indices: .*got slot 3 at \[0, 1\], which is ssm_state_indices\[2, 0\] too$",
+            ),
+        },
+    )
+
+
+def window_case() -> Case:
+    def check(indices: torch.Tensor, **others: Any) -> None:
+        touched = _values.window_slots("conv_state_indices", bounds(2, 0, 3), indices, -1, **others)
+        _values.check_slots(touched, 8, -1)
+        assert len(touched.uses) == 1
+
+    live = torch.tensor([True, True, False])
+    return Case(
+        {
+            "one slot each": lambda: check(int32(0, 99, 7)),
+            "column 0 alone": lambda: check(long([0, 99], [99, 99], [7, HUGE])),
+            "padding": lambda: check(long([0, 0], [0, 0], [FAR_BELOW, 0])),
+            "padding by its count": lambda: check(
+                int32([0, 0], [0, 0], [99, 0]), num_accepted_tokens=long(1, 1, 2**32 + 1), num_windows=2
+            ),
+            "padding by the state": lambda: check(int32([0, 0], [0, 0], [99, 0]), is_live=live),
+        },
+        {
+            "slot": (lambda: check(int32(0, 99, 8)), r"^conv_state_indices: expected slots below 8 .*got 8 at \[2\]$"),
+            "column 0": (
+                lambda: check(int32([0, 0], [0, 0], [8, 0]), num_accepted_tokens=long(1, 1, 2), num_windows=2),
+                r"^conv_state_indices: .*got 8 at \[2, 0\]$",
+            ),
+        },
+    )
+
+
+def window_shared_case() -> Case:
+    def check(indices: torch.Tensor, **others: Any) -> None:
+        touched = _values.window_slots("conv_state_indices", bounds(2, 0, 3), indices, -1, **others)
+        _values.check_unshared(touched, 8)
+
+    return Case(
+        {
+            "distinct": lambda: check(int32([0, 5], [0, 5], [1, 5])),
+            "padding": lambda: check(int32([-1, 5], [0, 5], [-1, 5])),
+        },
+        {
+            "shared": (
+                lambda: check(int32([3, 5], [0, 5], [3, 6])),
+                r"^conv_state_indices: .*got slot 3 at \[2, 0\], which is conv_state_indices\[0, 0\] too$",
+            )
+        },
+    )
+
+
+def accepted_case() -> Case:
+    def check(accepted: torch.Tensor, indices: torch.Tensor | None = None, columns: int = 3, strict: bool = True) -> None:
+        _values.check_accepted("num_accepted_tokens", accepted, columns, bounds(2, 0, 3), indices, -1, strict=strict)
+
+    return Case(
+        {
+            "in range": lambda: check(int32(1, 2, 3)),
+            "empty sequence": lambda: check(int32(1, 99, 3)),
+            "rows beyond N": lambda: check(int32(1, 1, 1, 99)),
+            "null slots": lambda: check(int32(1, 1, 99), int32([0, 1], [0, 1], [-1, -1])),
+            "null slot": lambda: check(long(FAR_BELOW, 1, 1), int32(-1, 0, 1)),
+        },
+        {
+            "above": (
+                lambda: check(int32(1, 5, 4)),
+                r"^num_accepted_tokens: expected 1 to 3 \(the states or windows to start from\), got 4 at \[2\]$",
+            ),
+            "zero": (lambda: check(int32(0, 1, 1)), r"^num_accepted_tokens: .*got 0 at \[0\]$"),
+            "beyond 32 bits": (lambda: check(long(2**32 + 1, 1, 1)), r"^num_accepted_tokens: .*got 4294967297 at \[0\]$"),
+            "1-D indices": (
+                lambda: check(int32(1, 1, 2), int32(0, 1, 2), columns=1),
+                r"^num_accepted_tokens: expected 1 to 1 .*got 2 at \[2\]$",
+            ),
+            "one slot of the row": (
+                lambda: check(int32(1, 1, 4), int32([0, 1], [0, 1], [-1, 2])),
+                r"^num_accepted_tokens: .*got 4 at \[2\]$",
+            ),
+        },
+    )
+
+
+def checkpoint_offsets_case() -> Case:
+    def check(offsets: torch.Tensor, multiple: int = 64) -> None:
+        live = torch.tensor([True, False])
+        _values.check_checkpoint_offsets("checkpoint_offsets", offsets, live, multiple=multiple)
+
+    return Case(
+        {
+            "multiples": lambda: check(int32([0, 64], [65, -1])),
+            "beyond the sequence": lambda: check(long([2**40, 0], [0, 0], [1, 1])),
+            "any count": lambda: check(int32([1, 65], [-1, -1]), multiple=1),
+        },
+        {
+            "65": (
+                lambda: check(int32([0, 65], [0, 0])),
+                r"^checkpoint_offsets: expected multiples of 64 tokens, or 0, got 65 at \[0, 1\]$",
+            ),
+            "negative": (
+                lambda: check(int32([65, -64], [0, 0])),
+                r"^checkpoint_offsets: expected 0 \(none\) or a number of tokens, got -64 at \[0, 1\]$",
+            ),
+            "negative in a convolution": (
+                lambda: check(long([FAR_BELOW], [0]), multiple=1),
+                rf"^checkpoint_offsets: .*got {FAR_BELOW} at \[0, 0\]$",
+            ),
+        },
+    )
+
+
+def table_lengths_case() -> Case:
+    tables = torch.zeros(3, 2, dtype=torch.int32)
+    check = functools.partial(_values.check_table_lengths, "context_lens", block_tables=tables, page_size=16)
+    return Case(
+        {
+            "fit": lambda: check(int32(32, 0, 1)),
+            "negative": lambda: check(long(-(2**40), -1, 32)),
+            "drafts": lambda: check(int32([31, 32], [0, -5], [1, 1])),
+        },
+        {
+            "long": (
+                lambda: check(int32(32, 33, 1)),
+                r"^context_lens: expected sequences of at most 32 \(2 columns of block_tables, 16 in a page\), got 33 at \[1\]$",
+            ),
+            "drafts": (lambda: check(int32([31, 34], [0, 1], [1, 1])), r"^context_lens: .*got 34 at \[0\]$"),
+            "beyond 32 bits": (lambda: check(long(0, 0, 2**32 + 1)), r"^context_lens: .*got 4294967297 at \[2\]$"),
+        },
+    )
+
+
+def pages_case() -> Case:
+    tables = int32([3, 99, 99], [-7, 99, 99], [0, 1, 2])
+    check = functools.partial(_values.check_pages, "block_tables", tables, page_size=16, num_pages=4)
+    return Case(
+        {
+            "visible": lambda: check(int32(16, 0, 48)),
+            "drafts": lambda: check(int32([15, 16], [0, -3], [47, 48])),
+            "limit": lambda: check(long(2**40, -(2**40), 16), max_length=16),
+        },
+        {
+            "beyond": (lambda: check(int32(17, 0, 1)), r"^block_tables\[0, 1\]: expected a page in \[0, 4\), got 99$"),
+            "negative": (lambda: check(int32(16, 1, 1)), r"^block_tables\[1, 0\]: expected a page in \[0, 4\), got -7$"),
+            "longest draft": (lambda: check(int32([16, 17], [0, 0], [1, 1])), r"^block_tables\[0, 1\]: .*got 99$"),
+        },
+    )
+
+
+def num_rows_case() -> Case:
+    check = functools.partial(_values.check_num_rows, "num_rows")
+    return Case(
+        {"equal": lambda: check(6, int32(0, 4, 6)), "more": lambda: check(9, int32(0, 4, 6)), "none": lambda: check(0, int32(0))},
+        {
+            "less": (lambda: check(5, int32(0, 4, 6)), r"^num_rows: expected at least 6, the last of cu_seqlens, got 5$"),
+            "int64": (lambda: check(5, long(0, 2**32 + 1)), r"^num_rows: expected at least 4294967297"),
+        },
+    )
+
+
+def slot_mapping_case() -> Case:
+    check = functools.partial(_values.check_slot_mapping, "slot_mapping", num_rows=32)
+    return Case(
+        {
+            "distinct": lambda: check(long(31, 0, 7)),
+            "skipped": lambda: check(long(-1, 3, -1, FAR_BELOW, FAR_BELOW)),
+            "not read": lambda: check(int32(5, 5, 99, 5), is_read=torch.tensor([False, False, False, True])),
+            "no token": lambda: check(long()),
+        },
+        {
+            "beyond": (
+                lambda: check(int32(0, 32)),
+                r"^slot_mapping: expected slots below 32 \(pages \* page_size\), got 32 at \[1\]$",
+            ),
+            "beyond 32 bits": (lambda: check(long(HUGE)), rf"^slot_mapping: .*got {HUGE} at \[0\]$"),
+            "twice": (
+                lambda: check(long(4, 9, -1, 4)),
+                r"^slot_mapping: expected distinct slots \(or negative: skipped\), got 4 at \[3\], as at \[0\]$",
+            ),
+        },
+    )
+
+
+def ring_slots_case() -> Case:
+    def check(slots: torch.Tensor, positions: torch.Tensor | None = None, null_slot: int = -1) -> None:
+        positions = torch.arange(slots.numel()) if positions is None else positions
+        _values.check_ring_slots("ring_slots", slots, positions, 3, null_slot)
+
+    return Case(
+        {
+            "runs": lambda: check(int32(1, 1, 0, 2, 2), long(4, 5, 0, 7, 8)),
+            "skipped": lambda: check(long(-1, 1, FAR_BELOW, -1)),
+            "null slot": lambda: check(int32(0, 1, 0, 0), null_slot=0),
+            "null slot beyond the ring": lambda: check(int32(99, 1, 99), null_slot=99),
+            "no token": lambda: check(int32()),
+        },
+        {
+            "beyond": (
+                lambda: check(int32(1, 3)),
+                r"^ring_slots: expected slots below 3 \(or negative or -1: skipped\), got 3 at \[1\]$",
+            ),
+            "beyond 32 bits": (lambda: check(long(HUGE)), rf"^ring_slots: .*got {HUGE} at \[0\]$"),
+            "two runs": (
+                lambda: check(int32(1, 0, 1), long(4, 9, 5)),
+                r"^ring_slots: expected one run of tokens with ascending positions for each slot, got 1 at \[2\], whose "
+                r"first run starts at \[0\]$",
+            ),
+            "two sequences side by side": (
+                lambda: check(int32(1, 1, 1), long(4, 5, 5)),
+                r"^ring_slots: .*got 1 at \[2\], whose first run starts at \[0\]$",
+            ),
+        },
+    )
+
+
+def rope_case() -> Case:
+    check = functools.partial(_values.check_rope_positions, "positions", num_positions=8)
+    return Case(
+        {
+            "in range": lambda: check(long(0, 7)),
+            "skipped": lambda: check(int32(-1, 99, 3), is_read=torch.tensor([False, False, True])),
+            "group's first": lambda: check(int32(10, 0), before=3),
+            "no token": lambda: check(long()),
+        },
+        {
+            "negative": (lambda: check(long(9, -1)), r"^positions: expected positions >= 0, got -1 at \[1\]$"),
+            "beyond": (
+                lambda: check(int32(0, 8)),
+                r"^positions: expected positions below 8 \(cos_sin has 8 rows\), got 8 at \[1\]$",
+            ),
+            "beyond 32 bits": (lambda: check(long(HUGE)), rf"^positions: .*got {HUGE} at \[0\]$"),
+            "group's first": (lambda: check(int32(11), before=3), r"^positions: expected positions below 11 .*got 11 at \[0\]$"),
+        },
+    )
+
+
+def ranges_case() -> Case:
+    check = _values.check_ranges
+    return Case(
+        {
+            "in range": lambda: check(int32(0, 5), int32(20, 9), 20, None),
+            "empty": lambda: check(int32(-3, 9, 30), int32(-1, 4, 40), 20, None),
+            "clamped": lambda: check(int32(12), int32(99), 20, 8),
+            "far": lambda: check(long(2**40), long(2**40 + 99), 20, 1),
+            "no row": lambda: check(int32(), int32(), 20, 3),
+        },
+        {
+            "negative": (
+                lambda: check(int32(0, -1), int32(5, 5), 20, None),
+                r"^cu_seqlen_ks: expected starts >= 0, got -1 at \[1\]$",
+            ),
+            "below 32 bits": (
+                lambda: check(long(FAR_BELOW), long(5), 20, None),
+                rf"^cu_seqlen_ks: expected starts >= 0, got {FAR_BELOW} at \[0\]$",
+            ),
+            "long": (
+                lambda: check(int32(0, 3), int32(5, 99), 20, 9),
+                r"^max_seqlen_k: expected at least 17, the longest range, got 9$",
+            ),
+        },
+    )
+
+
+def new_tokens_case() -> Case:
+    check = functools.partial(_values.check_new_tokens, "seq_lens")
+    return Case(
+        {"enough": lambda: check(int32(2, 9), bounds(2, 3)), "nothing new": lambda: check(long(-5, 9), bounds(0, 3))},
+        {
+            "short": (
+                lambda: check(int32(2, 2), bounds(2, 3)),
+                r"^seq_lens: expected at least the 3 new tokens of sequence 1, got 2 at \[1\]$",
+            )
+        },
+    )
+
+
+def selected_case() -> Case:
+    def check(indices: torch.Tensor, topk_length: torch.Tensor | None = None) -> None:
+        _values.check_selected_positions("topk_indices", indices, bounds(1, 2), int32(4, 9), topk_length)
+
+    return Case(
+        {
+            "in range": lambda: check(int32([3, 0], [8, 0], [-1, 8])),
+            "padded tokens": lambda: check(int32([3, 0], [8, 0], [8, 8], [99, 99])),
+            "negative": lambda: check(long([FAR_BELOW, -1], [0, 1], [0, 1])),
+            "beyond topk_length": lambda: check(int32([3, 99], [99, 0], [8, 8]), int32(1, 0, 2)),
+            "no sequence": lambda: _values.check_selected_positions("topk_indices", int32([5]), long(0), int32()),
+        },
+        {
+            "beyond": (
+                lambda: check(int32([3, 4], [8, 0], [0, 0])),
+                r"^topk_indices: expected positions below 4, the length of sequence 0, got 4 at \[0, 1\]$",
+            ),
+            "beyond in the second": (lambda: check(int32([3, 3], [8, 0], [9, 0])), r"sequence 1, got 9 at \[2, 0\]$"),
+            "beyond 32 bits": (lambda: check(long([3, HUGE], [8, 0], [0, 0])), rf"^topk_indices: .*got {HUGE} at \[0, 1\]$"),
+        },
+    )
+
+
+def topk_length_case() -> Case:
+    def check(*lengths: int) -> None:
+        _values.check_topk_length("topk_length", long(*lengths), 4, bounds(1, 2))
+
+    return Case(
+        {
+            "in range": lambda: check(0, 4, 2),
+            "padded tokens": lambda: check(0, 4, 2, -3, 99),
+            "no sequence": lambda: _values.check_topk_length("topk_length", int32(99), 4, long(0)),
+        },
+        {
+            "above": (
+                lambda: check(0, 5, 2),
+                r"^topk_length: expected 0 to 4 \(the columns of topk_indices\), got 5 at \[1\]$",
+            ),
+            "negative": (lambda: check(0, 4, -1), r"^topk_length: .*got -1 at \[2\]$"),
+            "beyond 32 bits": (lambda: check(2**32 + 1, 4, 1), r"^topk_length: .*got 4294967297 at \[0\]$"),
+        },
+    )
+
+
+CASES = {
+    "offsets": offsets_case(), "parents": parents_case(), "prefill": prefill_case(), "prefill shared": prefill_shared_case(),
+    "decode": decode_case(), "decode shared": decode_shared_case(), "window": window_case(),
+    "window shared": window_shared_case(), "accepted": accepted_case(), "checkpoint offsets": checkpoint_offsets_case(),
+    "table lengths": table_lengths_case(), "pages": pages_case(), "num_rows": num_rows_case(),
+    "slot_mapping": slot_mapping_case(), "ring_slots": ring_slots_case(), "rope": rope_case(), "ranges": ranges_case(),
+    "new tokens": new_tokens_case(), "selected": selected_case(), "topk_length": topk_length_case(),
+}  # fmt: skip
+PASSES = {f"{name}: {what}": check for name, case in CASES.items() for what, check in case.passes.items()}
+RAISES = {f"{name}: {what}": bad for name, case in CASES.items() for what, bad in case.raises.items()}
+
+
+@pytest.mark.parametrize("check", PASSES.values(), ids=PASSES)
+def test_good_values_and_padding_pass_with_one_host_read(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostReads(monkeypatch) as reads:
+        check()
+    assert reads.count <= 1
+
+
+@pytest.mark.parametrize(("check", "message"), RAISES.values(), ids=RAISES)
+def test_bad_values_are_named(check: Check, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check()
+
+
+def test_every_check_is_covered() -> None:
+    """Each public function of the module is called by the cases above."""
+    called: set[str] = set()
+    names = [name for name, value in vars(_values).items() if not name.startswith("_") and callable(value)]
+    functions = {name for name in names if getattr(_values, name).__module__ == _values.__name__}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in functions:
+            original = getattr(_values, name)
+
+            def recorded(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+                called.add(_name)
+                return _original(*args, **kwargs)
+
+            patch.setattr(_values, name, recorded)
+        for case in (*(make() for name, make in globals().items() if name.endswith("_case")),):
+            for check in case.passes.values():
+                check()
+    assert functions - called == {"live_lengths", "finished_groups"}  # helpers with tests of their own
+
+
+def test_accepted_counts_are_padding_where_not_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostReads(monkeypatch) as reads:
+        _values.check_accepted("num_accepted_tokens", long(0, 99, -(2**40)), 3, bounds(1, 1, 1), None, -1, strict=False)
+    assert reads.count == 0
+
+
+def test_lengths_of_sequences_without_queries_do_not_count() -> None:
+    assert _values.live_lengths(int32(7, 8, 9), bounds(1, 0, 2)).tolist() == [7, 0, 9]
+
+
+def test_finished_groups() -> None:
+    positions, slots = int32(3, 4, 7, 11, -1, 15), long(0, 0, 0, -1, 0, 2)
+    assert _values.finished_groups(positions, slots, 4, null_slot=2).tolist() == [True, False, True, False, False, False]
+
+
+def test_bounds() -> None:
+    assert _values.token_bounds(None, 3, 5, DEVICE).tolist() == [0, 5, 10, 15]
+    strided = int32(0, 9, 4, 9, 6)[::2]
+    made = _values.token_bounds(strided, 1, 6, DEVICE)
+    assert made.tolist() == [0, 4, 6] and made.dtype == torch.int64 and made.is_contiguous()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(-2, 7), min_size=3, max_size=3), st.integers(0, 4)), max_size=4)
+)
+def test_decode_slots_against_a_plain_statement(rows: list[tuple[int, list[int], int]]) -> None:
+    """Which slots a step touches, and whether two sequences clash, restated with Python sets."""
+    lengths, slots, accepted = [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]
+    reads, writes = [], []
+    for length, row, count in rows:
+        read = row[count - 1] if 1 <= count <= 3 else -1
+        is_live = length > 0 and read > -1
+        reads.append({read} if is_live else set())
+        writes.append({slot for slot in row[:length] if slot > -1} if is_live else set())
+    is_beyond = any(slot >= 6 for touched in (*reads, *writes) for slot in touched)
+    clash = any(writes[a] & (reads[b] | writes[b]) - {6, 7} for a in range(len(rows)) for b in range(len(rows)) if a != b)
+
+    indices = torch.tensor(slots, dtype=torch.int32).reshape(len(rows), 3)
+    counts = torch.tensor(accepted, dtype=torch.int64)
+    touched = _values.decode_slots("ssm_state_indices", bounds(*lengths), indices, -1, num_accepted_tokens=counts)
+
+    def raises(check: Check) -> bool:
+        try:
+            check()
+        except ValueError as error:
+            assert str(error).startswith("ssm_state_indices: ")
+            return True
+        return False
+
+    assert touched.is_live.tolist() == [bool(touched_slots) for touched_slots in reads]
+    assert raises(lambda: _values.check_slots(touched, 6, -1)) == is_beyond
+    assert raises(lambda: _values.check_unshared(touched, 6)) == clash

@@ -1,0 +1,138 @@
+"""One small call of every reference function: what the tests of all of them draw from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+
+Arguments = dict[str, Any]
+FP8 = torch.float8_e4m3fn
+WRITES_ONLY = ("write_indexer_cache", "compress_indexer_keys")  # they return None
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _fp8(*shape: int, seed: int = 0) -> torch.Tensor:
+    return randn(*shape, seed=seed).to(FP8)
+
+
+def _cos_sin(positions: int, rotary_dim: int) -> torch.Tensor:
+    angle = torch.arange(positions)[:, None] / 100.0 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+def _chunk() -> Arguments:
+    problem = chunk_problem(index_dtype="int32", has_mask=True, has_final_indices=True, has_checkpoints=True)
+    return chunk_inputs(problem, lengths=[70, 5])
+
+
+def _recurrent() -> Arguments:
+    return recurrent_inputs(recurrent_problem(index_dtype="int32", write_every_token=True, has_accepted=True), lengths=[3, 2])
+
+
+def _conv() -> Arguments:
+    return {
+        "x": randn(9, 6), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2), "conv_states": randn(5, 6, 3, seed=3),
+        "query_start_loc": torch.tensor([0, 5, 9]), "cache_indices": torch.tensor([3, 1]),
+    }  # fmt: skip
+
+
+def _conv_update() -> Arguments:
+    return {
+        "x": randn(2, 6, 3), "conv_state": randn(5, 6, 5, seed=3), "weight": randn(6, 4, seed=1),
+        "conv_state_indices": torch.tensor([[3, 2, 4], [1, 0, 0]]), "num_accepted_tokens": torch.tensor([2, 1]),
+    }  # fmt: skip
+
+
+def _decode() -> Arguments:
+    heads, value_heads, k_dim, v_dim = 2, 4, 6, 8
+    channels = 2 * heads * k_dim + value_heads * v_dim
+    return {
+        "mixed_qkv": randn(3, channels), "z": randn(3, value_heads, v_dim, seed=1), "b": randn(3, value_heads, seed=2),
+        "a": randn(3, value_heads, seed=3), "conv_state": randn(5, channels, 3, seed=4),
+        "conv_weight": randn(channels, 4, seed=5), "A_log": randn(value_heads, seed=6),
+        "dt_bias": randn(value_heads, seed=7), "norm_weight": randn(v_dim, seed=8),
+        "ssm_state": randn(5, value_heads, k_dim, v_dim, seed=9), "state_indices": torch.tensor([4, -1, 2]),
+        "num_k_heads": heads, "head_k_dim": k_dim, "head_v_dim": v_dim,
+    }  # fmt: skip
+
+
+def _prepare() -> Arguments:
+    return {
+        "q": randn(4, 3, 32), "k": randn(4, 32, seed=1), "weights": randn(4, 3, seed=2), "positions": torch.arange(4),
+        "cos_sin": _cos_sin(8, 16), "q_norm": randn(32, seed=3), "k_norm": randn(32, seed=4),
+        "cache": torch.zeros(2, 16, 36, dtype=torch.uint8), "slot_mapping": torch.tensor([5, -1, 17, 0]), "rotary_dim": 16,
+    }  # fmt: skip
+
+
+def _compress() -> Arguments:
+    return {
+        "raw_k": randn(5, 32), "ring": randn(2, 4, 32, seed=1), "cache": torch.zeros(1, 16, 32).to(FP8),
+        "positions": torch.arange(5), "cos_sin": _cos_sin(8, 16), "k_norm": randn(32, seed=2),
+        "ring_slots": torch.tensor([1, 1, 1, 1, 1]), "slot_mapping": torch.arange(5), "rotary_dim": 16,
+    }  # fmt: skip
+
+
+def _ragged() -> Arguments:
+    return {
+        "q": _fp8(6, 4, 32), "k": _fp8(20, 2, 32, seed=1), "weights": randn(6, 4, seed=2),
+        "cu_seqlen_ks": torch.arange(6), "cu_seqlen_ke": torch.arange(6) + 12, "k_scale": randn(20, 2, seed=3).exp(),
+    }  # fmt: skip
+
+
+def _paged() -> Arguments:
+    return {
+        "q": randn(2, 2, 4, 32).bfloat16(), "cache": randn(4, 16, 1, 32, seed=1).bfloat16(), "weights": randn(4, 4, seed=2),
+        "context_lens": torch.tensor([30, 17]), "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
+    }  # fmt: skip
+
+
+def _attention() -> Arguments:
+    return {
+        "q": randn(3, 4, 16), "kv_cache": randn(2, 5, 4, 2, 16, seed=1),
+        "topk_indices": torch.tensor([[0, 3, -1], [1, -1, 4], [6, 2, 0]], dtype=torch.int32),
+        "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), "query_start_loc": torch.tensor([0, 2, 3]),
+        "seq_lens": torch.tensor([6, 7]), "return_lse": True,
+    }  # fmt: skip
+
+
+CALLS: dict[str, Callable[[], Arguments]] = {
+    "chunk_gated_delta_rule": _chunk,
+    "fused_recurrent_gated_delta_rule": _recurrent,
+    "causal_conv1d_fn": _conv,
+    "causal_conv1d_update": _conv_update,
+    "fused_gdn_decode": _decode,
+    "fused_gdn_gating": lambda: {"A_log": randn(4), "a": randn(3, 4, seed=1), "b": randn(3, 4, seed=2), "dt_bias": randn(4)},
+    "fused_qkvzba_split_reshape_cat": lambda: {
+        "mixed_qkvz": randn(3, 88), "mixed_ba": randn(3, 8, seed=1), "num_heads_qk": 2, "num_heads_v": 4, "head_qk": 6,
+        "head_v": 8,
+    },
+    "rms_norm_gated": lambda: {"x": randn(3, 4, 8), "z": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
+    "quantize_fp8": lambda: {"x": randn(3, 4, 64), "group_size": 32},
+    "write_indexer_cache": lambda: {
+        "k": randn(3, 32), "cache": torch.zeros(2, 16, 36, dtype=torch.uint8), "slot_mapping": torch.tensor([5, -1, 17]),
+    },
+    "prepare_indexer": _prepare,
+    "compress_indexer_keys": _compress,
+    "gather_indexer_cache": lambda: {
+        "cache": randn(4, 16, 2, 32).bfloat16(), "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
+        "cu_seqlens": torch.tensor([0, 20, 31]),
+    },
+    "mqa_logits": _ragged,
+    "indexer_topk": lambda: {**_ragged(), "topk": 5},
+    "paged_mqa_logits": lambda: {**_paged(), "max_context_len": 32},
+    "paged_indexer_topk": lambda: {**_paged(), "topk": 5},
+    "topk_indices": lambda: {"logits": randn(3, 20), "k": 4},
+    "expand_topk_groups": lambda: {"group_indices": torch.tensor([[2, 0], [1, -1]]), "positions": torch.tensor([13, 6])},
+    "sparse_attention": _attention,
+}  # fmt: skip
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result, which is None, a tensor, or a tuple of tensors and None."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
