@@ -1,7 +1,7 @@
 """What the chunk and the recurrent operator share: checks of their arguments, and the packed form that kernels take.
 
-Checks read metadata only: no launch, no sync, no allocation, so an error leaves everything as it was. `GDN_VALIDATE=1`
-adds those of values on the device. Packing happens after a kernel has been chosen; the reference takes the caller's form.
+Checks read metadata only: no launch, no sync, no allocation, so an error leaves everything as it was; gdn.ops._values has those
+of what tensors hold. Packing happens after a kernel has been chosen; the reference takes the caller's form.
 """
 
 import functools
@@ -186,49 +186,6 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
 def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
     dtypes = (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
     check_tensor(name, state, dtypes=dtypes)
-
-
-def validate_offsets(name: str, offsets: Tensor, num_tokens: int) -> None:
-    """GDN_VALIDATE: starts at 0, never decreases, ends within the tokens. Syncs."""
-    values = offsets.tolist()
-    if values[0] != 0:
-        bad_value(name, "a first offset of 0", values[0])
-    for i, (start, end) in enumerate(zip(values[:-1], values[1:], strict=True)):
-        if end < start:
-            bad_value(name, "offsets that never decrease", f"{start} then {end} at index {i}")
-    if values[-1] > num_tokens:
-        bad_value(name, f"a last offset of at most {num_tokens} tokens", values[-1])
-
-
-def validate_slots(name: str, slots: Tensor, num_sequences: int, num_slots: int, null_slot: int) -> None:
-    """GDN_VALIDATE: every index is null or a slot of the pool. Syncs."""
-    used = slots[:num_sequences]
-    bad = used[(used > null_slot) & (used >= num_slots)]
-    if bad.numel():
-        bad_value(name, f"slots below {num_slots} (or null, <= {null_slot})", int(bad.flatten()[0]))
-
-
-def validate_accepted(accepted: Tensor, cu_seqlens: Tensor | None, num_sequences: int, columns: int) -> None:
-    """GDN_VALIDATE: 1..columns for every sequence that has tokens. Syncs."""
-    used = accepted[:num_sequences]
-    bad = (used < 1) | (used > columns)
-    if cu_seqlens is not None:
-        bad = bad & (cu_seqlens.diff() > 0)
-    if bool(bad.any()):
-        bad_value("num_accepted_tokens", f"1 to {columns} (the columns of the indices)", int(used[bad][0]))
-
-
-def validate_parents(parent_token: Tensor, cu_seqlens: Tensor | None, sizes: Sizes) -> None:
-    """GDN_VALIDATE: a parent is -1 or a node before its child, counted within the sequence. Syncs."""
-    if cu_seqlens is None:
-        offsets = [n * sizes.length for n in range(sizes.batch + 1)]
-    else:
-        offsets = cu_seqlens.tolist()
-    parents = parent_token.tolist()
-    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
-        for node, parent in enumerate(parents[start:end]):
-            if not -1 <= parent < node:
-                bad_value("parent_token", f"-1 or a node before node {node}", f"{parent} at token {start + node}")
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _delta_rule
+from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._modes import is_empty
@@ -109,9 +109,10 @@ def chunk_gated_delta_rule(
         checkpoint_slots,
     )  # fmt: skip
     if reads_values(q.device):
-        _validate(
-            sizes, initial_state, cu_seqlens, state_indices, final_state_indices, checkpoint_offsets, checkpoint_slots, null_slot
-        )
+        _check_values(
+            sizes, initial_state, cu_seqlens, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
+            checkpoint_slots, null_slot,
+        )  # fmt: skip
     if initial_state is None:
         has_initial_state = None  # every state starts from zero already
 
@@ -212,29 +213,27 @@ def _check_states(
         )
 
 
-def _validate(
+def _check_values(
     sizes: _delta_rule.Sizes,
     pool: Tensor | None,
     cu_seqlens: Tensor | None,
     state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
     final_state_indices: Tensor | None,
     checkpoint_offsets: Tensor | None,
     checkpoint_slots: Tensor | None,
     null_slot: int,
 ) -> None:
-    """GDN_VALIDATE: values on the device."""
     if cu_seqlens is not None:
-        _delta_rule.validate_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
-    indices = {
-        "state_indices": state_indices,
-        "final_state_indices": final_state_indices,
-        "checkpoint_slots": checkpoint_slots,
-    }
-    for name, slots in indices.items():
-        if slots is not None and pool is not None:
-            _delta_rule.validate_slots(name, slots, sizes.num_sequences, pool.shape[0], null_slot)
+        _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+    if state_indices is None or pool is None:
+        return
+    bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, state_indices.device)
+    touched = _values.prefill_slots(
+        "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
+        final_indices=final_state_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
+    )  # fmt: skip
     if checkpoint_offsets is not None:
-        bad = checkpoint_offsets[: sizes.num_sequences]
-        bad = bad[(bad < 0) | (bad % 64 != 0)]
-        if bad.numel():
-            bad_value("checkpoint_offsets", "multiples of 64 tokens, or 0", int(bad[0]))
+        _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=64)
+    _values.check_slots(touched, pool.shape[0], null_slot)
+    _values.check_unshared(touched, pool.shape[0])

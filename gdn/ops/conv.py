@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _rows
-from gdn.ops._call import always, operator, prepare, reads_values, run_reference
+from gdn.ops import _rows, _values
+from gdn.ops._call import always, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import (
     FLOAT_DTYPES,
@@ -19,9 +19,6 @@ from gdn.ops._delta_rule import (
     even_offsets,
     in_dtype,
     is_less,
-    validate_accepted,
-    validate_offsets,
-    validate_slots,
 )
 from gdn.ops._modes import address, is_empty
 from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
@@ -96,10 +93,17 @@ def causal_conv1d_fn(
         check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
     if reads_values(device):
         if query_start_loc is not None:
-            validate_offsets("query_start_loc", query_start_loc, x.shape[0])
-        for name, slots in {"cache_indices": cache_indices, "checkpoint_slots": checkpoint_slots}.items():
-            if slots is not None and conv_states is not None:
-                validate_slots(name, slots, count, conv_states.shape[0], null_slot)
+            _values.check_offsets("query_start_loc", query_start_loc, x.shape[0])
+        if conv_states is not None:
+            bounds = _values.token_bounds(query_start_loc, 1, x.shape[0], device)
+            touched = _values.prefill_slots(
+                "cache_indices", bounds, cache_indices, null_slot, checkpoint_offsets=checkpoint_offsets,
+                checkpoint_slots=checkpoint_slots, checkpoint_multiple=1,
+            )  # fmt: skip
+            if checkpoint_offsets is not None:
+                _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=1)
+            _values.check_slots(touched, conv_states.shape[0], null_slot)
+            _values.check_unshared(touched, conv_states.shape[0])
 
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
     problem = Conv1dProblem(
@@ -195,11 +199,11 @@ def causal_conv1d_update(
         check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
     if reads_values(device):
         if query_start_loc is not None:
-            validate_offsets("query_start_loc", query_start_loc, num_tokens)
-        if conv_state_indices is not None:
-            validate_slots("conv_state_indices", conv_state_indices, count, conv_state.shape[0], null_slot)
-            if num_accepted_tokens is not None and conv_state_indices.dim() == 2:
-                validate_accepted(num_accepted_tokens, query_start_loc, count, conv_state_indices.shape[1])
+            _values.check_offsets("query_start_loc", query_start_loc, num_tokens)
+        bounds = _values.token_bounds(query_start_loc, count, num_tokens // max(count, 1), device)
+        _check_update_slots(
+            bounds, conv_state, conv_state_indices, num_accepted_tokens, parent_token, null_slot, window, validates(device)
+        )
 
     problem = Conv1dUpdateProblem(
         **_static_fields(
@@ -233,6 +237,38 @@ def causal_conv1d_update(
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)
+
+
+def _check_update_slots(
+    bounds: Tensor,
+    conv_state: Tensor,
+    indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    parent_token: Tensor | None,
+    null_slot: int,
+    window: int,
+    strict: bool,
+) -> None:
+    """What a decode step reads and writes of the windows: one slot a sequence, or in a draft tree one a node."""
+    name, num_windows = "conv_state_indices", conv_state.shape[2] - window + 1
+    if indices is not None and indices.dim() == 2:
+        num_windows = indices.shape[1] if parent_token is not None else min(num_windows, indices.shape[1])
+    if indices is None:
+        null_slot, indices = -1, torch.arange(bounds.numel() - 1, device=bounds.device)
+    if parent_token is not None:
+        touched = _values.decode_slots(name, bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens)
+        _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+    else:
+        touched = _values.window_slots(
+            name, bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows
+        )
+    if num_accepted_tokens is not None:
+        first = indices if parent_token is not None or indices.dim() == 1 else indices[:, 0]
+        _values.check_accepted(
+            "num_accepted_tokens", num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict
+        )
+    _values.check_slots(touched, conv_state.shape[0], null_slot)
+    _values.check_unshared(touched, conv_state.shape[0])
 
 
 def _static_fields(

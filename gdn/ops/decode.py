@@ -2,8 +2,8 @@
 
 import torch
 
-from gdn.ops import _delta_rule, _rows
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops import _delta_rule, _rows, _values
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._checks import bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops.norm import check_gate_activation
@@ -116,12 +116,7 @@ def fused_gdn_decode(
     if out is not None:
         check_tensor("out", out, shape=(length, heads * head_v_dim), dtypes=(mixed_qkv.dtype,), device=device)
     if reads_values(device):
-        if query_start_loc is not None:
-            _delta_rule.validate_offsets("query_start_loc", query_start_loc, length)
-        num_slots = min(ssm_state.shape[0], conv_state.shape[0])
-        _delta_rule.validate_slots("state_indices", state_indices, count, num_slots, null_slot)
-        if num_accepted_tokens is not None:
-            _delta_rule.validate_accepted(num_accepted_tokens, query_start_loc, count, state_indices.shape[1])
+        _check_values(length, ssm_state, conv_state, state_indices, query_start_loc, num_accepted_tokens, null_slot)
 
     is_flat = projection_layout == "flat"
     problem = GdnDecodeProblem(
@@ -176,6 +171,33 @@ def fused_gdn_decode(
     windows = conv_state if problem.conv_channels_contiguous else None
     launch(prepared, arguments, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
     return o if written is o else o.copy_(written)
+
+
+def _check_values(
+    length: int,
+    ssm_state: Tensor,
+    conv_state: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    null_slot: int,
+) -> None:
+    device = state_indices.device
+    if query_start_loc is not None:
+        _values.check_offsets("query_start_loc", query_start_loc, length)
+    bounds = _values.token_bounds(query_start_loc, length, 1, device)
+    columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
+    states = _values.decode_slots(
+        "state_indices", bounds, state_indices, null_slot, num_accepted_tokens=num_accepted_tokens, first_column_decides=True
+    )
+    windows = _values.window_slots("state_indices", bounds, state_indices, null_slot, is_live=states.is_live)
+    if num_accepted_tokens is not None:
+        _values.check_accepted(
+            "num_accepted_tokens", num_accepted_tokens, columns, bounds, state_indices, null_slot, strict=validates(device)
+        )
+    for touched, pool in ((states, ssm_state), (windows, conv_state)):
+        _values.check_slots(touched, pool.shape[0], null_slot)
+        _values.check_unshared(touched, pool.shape[0])
 
 
 def _check_projections(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from gdn import reference
-from gdn.ops import _rows
-from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
+from gdn.ops import _rows, _values
+from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle, validates
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
 from gdn.ops._logits_checks import FP8, INDEX_DTYPES, WEIGHT_DTYPES, check_cache, flat_pages
 from gdn.ops._modes import is_empty, last_value
@@ -66,13 +66,8 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     return x_fp8, scale
 
 
-def _check_slots(slot_mapping: object, tokens: int, device: torch.device, cache: torch.Tensor, page_size: int) -> None:
+def _check_slots(slot_mapping: torch.Tensor | None, tokens: int, device: torch.device) -> None:
     check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    assert isinstance(slot_mapping, torch.Tensor)
-    if tokens and reads_values(device):
-        last = int(slot_mapping.max())
-        if last >= cache.shape[0] * page_size:
-            bad_value("slot_mapping", f"slots below {cache.shape[0] * page_size} (pages * page_size)", last)
 
 
 def _check_keys(name: str, k: torch.Tensor, tokens: int | None, device: torch.device) -> int:
@@ -117,7 +112,9 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     kv_heads = _check_keys("k", k, None, k.device)
     page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
     _same_kv_heads("k", kv_heads, cache_heads)
-    _check_slots(slot_mapping, k.shape[0], k.device, cache, page_size)
+    _check_slots(slot_mapping, k.shape[0], k.device)
+    if reads_values(k.device):
+        _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
     problem = WriteIndexerCacheProblem(
         num_kv_heads=kv_heads,
         head_dim=k.shape[-1],
@@ -144,10 +141,6 @@ def _check_rope(
     check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=DTYPES, device=device)
     if is_empty(cos_sin.shape[0]) and not is_empty(tokens):  # positions are clamped to its rows
         bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
-    if tokens and reads_values(device):
-        last = int(positions.max())
-        if last >= cos_sin.shape[0]:
-            bad_value("positions", f"positions below {cos_sin.shape[0]} (rows of cos_sin)", last)
 
 
 def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
@@ -225,9 +218,13 @@ def prepare_indexer(
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
         page_size, cache_heads = check_cache(cache, dim, device, None)
         _same_kv_heads("k", kv_heads, cache_heads)
-        _check_slots(slot_mapping, tokens, device, cache, page_size)
+        _check_slots(slot_mapping, tokens, device)
+        if slot_mapping is not None and reads_values(device):
+            _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
             bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
+    if validates(device):
+        _values.check_rope_positions("positions", positions, cos_sin.shape[0])
     folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
     settle(fp8=is_fp8)
     problem = PrepareIndexerProblem(
@@ -331,11 +328,14 @@ def compress_indexer_keys(
     _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
     check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    if tokens and reads_values(device):
-        last = int(ring_slots.max())
-        if last >= ring.shape[0]:
-            bad_value("ring_slots", f"slots below {ring.shape[0]}", last)
-    _check_slots(slot_mapping, tokens, device, cache, page_size)
+    _check_slots(slot_mapping, tokens, device)
+    if reads_values(device):
+        _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
+        is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
+        _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size, is_whole)
+    if validates(device):
+        is_kept = _values.ring_tokens(ring_slots, null_slot)
+        _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
     check_not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
     problem = CompressIndexerKeysProblem(
@@ -408,14 +408,12 @@ def gather_indexer_cache(
     if num_rows is not None:
         check_at_least("num_rows", num_rows)
     if reads_values(device):
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
-            bad_value("cu_seqlens", "ascending values from 0", bounds)
-        needed = torch.arange(block_tables.shape[1], device=device) * page_size < cu_seqlens.diff()[:, None]
-        wrong = needed & ((block_tables < 0) | (block_tables >= cache.shape[0]))
-        if bool(wrong.any()):
-            row, column = wrong.nonzero()[0].tolist()
-            bad_value(f"block_tables[{row}, {column}]", f"a page in [0, {cache.shape[0]})", int(block_tables[row, column]))
+        _values.check_offsets("cu_seqlens", cu_seqlens)
+        lengths = cu_seqlens.diff()
+        _values.check_table_lengths("cu_seqlens", lengths, block_tables, page_size)
+        _values.check_pages("block_tables", block_tables, lengths, page_size, cache.shape[0])
+    if validates(device) and num_rows is not None:
+        _values.check_num_rows("num_rows", num_rows, cu_seqlens)
     rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
     settle(num_rows=rows)
     scaled = cache.dtype == torch.uint8

@@ -7,14 +7,14 @@ comes back to the host.
 
 import torch
 
-from gdn.ops import _rows
-from gdn.ops._call import always, check_memory, operator, reads_values, validates
+from gdn.ops import _rows, _values
+from gdn.ops._call import always, check_memory, operator, validates
 from gdn.ops._checks import bad_value, check_at_least, check_tensor
 from gdn.ops._delta_rule import contiguous_int32
 from gdn.ops._logits_checks import QUERY_DTYPES, check_cache, check_weights
 from gdn.ops._modes import is_empty, is_tracing
-from gdn.ops.mqa_logits import check_operands, check_ranges, mqa_logits
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_pages, paged_mqa_logits
+from gdn.ops.mqa_logits import check_operands, mqa_logits
+from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_values, paged_mqa_logits
 from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
 
@@ -57,7 +57,7 @@ def indexer_topk(
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, 4 * width, num_rows), 4 * width, num_rows)
     if validates(device):  # of all rows, before the first step writes
-        check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+        _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     check_memory()
     backend = _ordered(backend, "indexer_topk")
 
@@ -152,8 +152,7 @@ def paged_indexer_topk(
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
-    if reads_values(device) and cache.shape[0]:  # of all sequences, before the first step writes
-        check_pages(block_tables, context_lens, page_size, cache.shape[0], width)
+    check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # of all sequences, before the first step writes
     check_memory()
     backend = _ordered(backend, "paged_indexer_topk")
 

@@ -3,7 +3,7 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows
+from gdn.ops import _rows, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._delta_rule import contiguous_int32
@@ -75,7 +75,7 @@ def mqa_logits(
         num_columns = max_seqlen_k
     check_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
-        check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+        _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     problem = MqaLogitsProblem(
         num_heads=num_heads,
@@ -140,19 +140,6 @@ def check_operands(
     check_weights(weights, num_queries, num_heads, device)
     check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
     check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-
-
-def check_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
-    """GDN_VALIDATE=1: no range starts before the keys or is longer than the bound."""
-    if starts.numel() == 0:
-        return
-    first = int(starts.min())
-    if first < 0:
-        bad_value("cu_seqlen_ks", "starts >= 0", first)
-    if max_seqlen_k is not None:
-        longest = int((ends.clamp(max=num_keys).long() - starts.long()).max())
-        if longest > max_seqlen_k:
-            bad_value("max_seqlen_k", f"at least {longest}, the longest range", max_seqlen_k)
 
 
 def fp8_mqa_logits(

@@ -3,8 +3,8 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops import _rows, _values
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._delta_rule import contiguous_int32
 from gdn.ops._kinds import Kind
@@ -77,8 +77,7 @@ def paged_mqa_logits(
     check_at_least("max_context_len", max_context_len)
     check_skipping(skip_rows_up_to, clean_logits)
     check_out(out, [batch * next_n, max_context_len], out_dtype, device)
-    if reads_values(device) and cache.shape[0]:
-        check_pages(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
+    check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
         num_heads=num_heads,
@@ -132,17 +131,14 @@ def check_block_tables(block_tables: torch.Tensor, batch: int, device: torch.dev
     )
 
 
-def check_pages(
+def check_values(
     block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
 ) -> None:
-    """GDN_VALIDATE=1: pages of visible keys lie in the cache."""
-    lengths = context_lens if context_lens.dim() == 1 else context_lens.amax(dim=1)
-    first_key = torch.arange(block_tables.shape[1], device=block_tables.device) * page_size
-    used = first_key < lengths.clamp(max=max_context_len)[:, None]
-    wrong = used & ((block_tables < 0) | (block_tables >= num_pages))
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        bad_value(f"block_tables[{row}, {column}]", f"a page in [0, {num_pages})", int(block_tables[row, column]))
+    """Pages of visible keys lie in the cache; with GDN_VALIDATE=1 no sequence is longer than its row of block_tables."""
+    if reads_values(block_tables.device) and num_pages:
+        _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
+    if validates(block_tables.device):
+        _values.check_table_lengths("context_lens", context_lens, block_tables, page_size)
 
 
 def fp8_paged_mqa_logits(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _delta_rule
-from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops import _delta_rule, _values
+from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._modes import is_empty
 from gdn.problems import RecurrentProblem
@@ -84,7 +84,7 @@ def fused_recurrent_gated_delta_rule(
         A slot to read that is <= null_slot is padding: rows of o are zero, no slot is read or written. A sequence without
         tokens touches nothing.
     disable_state_update: no state is written (verification that is committed later).
-    parent_token [tokens] int32, with 2-D indices: a draft tree. Token i of a sequence continues the state after token
+    parent_token [tokens] or [B, T] int32, with 2-D indices: a draft tree. Token i of a sequence continues the state after token
         parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
     rounding_seed [1] int64 on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
         `gdn.reference.rounding` defines; None = to nearest. No effect on float32 states.
@@ -105,9 +105,10 @@ def fused_recurrent_gated_delta_rule(
         final_state_indices, parent_token, rounding_seed,
     )  # fmt: skip
     if reads_values(q.device):
-        _validate(
-            sizes, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, final_state_indices, parent_token, null_slot
-        )
+        _check_values(
+            sizes, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, final_state_indices, parent_token,
+            null_slot, not disable_state_update,
+        )  # fmt: skip
 
     # In place without indices is a pool whose slots are the sequences.
     index_dtype = _delta_rule.common_dtype(ssm_state_indices, final_state_indices)
@@ -162,7 +163,7 @@ def fused_recurrent_gated_delta_rule(
         tokens.q[0], tokens.k[0], tokens.v[0], g, beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
         None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens), final_state,
         final_state_indices,
-        tokens.cu_seqlens, None if parent_token is None else parent_token.contiguous(),
+        tokens.cu_seqlens, None if parent_token is None else parent_token.reshape(-1).contiguous(),
         rounding_seed if is_rounded else None, written[0], sizes.k_dim**-0.5 if scale is None else scale, null_slot,
     )  # fmt: skip
     launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
@@ -214,14 +215,15 @@ def _check_states(
         if not has_columns:
             bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
     if parent_token is not None:
-        check_tensor("parent_token", parent_token, shape=(sizes.num_tokens,), dtypes=(torch.int32,), device=device)
+        shape = (sizes.num_tokens,) if parent_token.dim() == 1 else (sizes.batch, sizes.length)
+        check_tensor("parent_token", parent_token, shape=shape, dtypes=(torch.int32,), device=device)
         if not has_columns:
             bad_value("parent_token", "None without 2-D ssm_state_indices", "a tensor")
     if rounding_seed is not None:
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
 
 
-def _validate(
+def _check_values(
     sizes: _delta_rule.Sizes,
     pool: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -230,14 +232,23 @@ def _validate(
     final_state_indices: Tensor | None,
     parent_token: Tensor | None,
     null_slot: int,
+    is_updated: bool,
 ) -> None:
-    """GDN_VALIDATE: values on the device."""
     if cu_seqlens is not None:
-        _delta_rule.validate_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
-    for name, slots in {"ssm_state_indices": indices, "final_state_indices": final_state_indices}.items():
-        if slots is not None and pool is not None:
-            _delta_rule.validate_slots(name, slots, sizes.num_sequences, pool.shape[0], null_slot)
-    if num_accepted_tokens is not None and indices is not None:
-        _delta_rule.validate_accepted(num_accepted_tokens, cu_seqlens, sizes.num_sequences, indices.shape[1])
+        _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+    if indices is None or pool is None:
+        return
+    bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, indices.device)
+    touched = _values.decode_slots(
+        "ssm_state_indices", bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens,
+        final_indices=final_state_indices, is_updated=is_updated,
+    )  # fmt: skip
+    if num_accepted_tokens is not None:
+        _values.check_accepted(
+            "num_accepted_tokens", num_accepted_tokens, indices.shape[1], bounds, indices, null_slot,
+            strict=validates(indices.device),
+        )  # fmt: skip
     if parent_token is not None:
-        _delta_rule.validate_parents(parent_token, cu_seqlens, sizes)
+        _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+    _values.check_slots(touched, pool.shape[0], null_slot)
+    _values.check_unshared(touched, pool.shape[0])

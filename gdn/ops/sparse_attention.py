@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from gdn import reference, runtime
-from gdn.ops._call import NEW, always, check_memory, operator, reads_values
+from gdn.ops import _values
+from gdn.ops._call import NEW, always, check_memory, operator, reads_values, validates
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_layout, check_tensor
 from gdn.ops._kinds import Kind
 from gdn.ops._logits_checks import INDEX_DTYPES
@@ -98,7 +99,7 @@ def _attend(
     if out is not None:
         check_tensor("out", out, shape=[tokens, heads, dim], dtypes=(q.dtype,), device=device, last_contiguous=True)
     if reads_values(device):
-        _check_values(query_start_loc, seq_lens, block_tables, k_cache, tokens)
+        _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
     check_memory()
     is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
     runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill")
@@ -136,18 +137,21 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor)
 
 
 def _check_values(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor, k_cache: torch.Tensor, tokens: int
+    topk_indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_cache: torch.Tensor,
 ) -> None:
-    """GDN_VALIDATE=1."""
-    bounds = query_start_loc.tolist()
-    if bounds[0] != 0 or bounds[-1] > tokens or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
-        bad_value("query_start_loc", f"ascending values from 0 to at most {tokens}", bounds)
-    new = query_start_loc.diff().to(seq_lens.dtype)
-    if bool((seq_lens < new).any()):
-        bad_value("seq_lens", "at least the number of new tokens of each sequence", seq_lens.tolist())
-    block_size, num_blocks = k_cache.shape[1], k_cache.shape[0]
-    used = torch.arange(block_tables.shape[1], device=seq_lens.device) * block_size < seq_lens[:, None]
-    wrong = used & ((block_tables < 0) | (block_tables >= num_blocks))
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        bad_value(f"block_tables[{row}, {column}]", f"a block in [0, {num_blocks})", int(block_tables[row, column]))
+    tokens, device = topk_indices.shape[0], topk_indices.device
+    _values.check_offsets("query_start_loc", query_start_loc, tokens)
+    bounds = _values.token_bounds(query_start_loc, 1, tokens, device)
+    _values.check_new_tokens("seq_lens", seq_lens, bounds)
+    lengths = _values.live_lengths(seq_lens, bounds)
+    _values.check_table_lengths("seq_lens", lengths, block_tables, k_cache.shape[1])
+    _values.check_pages("block_tables", block_tables, lengths, k_cache.shape[1], k_cache.shape[0])
+    if validates(device):
+        _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)
+        if topk_length is not None:
+            _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)

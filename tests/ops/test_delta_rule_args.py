@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.testing.compare import same_bits
+from gdn.testing.inputs import chunk_inputs, chunk_problem
 from tests.ops.bad_calls import CHUNK, RECURRENT, Arguments, Bad, check, good_chunk, good_recurrent
 
 
@@ -47,12 +49,6 @@ VALIDATED_CHUNK = [
         lambda a: {"final_state_indices": torch.tensor([0, 1, 99])},
         ValueError,
         r"^final_state_indices: expected slots below .*got 99",
-    ),
-    Bad(
-        "checkpoint_slot",
-        lambda a: {"checkpoint_offsets": torch.zeros(3, 1).int(), "checkpoint_slots": torch.full((3, 1), 50)},
-        ValueError,
-        r"^checkpoint_slots: expected slots below .*got 50",
     ),
     Bad(
         "checkpoint_offset",
@@ -108,3 +104,17 @@ def test_validate_passes_good_calls_and_null_slots(switch: Callable[..., object]
     arguments["state_indices"][2] = -1
     gdn.chunk_gated_delta_rule(**arguments)
     gdn.fused_recurrent_gated_delta_rule(**good_recurrent())
+
+
+def test_a_checkpoint_slot_counts_where_its_offset_is_reached() -> None:
+    arguments = chunk_inputs(chunk_problem(index_dtype="int64", has_checkpoints=True), lengths=[70, 70])
+    before = arguments["initial_state"].clone()
+    far = torch.full((2, 1), 50)
+    for offset, is_reached in ((0, False), (64, True), (128, False)):
+        found = arguments | {"checkpoint_offsets": torch.full((2, 1), offset), "checkpoint_slots": far}
+        if is_reached:
+            with pytest.raises(ValueError, match=r"^checkpoint_slots: expected slots below .*got 50 at \[0, 0\]"):
+                gdn.chunk_gated_delta_rule(**found)
+            assert same_bits(arguments["initial_state"], before)
+        else:
+            gdn.chunk_gated_delta_rule(**found | {"initial_state": before.clone()})
