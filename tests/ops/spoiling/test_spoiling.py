@@ -1,0 +1,77 @@
+"""Good calls of every operator, spoilt in one place: what the table accepts gives the good call's results, what it refuses
+raises an error that names the argument, and no tensor is changed but what the operator says it writes.
+
+A failure names the row and the seed: `python -m tests.ops.spoiling OPERATOR ARGUMENT SPOILING SEED` makes that call again.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+
+import gdn
+from tests.ops.spoiling.calls import OPERATORS
+from tests.ops.spoiling.judge import Wrong, check, draw
+from tests.ops.spoiling.spoilings import SPOILINGS
+from tests.ops.spoiling.table import TABLE, Row, rows
+
+SEEDS_TO_TRY = 400  # until a row applies to a call
+CALLS_PER_TEST = 100
+SHORT = range(0, 1_000, CALLS_PER_TEST)
+LONG = range(1_000, 21_000, CALLS_PER_TEST)
+NO_OPERATORS = {"__version__", "explain", "get_paged_mqa_logits_metadata"}
+
+
+def _report(failures: list[str], calls: int) -> None:
+    assert not failures, f"{len(failures)} of {calls} calls:\n" + "\n".join(failures)
+
+
+def _failure(row: Row, seed: int) -> str | None:
+    try:
+        check(row, seed)
+    except Wrong as wrong:
+        return f"{row} | seed {seed} | {row.verdict.value} | {wrong}"
+    return None
+
+
+def _seeded(seeds: Iterable[int]) -> None:
+    seeds = list(seeds)
+    failures = [_failure(draw(seed), seed) for seed in seeds]
+    _report([failure for failure in failures if failure], len(seeds))
+
+
+def test_every_public_operator_has_calls_and_rows() -> None:
+    assert set(OPERATORS) == set(TABLE) == set(gdn.__all__) - NO_OPERATORS
+
+
+def test_every_spoiling_is_used() -> None:
+    assert {row.spoiling for operator in TABLE for row in rows(operator)} == set(SPOILINGS)
+
+
+@pytest.mark.parametrize("operator", TABLE)
+def test_each_row_once(operator: str) -> None:
+    failures, table = [], list(rows(operator))
+    for row in table:
+        failures.append(_first_call(row))
+    _report([failure for failure in failures if failure], len(table))
+
+
+def _first_call(row: Row) -> str | None:
+    """The row with the first seed that it applies to."""
+    for seed in range(SEEDS_TO_TRY):
+        try:
+            if check(row, seed):
+                return None
+        except Wrong as wrong:
+            return f"{row} | seed {seed} | {row.verdict.value} | {wrong}"
+    return f"{row} | applies to no call of seeds 0 to {SEEDS_TO_TRY - 1}"
+
+
+@pytest.mark.parametrize("first", SHORT)
+def test_seeded_calls(first: int) -> None:
+    _seeded(range(first, first + CALLS_PER_TEST))
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("first", LONG)
+def test_many_seeded_calls(first: int) -> None:
+    _seeded(range(first, first + CALLS_PER_TEST))
