@@ -42,7 +42,7 @@ def quantize(draw: Draw) -> Call:
 
 def write(draw: Draw) -> Call:
     call = Call("write_indexer_cache")
-    tokens, kv_heads, dim, page_size = draw.pick(1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
+    tokens, kv_heads, dim, page_size = draw.pick(0, 1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
     cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
     k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
     call.give("k", k, k_dims)
@@ -64,7 +64,7 @@ def _rope(draw: Draw, call: Call, tokens: int, dim: int, positions: list[int], l
 
 def prepare(draw: Draw) -> Call:
     call = Call("prepare_indexer")
-    tokens, heads, kv_heads, dim, page_size = draw.pick(1, 3), draw.pick(2, 4), draw.pick(1, 2), 8, draw.pick(4, 16)
+    tokens, heads, kv_heads, dim, page_size = draw.pick(0, 1, 3), draw.pick(2, 4), draw.pick(1, 2), 8, draw.pick(4, 16)
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=draw.any_float()), lead=1), "T H D")
     weights = draw.rows(draw.floats(tokens, heads, dtype=draw.any_float()), lead=1)
     has_cache = draw.maybe(0.7)
@@ -182,7 +182,7 @@ def mqa_logits(draw: Draw) -> Call:
 def _ragged(draw: Draw, operator: str) -> Call:
     """What mqa_logits and indexer_topk share."""
     call = Call(operator)
-    rows, keys, kv_heads, dim = draw.pick(1, 3, 5), draw.pick(1, 4, 9), draw.pick(1, 2), draw.pick(8, 16)
+    rows, keys, kv_heads, dim = draw.pick(0, 1, 3, 5), draw.pick(0, 1, 4, 9), draw.pick(1, 2), draw.pick(8, 16)
     heads = kv_heads * draw.pick(2, 4)
     dtype = draw.pick(torch.bfloat16, FP8)
     call.give("q", draw.rows(draw.floats(rows, heads, dim).to(dtype), lead=1), "M H D")
@@ -202,7 +202,7 @@ def _ragged(draw: Draw, operator: str) -> Call:
 
 def fp8_mqa_logits(draw: Draw) -> Call:
     call = Call("fp8_mqa_logits")
-    rows, keys, heads, dim = draw.pick(1, 3, 5), draw.pick(1, 4, 9), draw.pick(2, 4), 8
+    rows, keys, heads, dim = draw.pick(0, 1, 3, 5), draw.pick(0, 1, 4, 9), draw.pick(2, 4), 8
     call.give("q", draw.rows(draw.floats(rows, heads, dim).to(FP8), lead=1), "M H D")
     call.give("kv[0]", draw.floats(keys, dim).to(FP8), "Nk D")
     call.give("kv[1]", torch.rand(keys, generator=draw.generator) + 0.5, "Nk")
@@ -268,7 +268,7 @@ def fp8_paged_mqa_logits(draw: Draw) -> Call:
 
 def topk_indices(draw: Draw) -> Call:
     call = Call("topk_indices")
-    rows, columns, k = draw.pick(1, 3, 5), draw.pick(1, 6, 20), draw.pick(1, 3, 8)
+    rows, columns, k = draw.pick(0, 1, 3, 5), draw.pick(0, 1, 6, 20), draw.pick(0, 1, 3, 8)
     call.give("logits", draw.rows(draw.floats(rows, columns, dtype=draw.any_float()), lead=1), "M ~")
     call.arguments["k"] = k
     if draw.maybe(0.7):
@@ -315,9 +315,10 @@ def paged_indexer_topk(draw: Draw) -> Call:
 
 def expand(draw: Draw) -> Call:
     call = Call("expand_topk_groups")
-    tokens, k, ratio = draw.pick(1, 3), draw.pick(1, 4), draw.pick(2, 4)
+    tokens, k, ratio = draw.pick(0, 1, 3), draw.pick(0, 1, 4), draw.pick(1, 2, 4)
     groups = [[draw.random.randint(-1, 9) for _ in range(k)] for _ in range(tokens)]
-    call.give("group_indices", draw.indices(groups), "T ~")
+    dtype = draw.pick(torch.int32, torch.int64)
+    call.give("group_indices", draw.rows(torch.tensor(groups, dtype=dtype).reshape(tokens, k), lead=1), "T ~")
     call.give("positions", draw.indices([draw.random.randint(-1, 40) for _ in range(tokens)]), "T")
     call.arguments["ratio"] = ratio
     if draw.maybe():

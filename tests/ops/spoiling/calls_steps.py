@@ -117,7 +117,7 @@ def conv_update(draw: Draw) -> Call:
 
 def gating(draw: Draw) -> Call:
     call = Call("fused_gdn_gating")
-    shape, heads = draw.pick((3,), (2, 3), (1, 4), (5,)), draw.pick(2, 4)
+    shape, heads = draw.pick((3,), (2, 3), (1, 4), (5,), (0,)), draw.pick(2, 4)
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["H"])
     for name in ("a", "b"):
         call.give(name, draw.rows(draw.floats(*shape, heads, dtype=draw.any_float()), lead=1), dims)
@@ -130,8 +130,8 @@ def gating(draw: Draw) -> Call:
 
 def split(draw: Draw) -> Call:
     call = Call("fused_qkvzba_split_reshape_cat")
-    heads, ratio, k_dim, v_dim, tokens = draw.pick(1, 2, 3), draw.pick(1, 2), draw.pick(4, 8), draw.pick(4, 8), draw.pick(1, 3, 5)
-    value_heads = heads * ratio
+    heads, k_dim, v_dim, tokens = draw.pick(1, 2, 3), draw.pick(4, 8), draw.pick(4, 8), draw.pick(0, 1, 3, 5)
+    value_heads = heads * draw.pick(1, 2)
     dtype = draw.any_float()
     wide = draw.floats(tokens, 2 * heads * k_dim + 2 * value_heads * v_dim, dtype=dtype)
     call.give("mixed_qkvz", draw.rows(wide, lead=1), "T width")
@@ -143,7 +143,7 @@ def split(draw: Draw) -> Call:
 
 def norm(draw: Draw) -> Call:
     call = Call("rms_norm_gated")
-    shape, dim = draw.pick((3,), (2, 3), (4, 2), (5,)), draw.pick(4, 8, 12)
+    shape, dim = draw.pick((3,), (2, 3), (4, 2), (5,), (0, 2)), draw.pick(4, 8, 12)
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["V"])
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)
     call.give("z", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)

@@ -14,7 +14,7 @@ from gdn.testing.compare import same_bits
 from tests.ops.spoiling import values  # noqa: F401 - registers its spoilings
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
-from tests.ops.spoiling.live import changed_elements
+from tests.ops.spoiling.live import changed_elements, use_of
 from tests.ops.spoiling.memory import Snapshot, duplicated
 from tests.ops.spoiling.spoilings import SPOILINGS, Spoiled
 from tests.ops.spoiling.table import Row, rows
@@ -36,6 +36,8 @@ class Wrong(Exception):
 def spoilt(row: Row, seed: int) -> tuple[Call, Spoiled] | None:
     """The good call of a seed and what the row makes of it; None where it does not apply to this call."""
     good = good_call(row.operator, seed)
+    if row.use and row.use != use_of(good, row.argument):
+        return None
     try:
         spoiled = SPOILINGS[row.spoiling](good, row.argument, random.Random(seed))
     except Exception as error:

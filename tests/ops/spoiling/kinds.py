@@ -110,14 +110,16 @@ _WRITTEN: Kind = {
     "interleaved with another argument": SAME,
     "part of a larger tensor": SAME,
 }
-# Updated in place, nothing may be copied.
+# Updated in place: nothing may be copied.
 POOL: Kind = _TENSOR | _FLOATS | _WRITTEN | {
     "one longer": VALUE,
     "last dim not contiguous": VALUE,
     "misaligned base": VALUE,
     "misaligned rows": VALUE,
-}
+}  # fmt: skip
 STATE_POOL: Kind = POOL | {"dtype float16": TYPE, "dtype float64": TYPE}
+# One state per sequence, only read.
+STATES: Kind = INPUT | {"dtype float16": TYPE, "dtype float64": TYPE}
 # Windows of the convolution: any strides, since both memory orders are in use, and a cache may hold more columns.
 WINDOWS: Kind = POOL | {
     "last dim not contiguous": SAME,
@@ -130,7 +132,7 @@ OUT: Kind = _TENSOR | _WRITTEN | {
     "dtype int64": TYPE,
     "dtype float64": TYPE,
     "last dim not contiguous": VALUE,
-}
+}  # fmt: skip
 # out of the recurrence and the steps: also aligned.
 FLOAT_OUT: Kind = OUT | {
     "another 16-bit dtype": TYPE,
@@ -145,7 +147,7 @@ LOGITS_OUT: Kind = OUT | MATRIX | {
     "misaligned rows": SAME,
     "requires grad, a leaf": SAME,
     "requires grad, computed": SAME,
-}
+}  # fmt: skip
 
 _CACHE: Kind = _TENSOR | {
     "dtype int32": TYPE,

@@ -19,6 +19,12 @@ def indices_of(call: Call) -> str | None:
     return next((name for name in INDICES if isinstance(call.arguments.get(name), Tensor)), None)
 
 
+def use_of(call: Call, argument: str) -> str:
+    """What initial_state is: the pool that indices refer to or that is replaced, or one state per sequence."""
+    is_pool = indices_of(call) is not None or bool(call.arguments.get("inplace_final_state"))
+    return "as a pool" if is_pool else "to read" if call.get(argument) is not None else ""
+
+
 def lengths(call: Call) -> list[int]:
     """Tokens of each sequence."""
     name = offsets_of(call)

@@ -175,7 +175,7 @@ for _name in ("None", "1.0", "a str", "a Fraction"):
 
 @_on_tensor("sparse COO")
 def _as_coo(x: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(size=x.shape, dtype=x.dtype)
+    return torch.sparse_coo_tensor(size=x.shape, dtype=x.dtype, check_invariants=False)
 
 
 @_on_tensor("sparse CSR")
@@ -305,12 +305,15 @@ def _lead(call: Call, path: str) -> int:
     return 2 if call.dims[path][:2] in (("B", "T"), ("B", "next")) else 1
 
 
-@_on_tensor("last dim not contiguous", is_layout=True)
-def _last_strided(x: Tensor) -> Tensor | None:
-    if x.dim() == 0 or x.numel() < 2 or x.shape[-1] < 2:
+@spoiling("last dim not contiguous")
+def _last_strided(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    tensor = call.get(path)
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.numel() or tensor.shape[-1] < 2:
         return None
-    strided = memory.last_strided(x)
-    return strided if strided.stride(-1) != 1 else None
+    if call.operator == "causal_conv1d_update" and path == "x" and tensor.dim() == 3:
+        return None  # [B, dim, T] is taken by its strides
+    strided = memory.last_strided(tensor)
+    return _put(call, path, strided, is_exact=False) if strided.stride(-1) != 1 else None
 
 
 @_on_tensor("misaligned base", is_layout=True)
@@ -489,6 +492,23 @@ def _twice(call: Call, path: str, rng: random.Random) -> Spoiled | None:
     return Spoiled(
         call.with_values({other: tensor}), model=call.with_values({other: tensor.clone()}), names={other}, is_exact=False
     )
+
+
+@spoiling("overlaps a read-only argument")
+def _overlap_read(call: Call, path: str, rng: random.Random) -> Spoiled | None:
+    """Two inputs share a part of their memory, as views of one projection may."""
+    tensor = call.get(path)
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return None
+    like = [other for other in _others(call, path) if other not in WRITTEN and call.get(other).dtype == tensor.dtype]
+    if not tensor.is_floating_point():
+        like = [other for other in like if call.dims[other] == call.dims[path]]
+    if not like:
+        return None
+    other = rng.choice(like)
+    first, second = memory.overlapping(call.get(other), tensor)
+    model = call.with_values({other: first.clone(), path: second.clone()})
+    return Spoiled(call.with_values({other: first, path: second}), model=model, is_exact=False)
 
 
 # Arguments that some operator writes.

@@ -20,12 +20,51 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.ops.spoiling.kinds import (
-    AT_LEAST_ONE, BACKEND, COUNT, EPS, FILTER, FLAG, FLOAT_CALL, FLOAT_OUT, INDEX, INDEX_OUT, INPUT, INT32, LOGITS_OUT, MASK,
-    MATRIX, NULL_SLOT, NUMBER, OFFSETS, OPTIONAL_COUNT, OPTIONAL_FLAG, OPTIONAL_NUMBER, OPTIONAL_WORD, OUT_DTYPE, PARAMETER,
-    PER_SEQUENCE, POSITIVE, READ_CACHE, REQUIRED, ROWS, SLOTS, STATE_POOL, WHOLE, WINDOWS, WORD, WRITTEN_CACHE, Kind, but,
+    AT_LEAST_ONE,
+    BACKEND,
+    COUNT,
+    EPS,
+    FILTER,
+    FLAG,
+    FLOAT_CALL,
+    FLOAT_OUT,
+    INDEX,
+    INDEX_OUT,
+    INPUT,
+    INT32,
+    LOGITS_OUT,
+    MASK,
+    MATRIX,
+    NULL_SLOT,
+    NUMBER,
+    OFFSETS,
+    OPTIONAL_COUNT,
+    OPTIONAL_FLAG,
+    OPTIONAL_NUMBER,
+    OPTIONAL_WORD,
+    OUT_DTYPE,
+    PARAMETER,
+    PER_SEQUENCE,
+    POSITIVE,
+    READ_CACHE,
+    REQUIRED,
+    ROWS,
+    SLOTS,
+    STATE_POOL,
+    STATES,
+    WHOLE,
+    WINDOWS,
+    WORD,
+    WRITTEN_CACHE,
+    Kind,
+    but,
 )  # fmt: skip
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE, Verdict
 
+_SHARED_INPUTS: Kind = {
+    "one tensor for two read-only arguments": SAME,
+    "overlaps a read-only argument": SAME,
+}
 _SHARED_SLOTS: Kind = {
     "two live sequences, one slot": VALUE,
     "an empty sequence names a live slot": SAME,
@@ -63,13 +102,15 @@ _CHECKPOINT_SLOTS: Kind = but(PER_SEQUENCE, "extra rows of anything") | {
     "without checkpoint_offsets": VALUE,
 }
 _DELTA_RULE: dict[str, Kind] = {
-    "q, k, v": REQUIRED | ROWS | {"another 16-bit dtype": TYPE},
+    "q, k": REQUIRED | ROWS | {"another 16-bit dtype": TYPE} | _SHARED_INPUTS,
+    "v": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
     "g": INPUT | {"left out where it must be": ERROR, "without A_log": ERROR},
     "beta": INPUT | {"left out where it must be": ERROR},
     "A_log": PARAMETER,
     "dt_bias": PARAMETER,
     "scale": OPTIONAL_NUMBER,
-    "initial_state": STATE_POOL | {"left out where it must be": ERROR},
+    "initial_state as a pool": STATE_POOL | {"left out where it must be": ERROR},
+    "initial_state to read": STATES,
     "use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, state_v_first, output_final_state": FLAG,
     "cu_seqlens": OFFSETS,
     "null_slot": NULL_SLOT,
@@ -92,8 +133,13 @@ _FILTERED: dict[str, Kind] = {
     "backend": BACKEND,
     "*": FLOAT_CALL,
 }
+_POSITIONS: Kind = REQUIRED | INDEX | {
+    "a position beyond cos_sin": VALUE,
+    "a position of 2**33 + 1": VALUE,
+    "a negative position": VALUE,
+}  # fmt: skip
 _ROPE: dict[str, Kind] = {
-    "positions": REQUIRED | INDEX | {"a position beyond cos_sin": VALUE, "a position of 2**33 + 1": VALUE, "a negative position": VALUE},
+    "positions": _POSITIONS,
     "cos_sin": REQUIRED | INPUT | {"dtype float64": TYPE},
     "rotary_dim": COUNT,
     "eps": EPS,
@@ -115,23 +161,23 @@ _TABLES: Kind = REQUIRED | INT32 | MATRIX | {
     "a page beyond the cache": VALUE,
     "a negative page": VALUE,
     "anything where no row is looked at": SAME,
-}
+}  # fmt: skip
 _RANGES: dict[str, Kind] = {
-    "cu_seqlen_ks": REQUIRED | INDEX | {"a negative start": VALUE},
+    "cu_seqlen_ks": REQUIRED | INDEX | {"a negative start": VALUE} | _SHARED_INPUTS,
     "cu_seqlen_ke": REQUIRED | INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
 }
 _LENGTHS: Kind = REQUIRED | INDEX | {
     "longer than its block table": VALUE,
     "a length of 2**33 + 1": VALUE,
     "empty as -2**33 + 1": SAME,
-}
+}  # fmt: skip
 _SCORES: dict[str, Kind] = {"scale": NUMBER, "relu": FLAG, "backend": BACKEND, "*": FLOAT_CALL}
 _RAGGED: dict[str, Kind] = _SCORES | _RANGES | {
     "q": _QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
-    "k": _QUERY | {"no multiple of the heads": VALUE},
+    "k": _QUERY | {"no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
     "k_scale": INPUT | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
     "weights": _HEAD_WEIGHTS,
-}
+}  # fmt: skip
 _PAGED: dict[str, Kind] = _SCORES | {
     "q": _QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
     "cache": REQUIRED | READ_CACHE,
@@ -148,6 +194,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "checkpoint_offsets": _CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
         "checkpoint_slots": _CHECKPOINT_SLOTS,
         "head_first": FLAG | {"True": VALUE},
+        "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
     "fused_recurrent_gated_delta_rule": _DELTA_RULE | {
         "ssm_state_indices": SLOTS | _SHARED_SLOTS,
@@ -284,7 +331,10 @@ TABLE: dict[str, dict[str, Kind]] = {
     },
     "fp8_mqa_logits": _RANGES | {
         "q": _QUERY,
-        "kv": {"None": TYPE, "a Fraction": TYPE, "a single tensor": TYPE, "three entries": ERROR, "the pair as a list": SAME, "a str": TYPE},
+        "kv": {
+            "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": TYPE, "three entries": ERROR,
+            "the pair as a list": SAME,
+        },
         "kv[0]": _QUERY,
         "kv[1]": PARAMETER | {"dtype float64": TYPE},
         "weights": _HEAD_WEIGHTS,
@@ -307,7 +357,7 @@ TABLE: dict[str, dict[str, Kind]] = {
     "topk_indices": {
         "logits": REQUIRED | INPUT | MATRIX,
         "k": COUNT,
-        "row_starts": INDEX,
+        "row_starts": INDEX | _SHARED_INPUTS,
         "row_ends": INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
         "sorted_by": WORD,
         "out": INDEX_OUT,
@@ -329,7 +379,8 @@ TABLE: dict[str, dict[str, Kind]] = {
     "sparse_attention": {
         "q": _QUERY,
         "kv_cache": {
-            "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": ERROR, "three entries": ERROR, "the pair as a list": SAME,
+            "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": ERROR, "three entries": ERROR,
+            "the pair as a list": SAME,
             "two dims more": VALUE, "0-d": VALUE, "dtype float64": TYPE, "last dim not contiguous": VALUE,
             "part of a larger tensor": SAME,
         },
@@ -362,14 +413,16 @@ class Row:
     argument: str
     spoiling: str
     verdict: Verdict
+    use: str = ""  # "as a pool" or "to read", where an argument is both
 
     def __str__(self) -> str:
-        return f"{self.operator} | {self.argument} | {self.spoiling}"
+        return f"{self.operator} | {f'{self.argument} {self.use}'.strip()} | {self.spoiling}"
 
 
 def rows(operator: str, argument: str | None = None) -> Iterator[Row]:
     """The rows of an operator, or of one argument of it."""
     for names, kind in TABLE[operator].items():
-        for name in names.split(", "):
+        for entry in names.split(", "):
+            name, _, use = entry.partition(" ")
             if argument in (None, name):
-                yield from (Row(operator, name, spoiling, verdict) for spoiling, verdict in kind.items())
+                yield from (Row(operator, name, spoiling, verdict, use) for spoiling, verdict in kind.items())

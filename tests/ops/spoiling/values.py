@@ -7,7 +7,11 @@ import torch
 
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.live import (
-    indices_of, lengths, live_sequences, null_slot, rows_of,
+    indices_of,
+    lengths,
+    live_sequences,
+    null_slot,
+    rows_of,
 )  # fmt: skip
 from tests.ops.spoiling.spoilings import SPOILINGS, Spoiled, spoiling
 
@@ -37,9 +41,9 @@ def _set(name: str, value: Callable[[Call, str], int | None]) -> None:
     """Registers: one entry that counts gets another value. value: None where that cannot be."""
 
     def spoil(call: Call, path: str, rng: random.Random) -> Spoiled | None:
-        tensor, new = _copy(call, path), value(call, path)
-        places = _used(call, path)
-        if tensor is None or new is None or not places or (tensor.dtype != torch.int64 and not -(2**31) <= new < 2**31):
+        tensor, places = _copy(call, path), _used(call, path)
+        new = value(call, path) if tensor is not None and places else None
+        if tensor is None or new is None or (tensor.dtype != torch.int64 and not -(2**31) <= new < 2**31):
             return None
         tensor[rng.choice(places)] = new
         return _with(call, path, tensor, *_pools(call))
@@ -444,7 +448,7 @@ def _longer_than_table(call: Call, path: str, _: random.Random) -> Spoiled | Non
             values["num_rows"] = int(tensor[-1]) + 1
     else:
         tensor[0] = addressed + 1
-    if call.operator in ("paged_mqa_logits", "fp8_paged_mqa_logits", "paged_indexer_topk") and "max_context_len" in call.arguments:
+    if "max_context_len" in call.arguments:
         values["max_context_len"] = addressed + 5
         values |= {"out": None} if "out" in call.arguments else {}
     return Spoiled(call.with_values(values), names={"block_tables", "max_context_len"})
@@ -693,6 +697,4 @@ def _dim_first(call: Call, path: str, _: random.Random) -> Spoiled | None:
     x = call.get(path)
     if x.dim() != 2 or x.shape[0] == x.shape[1]:
         return None
-    return Spoiled(call.with_values({path: x.T.contiguous()}), names=set(call.dims))
-
-
+    return Spoiled(call.with_values({path: x.T.contiguous()}), names={"weight"})
