@@ -466,7 +466,7 @@ def _far_length(call: Call, path: str, _: random.Random) -> Spoiled | None:
 @spoiling("empty as -2**33 + 1")
 def _far_empty(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor = _wide(call, path)
-    if tensor is None:
+    if tensor is None or not tensor.numel():
         return None
     model = tensor.clone()
     tensor[0], model[0] = -FAR + 1, 0
@@ -477,7 +477,7 @@ def _far_empty(call: Call, path: str, _: random.Random) -> Spoiled | None:
 def _far_end(call: Call, path: str, _: random.Random) -> Spoiled | None:
     """int64: clamped to the keys, whatever its low half is."""
     tensor = _wide(call, path)
-    if tensor is None or call.arguments.get("max_seqlen_k"):
+    if tensor is None or not tensor.numel() or call.arguments.get("max_seqlen_k"):
         return None
     keys = call.get(next(name for name in ("logits", "kv[0]", "k") if call.get(name) is not None))
     count = keys.shape[1] if path == "row_ends" else keys.shape[0]
@@ -642,8 +642,9 @@ def _wider_keys(call: Call, path: str, dtype: torch.dtype) -> Spoiled | None:
 
 
 @spoiling("less than one row")
-def _no_room(call: Call, path: str, _: random.Random) -> Spoiled:
-    return Spoiled(call.with_values({path: 3}))
+def _no_room(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    has_scores = all(call.get(name).numel() for name in ("q", "k", "cache") if name in call.arguments)
+    return Spoiled(call.with_values({path: 3})) if has_scores else None
 
 
 @spoiling("a single tensor")
