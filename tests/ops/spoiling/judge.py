@@ -11,7 +11,6 @@ import torch
 
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
-from tests.ops.spoiling import values  # noqa: F401 - registers its spoilings
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.ops.spoiling.live import changed_elements, use_of

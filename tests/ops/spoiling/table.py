@@ -296,7 +296,7 @@ TABLE: dict[str, dict[str, Kind]] = {
     },
     "compress_indexer_keys": _ROPE | {
         "raw_k": REQUIRED | ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
-        "ring": REQUIRED | STATE_POOL | {"size no multiple of ratio": VALUE},
+        "ring": REQUIRED | STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
         "cache": REQUIRED | WRITTEN_CACHE,
         "k_norm": REQUIRED | _ROPE["k_norm"],
         "positions": _ROPE["positions"] | {"anything at skipped tokens": SAME},
@@ -338,7 +338,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "kv[0]": _QUERY,
         "kv[1]": PARAMETER | {"dtype float64": TYPE},
         "weights": _HEAD_WEIGHTS,
-        "max_seqlen_k": COUNT,
+        "max_seqlen_k": OPTIONAL_COUNT,
         "clean_logits": FLAG,
         "*": FLOAT_CALL,
     },
