@@ -6,14 +6,21 @@ with a spoiling and a seed makes that call. The argument "*" is the call as a wh
 
 Decided here, where the contract is silent:
 - A tensor that is only read has any strides and any address; only the large ones (q, k, v, x, z, projections, raw keys)
-  say so when they must be copied. What is read in place because a copy would be too large is the exception: caches.
+  say so when they must be copied, on the CPU too. The exception is what is read in place because a copy would be too
+  large: caches.
+- out of the recurrence, the convolution, the decode step and the attention is aligned to 16 bytes and contiguous in its
+  last dim; out of scores and indices needs the last dim alone, as do the rows of a ring.
 - Counts, null_slot and flags are Python's int and bool; numbers may also be numpy scalars, never tensors or Fractions.
 - A tensor of a dtype that the operator does not take is a TypeError, out_dtype included; a tensor elsewhere or of another
   size is a ValueError; so is an unknown word, while anything but a word is a TypeError.
 - A cache that is only read is refused too where its pages overlap: it is an engine's error in any case.
-- One slot read by two live sequences that write elsewhere (final_state_indices) is not in the table: gdn.md forbids it,
-  but it harms nothing.
-- A key that max_seqlen_k leaves out is no error, and neither is a range that ends beyond the keys.
+- On the CPU all that GDN_VALIDATE=1 finds elsewhere is found always: starts of ranges below 0, sequences longer than their
+  block table (a length beyond max_context_len alone is none), rows written twice. Padding by gdn.md stays padding,
+  accepted counts out of range included.
+- Tensors made under inference_mode are taken outside of it too, written ones included: a kernel could not tell.
+- mqa_logits and its relatives take q in all dtypes that prepare_indexer returns: bfloat16 caches then hold the keys.
+- Not in the table: one slot that two live sequences read and neither writes (final_state_indices; gdn.md forbids it, and
+  it harms nothing), keys that max_seqlen_k leaves out, FP8 keys without scales in fp8_mqa_logits, numpy integers as counts.
 """
 
 from collections.abc import Iterator
