@@ -1,0 +1,263 @@
+"""Good calls of the recurrence: chunk, recurrent and the fused decode step."""
+
+from typing import Any
+
+import torch
+
+from tests.ops.spoiling.call import Call, Draw
+
+HEADS = ((2, 2, 2), (2, 2, 4), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
+
+
+def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, int]:
+    """q, k, v, gates and flags; heads and dims of the states."""
+    query_heads, key_heads, value_heads = draw.pick(*HEADS)
+    heads = max(query_heads, value_heads)
+    k_dim = draw.pick(4, 8, 12)
+    v_dim = k_dim if draw.maybe(0.8) else draw.pick(4, 8)
+    dtype = draw.any_float()
+
+    def rows(*shape: int, of: torch.dtype) -> torch.Tensor:
+        return draw.rows(draw.floats(batch, length, *shape, dtype=of), lead=2)
+
+    call.give("q", rows(query_heads, k_dim, of=dtype), "B T H K")
+    call.give("k", rows(key_heads, k_dim, of=dtype), "B T H K")
+    call.give("v", rows(value_heads, v_dim, of=dtype), "B T H V")
+    call.arguments["use_qk_l2norm_in_kernel"] = True  # keeps the states small
+    if draw.maybe(0.3):
+        call.arguments["scale"] = draw.pick(0.5, 1, 0.25)
+    gate = draw.pick("none", "log", "log", "raw", "raw")
+    if gate == "log":
+        g = -torch.rand(batch, length, heads, generator=draw.generator).to(draw.any_float())
+        call.give("g", draw.rows(g, lead=2), "B T H")
+    elif gate == "raw":
+        call.arguments["use_gate_in_kernel"] = True
+        call.give("g", rows(heads, of=draw.any_float()), "B T H")
+        call.give("A_log", draw.floats(heads, dtype=draw.any_float()), "H")
+        if draw.maybe(0.7):
+            call.give("dt_bias", draw.floats(heads, dtype=draw.any_float()), "H")
+    if draw.maybe(0.8):
+        raw = draw.maybe()
+        beta = rows(heads, of=draw.any_float())
+        call.give("beta", beta if raw else beta.sigmoid(), "B T H")
+        if raw:
+            call.arguments["use_beta_sigmoid_in_kernel"] = True
+    if draw.maybe(0.4):
+        call.give("out", draw.rows(draw.floats(batch, length, heads, v_dim, dtype=dtype), lead=2), "B T H V")
+    return heads, k_dim, v_dim
+
+
+def _shape(draw: Draw, call: Call, lengths: list[int], most_padding: int = 2) -> tuple[int, int, int]:
+    """Batch rows, tokens of a row, sequences: packed (cu_seqlens) or as [B, T]."""
+    if draw.maybe(0.7):
+        offsets = draw.offsets(lengths)
+        call.give("cu_seqlens", draw.indices(offsets), "~")
+        call.ties["N"] = call.ties["T"] = ("cu_seqlens",)
+        call.sizes["N"] = len(lengths)
+        return 1, offsets[-1] + draw.random.randint(0, most_padding), len(lengths)
+    batch = draw.pick(1, 2, 3)
+    call.sizes["N"] = batch
+    call.ties["N"] = ("q", "k", "v")
+    return batch, max(lengths), batch
+
+
+def _state(draw: Draw, call: Call, name: str, slots: int, inner: tuple[int, ...], *, is_pool: bool) -> torch.Tensor:
+    heads, k_dim, v_dim = inner
+    v_first = draw.maybe()
+    shape = (heads, v_dim, k_dim) if v_first else (heads, k_dim, v_dim)
+    state = draw.floats(slots, *shape, dtype=draw.pick(torch.float32, torch.bfloat16))
+    call.arguments["state_v_first"] = v_first
+    dims = "H V K" if v_first else "H K V"
+    call.give(name, draw.pool(state) if is_pool else draw.rows(state, 1), f"{'~' if is_pool else 'N'} {dims}")
+    return state
+
+
+def _slots(draw: Draw, call: Call, count: int, columns: int = 1) -> tuple[list[int], int]:
+    """Distinct live slots, some sequences null, and the size of a pool with some to spare. Sets null_slot."""
+    null_slot = draw.pick(-1, 0)
+    if null_slot == 0 or draw.maybe(0.3):
+        call.arguments["null_slot"] = null_slot
+    size = 4 * count * columns + 3
+    slots = draw.distinct(count * columns, size, start=null_slot + 1)
+    return slots, size
+
+
+def chunk(draw: Draw) -> Call:
+    call = Call("chunk_gated_delta_rule")
+    has_checkpoints = draw.maybe(0.3)
+    lengths = draw.lengths(66 if has_checkpoints else 5, sequences=3 if has_checkpoints else 4)
+    if has_checkpoints:
+        lengths[0] = draw.pick(64, 65, 130)
+    batch, length, count = _shape(draw, call, lengths)
+    inner = _tokens(draw, call, batch, length)
+    if draw.maybe():
+        call.arguments["output_final_state"] = True
+    kind = "pool" if has_checkpoints else draw.pick("none", "states", "pool", "pool")
+    if kind == "states":
+        _state(draw, call, "initial_state", count, inner, is_pool=False)
+    if kind == "pool":
+        slots, size = _slots(draw, call, count, columns=4)
+        null_slot = call.arguments.get("null_slot", -1)
+        _state(draw, call, "initial_state", size, inner, is_pool=True)
+        extra = draw.pick(0, 2)
+        dtype = draw.pick(torch.int32, torch.int64)
+        reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+        call.give("state_indices", draw.indices(reads + [1] * extra, dtype), "N+")
+        if draw.maybe(0.3):
+            final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count : 2 * count]]
+            call.give("final_state_indices", draw.indices(final), "N+")
+        if has_checkpoints:
+            offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
+            offsets[0][0] = 64
+            saved = [list(slots[2 * count + 2 * n :][:2]) for n in range(count)]
+            call.give("checkpoint_offsets", draw.indices(offsets), "N+ C")
+            call.give("checkpoint_slots", draw.indices(saved), "N+ C")
+    if kind != "none" and draw.maybe(0.4):
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
+    return call
+
+
+def recurrent(draw: Draw) -> Call:
+    call = Call("fused_recurrent_gated_delta_rule")
+    lengths = draw.lengths(4)
+    batch, length, count = _shape(draw, call, lengths)
+    inner = _tokens(draw, call, batch, length)
+    if draw.maybe(0.3):
+        call.arguments["output_final_state"] = draw.maybe()
+    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree")
+    if kind == "states":
+        _state(draw, call, "initial_state", count, inner, is_pool=False)
+        if draw.maybe(0.3):
+            call.arguments["inplace_final_state"] = False
+    if kind == "in place":
+        state = _state(draw, call, "initial_state", count, inner, is_pool=True)
+        call.dims["initial_state"] = ("N", *call.dims["initial_state"][1:])
+        call.arguments["inplace_final_state"] = True
+        if state.dtype == torch.bfloat16 and draw.maybe():
+            call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+            call.ties["one"] = ("rounding_seed",)
+    if kind in ("1-D", "2-D", "tree"):
+        _pooled(draw, call, kind, inner, batch * length, count, length)
+    if draw.maybe(0.15):
+        call.arguments["disable_state_update"] = True
+    return call
+
+
+def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_tokens: int, count: int, length: int) -> None:
+    """State indices of a recurrent call, with drafts where they are 2-D."""
+    columns = 1 if kind == "1-D" else 4
+    slots, size = _slots(draw, call, count, columns=2 * columns)
+    null_slot = call.arguments.get("null_slot", -1)
+    state = _state(draw, call, "initial_state", size, inner, is_pool=True)
+    dtype = draw.pick(torch.int32, torch.int64)
+
+    def table(first: int) -> list[Any]:
+        rows = [slots[first + n * columns :][:columns] for n in range(count)]
+        rows = [[null_slot] * columns if draw.maybe(0.15) else row for row in rows]
+        return [row[0] for row in rows] if kind == "1-D" else rows
+
+    dims = "N+" if kind == "1-D" else "N+ columns"
+    reads = table(0)
+    extra = [reads[0]] * draw.pick(0, 1)
+    call.give("ssm_state_indices", draw.indices(reads + extra, dtype), dims)
+    if draw.maybe(0.3):
+        call.give("final_state_indices", draw.indices(table(count * columns), dtype), dims)
+    if kind != "1-D" and draw.maybe(0.6):
+        accepted = [draw.random.randint(1, columns) for _ in range(count)]
+        call.give("num_accepted_tokens", draw.indices(accepted), "N+")
+    if kind == "tree":
+        call.give("parent_token", torch.tensor(_parents(draw, call, num_tokens, length), dtype=torch.int32), "T")
+        call.ties.setdefault("T", ())
+    if state.dtype == torch.bfloat16 and draw.maybe():
+        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+        call.ties["one"] = ("rounding_seed",)
+
+
+def _parents(draw: Draw, call: Call, num_tokens: int, length: int) -> list[int]:
+    """A parent of every token: -1 or an earlier token of its sequence."""
+    if "cu_seqlens" in call.arguments:
+        bounds = call.index("cu_seqlens")
+    else:
+        bounds = list(range(0, num_tokens + 1, max(1, length)))
+    parents = [-1] * num_tokens
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for node in range(end - start):
+            parents[start + node] = draw.random.randint(-1, node - 1)
+    return parents
+
+
+def decode(draw: Draw) -> Call:
+    """fused_gdn_decode, flat or interleaved projections."""
+    call = Call("fused_gdn_decode")
+    heads, ratio = 2, draw.pick(1, 2)
+    value_heads, k_dim, v_dim = heads * ratio, draw.pick(4, 8), draw.pick(4, 8)
+    is_packed = draw.maybe(0.6)
+    lengths = draw.lengths(3) if is_packed else [1] * draw.pick(1, 2, 3)
+    offsets = draw.offsets(lengths)
+    tokens, count = offsets[-1] + (draw.pick(0, 1) if is_packed else 0), len(lengths)
+    if is_packed:
+        call.give("query_start_loc", draw.indices(offsets), "~")
+    dtype = draw.any_float()
+    channels = 2 * heads * k_dim + value_heads * v_dim
+    call.sizes["N"] = count
+    call.ties |= {
+        "N": ("query_start_loc", "mixed_qkv"),
+        "T": ("mixed_qkv",),
+        "C": ("num_k_heads", "head_k_dim", "head_v_dim", "A_log"),
+        "width": ("num_k_heads", "head_k_dim", "head_v_dim", "A_log"),
+        "H": ("num_k_heads", "A_log", "mixed_qkv"),
+        "V": ("head_v_dim",),
+        "K": ("head_k_dim",),
+        "gates": ("A_log",),
+    }
+
+    def rows(*shape: int) -> torch.Tensor:
+        return draw.rows(draw.floats(tokens, *shape, dtype=dtype), lead=1)
+
+    if draw.maybe():
+        call.give("mixed_qkv", rows(channels), "T width")
+        call.give("z", rows(value_heads, v_dim), "T H V")
+        call.give("b", rows(value_heads), "T H")
+        call.give("a", rows(value_heads), "T H")
+        if draw.maybe(0.3):
+            call.arguments["projection_layout"] = "flat"
+    else:
+        call.arguments |= {"projection_layout": "interleaved", "z": None, "a": None}
+        call.give("mixed_qkv", rows(channels + value_heads * v_dim), "T width")
+        call.give("b", rows(2 * value_heads), "T gates")
+    kind = draw.pick("1-D", "2-D", "2-D accepted")
+    columns = 1 if kind == "1-D" else 3
+    num_spec, width = columns - 1, draw.pick(2, 4)
+    slots, size = _slots(draw, call, count, columns=columns)
+    null_slot = call.arguments.get("null_slot", -1)
+    conv = draw.floats(size, channels, width - 1 + num_spec + draw.pick(0, 1), dtype=draw.any_float())
+    call.give("conv_state", draw.pool(conv) if draw.maybe() else conv.mT.contiguous().mT, "~ C ~")
+    call.sizes["columns+"] = width - 1 + num_spec
+    call.give("conv_weight", draw.floats(channels, width, dtype=draw.any_float()), "C ~")
+    if draw.maybe():
+        call.give("conv_bias", draw.floats(channels, dtype=draw.any_float()), "C")
+    call.give("A_log", draw.floats(value_heads, dtype=draw.any_float()), "H")
+    call.give("dt_bias", draw.floats(value_heads, dtype=draw.any_float()), "H")
+    call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
+    state = _state(draw, call, "ssm_state", size, (value_heads, k_dim, v_dim), is_pool=True)
+    reads = [slots[n * columns :][:columns] for n in range(count)]
+    reads = [[null_slot] * columns if draw.maybe(0.15) else row for row in reads]
+    extra = [reads[0]] * draw.pick(0, 1)
+    indices = reads + extra
+    call.give(
+        "state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices),
+        "N+" if kind == "1-D" else "N+ columns",
+    )  # fmt: skip
+    if kind == "2-D accepted":
+        accepted = [draw.random.randint(1, columns) for _ in range(count)]
+        call.give("num_accepted_tokens", draw.indices(accepted), "N+")
+    if state.dtype == torch.bfloat16 and draw.maybe():
+        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+        call.ties["one"] = ("rounding_seed",)
+    call.arguments |= {"num_k_heads": heads, "head_k_dim": k_dim, "head_v_dim": v_dim}
+    if draw.maybe(0.3):
+        call.arguments |= {"gate_activation": draw.pick("silu", "sigmoid", "swish"), "activation": draw.pick(None, "swish")}
+    if draw.maybe(0.4):
+        call.give("out", draw.rows(draw.floats(tokens, value_heads * v_dim, dtype=dtype), lead=1), "T HV")
+        call.ties["HV"] = ("out",)
+    return call

@@ -1,0 +1,153 @@
+"""Good calls of the steps around the recurrence: convolution, gates, split, norm."""
+
+import torch
+
+from tests.ops.spoiling.call import Call, Draw
+
+
+def _filter(draw: Draw, call: Call, dim: int, width: int) -> None:
+    call.give("weight", draw.floats(dim, width, dtype=draw.any_float()), "C ~")
+    if draw.maybe():
+        call.give("bias", draw.floats(dim, dtype=draw.any_float()), "C")
+    if draw.maybe(0.4):
+        call.arguments["activation"] = draw.pick(None, "silu", "swish")
+
+
+def _windows(draw: Draw, slots: int, dim: int, columns: int) -> torch.Tensor:
+    """A pool of windows, channels or columns next to each other in memory."""
+    windows = draw.floats(slots, dim, columns, dtype=draw.any_float())
+    return draw.pool(windows) if draw.maybe() else windows.mT.contiguous().mT
+
+
+def _null_slot(draw: Draw, call: Call) -> int:
+    null_slot = draw.pick(-1, 0)
+    if null_slot == 0:
+        call.arguments["null_slot"] = 0
+    return null_slot
+
+
+def conv_fn(draw: Draw) -> Call:
+    call = Call("causal_conv1d_fn")
+    dim, width = draw.pick(4, 8, 12), draw.pick(2, 3, 4)
+    is_packed = draw.maybe(0.8)
+    lengths = draw.lengths(5) if is_packed else [draw.pick(1, 2, 5)]
+    offsets = draw.offsets(lengths)
+    tokens, count = offsets[-1] + (draw.pick(0, 2) if is_packed else 0), len(lengths)
+    tokens += tokens == dim  # [dim, tokens] could not be told from it
+    dtype = draw.any_float()
+    call.give("x", draw.rows(draw.floats(tokens, dim, dtype=dtype), lead=1), "T C")
+    call.sizes["N"] = count
+    call.ties |= {"N": ("query_start_loc",)}
+    _filter(draw, call, dim, width)
+    if is_packed:
+        call.give("query_start_loc", draw.indices(offsets), "~")
+    if draw.maybe(0.8):
+        has_slots = draw.maybe(0.7)
+        size = 4 * count + 2
+        call.give("conv_states", _windows(draw, size if has_slots else count + 1, dim, width - 1 + draw.pick(0, 2)), "~ C ~")
+        if has_slots:
+            null_slot = _null_slot(draw, call)
+            slots = draw.distinct(3 * count, size, start=null_slot + 1)
+            reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+            call.give("cache_indices", draw.indices(reads + [1] * draw.pick(0, 1)), "N+")
+            if draw.maybe(0.4):
+                saved = [list(slots[count + 2 * n :][:2]) for n in range(count)]
+                dtype_of = draw.pick(torch.int32, torch.int64)
+                lasts = [[draw.random.randint(0, length), 0] for length in lengths]
+                call.give("checkpoint_offsets", draw.indices(lasts, dtype_of), "N+ columns")
+                call.give("checkpoint_slots", draw.indices(saved), "N+ columns")
+        if draw.maybe(0.5):
+            call.give("has_initial_state", torch.tensor([draw.maybe() for _ in range(count)]), "N+")
+    if draw.maybe(0.4):
+        call.give("out", draw.rows(draw.floats(tokens, dim, dtype=dtype), lead=1), "T C")
+    return call
+
+
+def conv_update(draw: Draw) -> Call:
+    call = Call("causal_conv1d_update")
+    dim, width = draw.pick(4, 8, 12), draw.pick(2, 3, 4)
+    form = draw.pick("packed", "packed", "[B, dim]", "[B, dim, T]")
+    dtype = draw.any_float()
+    lengths = draw.lengths(3) if form == "packed" else [1 if form == "[B, dim]" else draw.pick(1, 2, 3)] * draw.pick(1, 2, 3)
+    offsets, count = draw.offsets(lengths), len(lengths)
+    tokens = offsets[-1] + (draw.pick(0, 1) if form == "packed" else 0)
+    call.sizes["N"] = count
+    if form == "packed":
+        call.give("x", draw.rows(draw.floats(tokens, dim, dtype=dtype), lead=1), "T C")
+        call.give("query_start_loc", draw.indices(offsets), "~")
+        call.ties["N"] = ("query_start_loc",)
+    elif form == "[B, dim]":
+        call.give("x", draw.rows(draw.floats(count, dim, dtype=dtype), lead=1), "B C")
+    else:
+        x = draw.floats(count, dim, lengths[0], dtype=dtype)
+        call.give("x", x if draw.maybe() else x.mT.contiguous().mT, "B C T")
+    call.ties.setdefault("N", ("x",))
+    _filter(draw, call, dim, width)
+    kind = draw.pick("none", "1-D", "1-D accepted", "2-D", "2-D accepted", "tree")
+    columns = 1 if kind in ("none", "1-D", "1-D accepted") else 4
+    num_spec = 2 if kind == "1-D accepted" else 0 if kind == "tree" else columns - 1
+    size = 3 * count * columns + 2
+    spare = draw.pick(0, 1) if kind == "none" else 0
+    windows = _windows(draw, count + 1 if kind == "none" else size, dim, width - 1 + num_spec + spare)
+    call.give("conv_state", windows, "~ C ~")
+    if kind != "none":
+        null_slot = _null_slot(draw, call)
+        slots = draw.distinct(count * columns, size, start=null_slot + 1)
+        rows = [slots[n * columns :][:columns] for n in range(count)]
+        rows = [[null_slot] * columns if draw.maybe(0.15) else row for row in rows]
+        rows += [rows[0]] * draw.pick(0, 1)
+        flat = columns == 1
+        call.give("conv_state_indices", draw.indices([row[0] for row in rows] if flat else rows), "N+" if flat else "N+ columns")
+        if kind.endswith("accepted") or kind == "tree" and draw.maybe():
+            most = 1 + num_spec if kind != "tree" else columns
+            call.give("num_accepted_tokens", draw.indices([draw.random.randint(1, most) for _ in range(count)]), "N+")
+    if kind == "tree":
+        total = tokens if form == "packed" else sum(lengths)
+        parents = [-1] * total
+        for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+            for node in range(end - start):
+                parents[start + node] = draw.random.randint(-1, node - 1)
+        call.give("parent_token", torch.tensor(parents, dtype=torch.int32), "tokens")
+        call.ties["tokens"] = ("x",)
+    if draw.maybe(0.4):
+        x = call.arguments["x"]
+        call.give("out", draw.rows(draw.floats(*x.shape, dtype=dtype), lead=1), " ".join(call.dims["x"]))
+    return call
+
+
+def gating(draw: Draw) -> Call:
+    call = Call("fused_gdn_gating")
+    shape, heads = draw.pick((3,), (2, 3), (1, 4), (5,), (0,)), draw.pick(2, 4)
+    dims = " ".join([f"D{i}" for i in range(len(shape))] + ["H"])
+    for name in ("a", "b"):
+        call.give(name, draw.rows(draw.floats(*shape, heads, dtype=draw.any_float()), lead=1), dims)
+    call.give("A_log", draw.floats(heads, dtype=draw.any_float()), "H")
+    call.give("dt_bias", draw.floats(heads, dtype=draw.any_float()), "H")
+    if draw.maybe(0.3):
+        call.arguments |= {"beta": draw.pick(1, 0.5, 2.0), "threshold": draw.pick(20, 10.0)}
+    return call
+
+
+def split(draw: Draw) -> Call:
+    call = Call("fused_qkvzba_split_reshape_cat")
+    heads, k_dim, v_dim, tokens = draw.pick(1, 2, 3), draw.pick(4, 8), draw.pick(4, 8), draw.pick(0, 1, 3, 5)
+    value_heads = heads * draw.pick(1, 2)
+    dtype = draw.any_float()
+    wide = draw.floats(tokens, 2 * heads * k_dim + 2 * value_heads * v_dim, dtype=dtype)
+    call.give("mixed_qkvz", draw.rows(wide, lead=1), "T width")
+    call.give("mixed_ba", draw.rows(draw.floats(tokens, 2 * value_heads, dtype=draw.any_float()), lead=1), "T gates")
+    call.ties |= {"width": ("num_heads_qk", "num_heads_v", "head_qk", "head_v"), "gates": ("num_heads_v",)}
+    call.arguments |= {"num_heads_qk": heads, "num_heads_v": value_heads, "head_qk": k_dim, "head_v": v_dim}
+    return call
+
+
+def norm(draw: Draw) -> Call:
+    call = Call("rms_norm_gated")
+    shape, dim = draw.pick((3,), (2, 3), (4, 2), (5,), (0, 2)), draw.pick(4, 8, 12)
+    dims = " ".join([f"D{i}" for i in range(len(shape))] + ["V"])
+    call.give("x", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)
+    call.give("z", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)
+    call.give("weight", draw.floats(dim, dtype=draw.any_float()), "V")
+    if draw.maybe(0.3):
+        call.arguments |= {"eps": draw.pick(0, 1e-5, 1), "activation": draw.pick("silu", "swish", "sigmoid")}
+    return call

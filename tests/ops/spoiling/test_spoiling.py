@@ -1,0 +1,78 @@
+"""Good calls of every operator, spoilt in one place: what the table accepts gives the good call's results, what it refuses
+raises an error that names the argument, and no tensor is changed but what the operator says it writes.
+
+A failure names the row and the seed: `python -m tests.ops.spoiling OPERATOR ARGUMENT SPOILING SEED` makes that call again.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+
+import gdn
+from tests.ops.spoiling.calls import OPERATORS
+from tests.ops.spoiling.judge import Wrong, check, draw
+from tests.ops.spoiling.spoilings import SPOILINGS
+from tests.ops.spoiling.table import TABLE, Row, rows
+
+SEEDS_TO_TRY = 400  # until a row applied to as many calls
+CALLS_PER_ROW = 3
+CALLS_PER_TEST = 100
+SHORT = range(0, 1_000, CALLS_PER_TEST)
+LONG = range(1_000, 21_000, CALLS_PER_TEST)
+NO_OPERATORS = {"__version__", "explain", "get_paged_mqa_logits_metadata"}
+
+
+def _report(failures: list[str], calls: int) -> None:
+    assert not failures, f"{len(failures)} of {calls}:\n" + "\n".join(failures)
+
+
+def _failure(row: Row, seed: int) -> str | None:
+    try:
+        check(row, seed)
+    except Wrong as wrong:
+        return f"{row} | seed {seed} | {row.verdict.value} | {wrong}"
+    return None
+
+
+def _seeded(seeds: Iterable[int]) -> None:
+    seeds = list(seeds)
+    failures = [_failure(draw(seed), seed) for seed in seeds]
+    _report([failure for failure in failures if failure], len(seeds))
+
+
+def test_every_public_operator_has_calls_and_rows() -> None:
+    assert set(OPERATORS) == set(TABLE) == set(gdn.__all__) - NO_OPERATORS
+
+
+def test_every_spoiling_is_used() -> None:
+    assert {row.spoiling for operator in TABLE for row in rows(operator)} == set(SPOILINGS)
+
+
+@pytest.mark.parametrize("operator", TABLE)
+def test_each_row(operator: str) -> None:
+    table = list(rows(operator))
+    _report([failure for row in table if (failure := _first_calls(row))], len(table))
+
+
+def _first_calls(row: Row) -> str | None:
+    """What is wrong with the row at the first seeds that it applies to."""
+    applied = 0
+    for seed in range(SEEDS_TO_TRY):
+        try:
+            applied += check(row, seed)
+        except Wrong as wrong:
+            return f"{row} | seed {seed} | {row.verdict.value} | {wrong}"
+        if applied == CALLS_PER_ROW:
+            return None
+    return None if applied else f"{row} | applies to no call of seeds 0 to {SEEDS_TO_TRY - 1}"
+
+
+@pytest.mark.parametrize("first", SHORT)
+def test_seeded_calls(first: int) -> None:
+    _seeded(range(first, first + CALLS_PER_TEST))
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("first", LONG)
+def test_many_seeded_calls(first: int) -> None:
+    _seeded(range(first, first + CALLS_PER_TEST))
