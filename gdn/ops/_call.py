@@ -15,7 +15,8 @@ The wrapper is generated from the signature, as dataclasses generate `__init__`:
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from gdn import runtime
-from gdn.ops import _library, _modes
+from gdn.ops import _library, _modes, _rows
 from gdn.ops._checks import bad_value
 from gdn.ops._kinds import Kind, kind_of
 from gdn.ops._library import NEW, always
@@ -50,6 +51,7 @@ __all__ = [
     "reads_values",
     "run_reference",
     "settle",
+    "take_contiguous",
     "validates",
 ]
 
@@ -63,7 +65,8 @@ class Call:
     """One call on its ordinary path."""
 
     operator: "Operator"
-    arguments: Arguments
+    given: Arguments  # by the caller
+    arguments: Arguments  # numbers as Python's own, last dimensions contiguous, defaults settled
     made: list[Made] = field(default_factory=list)
     learned: tuple[Any, ...] | None = None  # launch, its arguments, results, what was made, what is aligned
 
@@ -84,6 +87,7 @@ class Operator:
         returns: _library.Returns,
         memo: Memo | None,
         varies: Sequence[str],
+        contiguous: Sequence[str],
     ) -> None:
         self.name, self.body, self.memo = name, body, memo
         self.signature = inspect.signature(body)
@@ -91,7 +95,7 @@ class Operator:
         self.tensors = [name for name, kind in self.kinds.items() if kind.is_tensor]
         self.tensors.sort(key=lambda name: list(varies).index(name) if name in varies else len(varies))
         self.flags = [name for name, kind in self.kinds.items() if not kind.is_tensor]
-        self.writes, self.in_place = dict(writes), dict(in_place)
+        self.writes, self.in_place, self.contiguous = dict(writes), dict(in_place), tuple(contiguous)
         self.reference = reference
         self.reference_names = () if reference is None else tuple(inspect.signature(reference).parameters)
         self.library = _library.Registered(self.name, self.signature, self.writes, returns, self.run)
@@ -110,13 +114,16 @@ class Operator:
             arguments[name] = kind.check(name, arguments[name])
         if is_explaining():
             return self._explain(arguments)
-        call = Call(self, dict(arguments))
+        call = Call(self, given, dict(arguments))
         switches = env.current()
         token = _current.set(call)
         try:
-            with torch.no_grad(), _without_autocast():
+            with _inference(given.values()), _without_autocast():
+                for name in self.contiguous:
+                    if arguments[name] is not None:
+                        take_contiguous(name, arguments[name])
                 try:
-                    result = self.body(**arguments)
+                    result = self.body(**call.arguments)
                 except _RunReference:
                     assert self.reference is not None
                     result = self.reference(**{name: call.arguments[name] for name in self.reference_names})
@@ -133,7 +140,7 @@ class Operator:
     def _explain(self, arguments: Arguments) -> Any:
         """Everything but launches, on tensors without memory: `prepare` notes what would run."""
         fakes, mode = _modes.faked(arguments)
-        token = _current.set(Call(self, fakes))
+        token = _current.set(Call(self, fakes, dict(fakes)))
         try:
             with mode, torch.no_grad(), _without_autocast():
                 return self.body(**fakes)
@@ -155,6 +162,7 @@ def operator(
     returns: _library.Returns | None = None,
     memo: bool = False,
     varies: Sequence[str] = (),
+    contiguous: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Makes a public operator of a function.
 
@@ -165,6 +173,7 @@ def operator(
     returns: what a call's results are, by its arguments: the name of an argument, NEW or None each. Left out: one
         result, `out` where it is given.
     memo: repeated calls skip the ordinary path. varies: the two tensors whose shapes differ most from call to call.
+    contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
     """
 
     def decorate(body: Function) -> Function:
@@ -177,6 +186,7 @@ def operator(
             returns or _library.out_or_new,
             Memo() if memo else None,
             varies,
+            contiguous,
         )
         return _wrapper(of_body)  # type: ignore[return-value]
 
@@ -219,6 +229,12 @@ def _wrapper(operator: Operator) -> Callable[..., Any]:
     return function
 
 
+def _inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
+    """No gradients; and inference mode where a tensor of it comes, which may not be written outside."""
+    is_inference = any(isinstance(value, Tensor) and value.is_inference() for value in values)
+    return torch.inference_mode() if is_inference else torch.no_grad()
+
+
 class _without_autocast:
     """Autocast off for the CPU and CUDA, where it is on."""
 
@@ -254,6 +270,13 @@ def settle(**values: Any) -> None:
     _current.get().arguments.update(values)
 
 
+def take_contiguous(name: str, x: Tensor) -> Tensor:
+    """An argument, or where its last dimension is not contiguous a copy that the call goes on with, logged once."""
+    if x.dim():
+        x = _current.get().arguments[name] = _rows.contiguous_last(name, x)
+    return x
+
+
 def check_memory() -> None:
     """Raises ValueError where a written argument overlaps itself or shares an element with another argument.
 
@@ -263,9 +286,9 @@ def check_memory() -> None:
     tensors = {
         name: found
         for name in call.operator.tensors
-        if call.arguments[name] is not None and (found := _modes.real(call.arguments[name])) is not None
+        if call.given[name] is not None and (found := _modes.real(call.given[name])) is not None
     }
-    for name in call.operator.written(call.arguments):
+    for name in call.operator.written(call.given):
         written = tensors.get(name)
         if written is None:
             continue
@@ -274,7 +297,7 @@ def check_memory() -> None:
         for other, tensor in tensors.items():
             if other == name or tensor.device != written.device:
                 continue
-            if call.operator.in_place.get(name) == other and _is_same(written, tensor):
+            if call.operator.in_place.get(name) == other and _is_same(written, tensor) and call.arguments[other] is tensor:
                 continue
             if shares_element(written, tensor, written.data_ptr(), tensor.data_ptr()):
                 bad_value(name, "memory of its own", f"elements that it shares with {other}")

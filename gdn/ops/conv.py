@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from gdn.ops import _rows, _values
-from gdn.ops._call import always, operator, prepare, reads_values, run_reference, validates
+from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
 from gdn.ops._checks import bad_value, check_tensor, dtype_name
 from gdn.ops._delta_rule import (
     FLOAT_DTYPES,
@@ -27,7 +27,12 @@ from gdn.reference import conv as reference
 Tensor = torch.Tensor
 
 
-@operator(reference=reference.causal_conv1d_fn, writes={"out": always, "conv_states": always}, in_place={"out": "x"})
+@operator(
+    reference=reference.causal_conv1d_fn,
+    writes={"out": always, "conv_states": always},
+    in_place={"out": "x"},
+    contiguous=("x",),
+)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -173,6 +178,8 @@ def causal_conv1d_update(
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
         wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
         bad_value("x", f"shape {wanted}", f"shape {list(x.shape)}")
+    if x.dim() == 2:  # [B, dim, T] is taken by its strides
+        x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
     _check_filter(dim, device, weight, bias, activation)
     check_null_slot(null_slot)

@@ -18,6 +18,7 @@ Tensor = torch.Tensor
     writes={"out": always, "conv_state": always, "ssm_state": always},
     memo=True,
     varies=("mixed_qkv", "query_start_loc"),
+    contiguous=("mixed_qkv", "z"),
 )
 def fused_gdn_decode(
     mixed_qkv: Tensor,
@@ -158,8 +159,6 @@ def fused_gdn_decode(
     if is_empty(length, count):
         return o.zero_()
     written = o if o.stride(1) == 1 or shape[1] == 1 else torch.empty(shape, dtype=o.dtype, device=device)
-    if z is not None:
-        z = _rows.contiguous_last("z", z)
     arguments = (
         _rows.aligned("mixed_qkv", mixed_qkv), z, b, a, conv_state, _rows.constant(conv_weight),
         None if conv_bias is None else _rows.constant(conv_bias), A_log, dt_bias, norm_weight, ssm_state, state_indices,

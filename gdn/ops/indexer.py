@@ -9,8 +9,9 @@ import torch
 
 from gdn import reference
 from gdn.ops import _rows, _values
-from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle, validates
+from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
+from gdn.ops._delta_rule import check_null_slot
 from gdn.ops._logits_checks import FP8, INDEX_DTYPES, WEIGHT_DTYPES, check_cache, flat_pages
 from gdn.ops._modes import is_empty, last_value
 from gdn.problems import (
@@ -38,7 +39,7 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
 
 
-@operator(reference=reference.quantize_fp8, returns=lambda _: (NEW, NEW), memo=True)
+@operator(reference=reference.quantize_fp8, returns=lambda _: (NEW, NEW), memo=True, contiguous=("x",))
 def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values and one float32 scale per group of min(group_size, D) elements along the last dim.
 
@@ -95,6 +96,7 @@ def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
     returns=lambda _: (),
     memo=True,
     varies=("k", "cache"),
+    contiguous=("k",),
 )
 def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
     """Writes key rows into the indexer cache, in the form of the cache's dtype.
@@ -162,7 +164,14 @@ def _prepared(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if folds else None if arguments["weights"] is None else "weights")
 
 
-@operator(reference=reference.prepare_indexer, writes={"cache": always}, returns=_prepared, memo=True, varies=("q", "cache"))
+@operator(
+    reference=reference.prepare_indexer,
+    writes={"cache": always},
+    returns=_prepared,
+    memo=True,
+    varies=("q", "cache"),
+    contiguous=("q", "k"),
+)
 def prepare_indexer(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -223,7 +232,7 @@ def prepare_indexer(
             _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
             bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
-    if validates(device):
+    if reads_values(device):
         _values.check_rope_positions("positions", positions, cos_sin.shape[0])
     folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
     settle(fp8=is_fp8)
@@ -277,6 +286,7 @@ def prepare_indexer(
     returns=lambda _: (),
     memo=True,
     varies=("raw_k", "ring"),
+    contiguous=("raw_k",),
 )
 def compress_indexer_keys(
     raw_k: torch.Tensor,
@@ -328,12 +338,12 @@ def compress_indexer_keys(
     _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
     check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check_null_slot(null_slot)
     _check_slots(slot_mapping, tokens, device)
     if reads_values(device):
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size, is_whole)
-    if validates(device):
         is_kept = _values.ring_tokens(ring_slots, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
     check_not_negative("eps", eps)
@@ -412,8 +422,8 @@ def gather_indexer_cache(
         lengths = cu_seqlens.diff()
         _values.check_table_lengths("cu_seqlens", lengths, block_tables, page_size)
         _values.check_pages("block_tables", block_tables, lengths, page_size, cache.shape[0])
-    if validates(device) and num_rows is not None:
-        _values.check_num_rows("num_rows", num_rows, cu_seqlens)
+        if num_rows is not None:
+            _values.check_num_rows("num_rows", num_rows, cu_seqlens)
     rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
     settle(num_rows=rows)
     scaled = cache.dtype == torch.uint8

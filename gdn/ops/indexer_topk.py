@@ -19,7 +19,7 @@ from gdn.ops.topk import check_indices_out, select_rows
 from gdn.runtime import env
 
 
-@operator(writes={"out": always})
+@operator(writes={"out": always}, contiguous=("q", "k", "weights"))
 def indexer_topk(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,7 +107,7 @@ def indexer_topk(
     return out
 
 
-@operator(writes={"out": always})
+@operator(writes={"out": always}, contiguous=("q", "weights", "block_tables"))
 def paged_indexer_topk(
     q: torch.Tensor,
     cache: torch.Tensor,

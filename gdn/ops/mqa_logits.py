@@ -21,7 +21,9 @@ from gdn.ops._modes import is_empty
 from gdn.problems import MqaLogitsProblem
 
 
-@operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"))
+@operator(
+    reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights")
+)
 def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -106,7 +108,7 @@ def mqa_logits(
         scales = _rows.contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
     k_rows = _rows.contiguous("k", k if k.dim() == 3 else k[:, None])
     starts, ends = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
-    rows_of_weights = None if weights is None else _rows.contiguous_last("weights", make(kernel_weights, weights))
+    rows_of_weights = None if weights is None else make(kernel_weights, weights)
     arguments = (
         _rows.contiguous("q", q), k_rows, scales, rows_of_weights, starts, ends, out, scale, skip_rows_up_to,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from gdn.reference import steps as reference
 Tensor = torch.Tensor
 
 
-@operator(reference=reference.rms_norm_gated)
+@operator(reference=reference.rms_norm_gated, contiguous=("x", "z"))
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
 ) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from gdn import reference
 from gdn.ops import _rows, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._delta_rule import contiguous_int32
 from gdn.ops._kinds import Kind
@@ -24,7 +24,13 @@ from gdn.ops._modes import is_empty
 from gdn.problems import PagedMqaLogitsProblem
 
 
-@operator(reference=reference.paged_mqa_logits, writes={"out": always}, memo=True, varies=("q", "block_tables"))
+@operator(
+    reference=reference.paged_mqa_logits,
+    writes={"out": always},
+    memo=True,
+    varies=("q", "block_tables"),
+    contiguous=("q", "weights", "block_tables"),
+)
 def paged_mqa_logits(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -106,10 +112,9 @@ def paged_mqa_logits(
     if nothing_cached or is_empty(batch, max_context_len):
         return out
     lengths = make(contiguous_int32, context_lens)
-    rows_of_weights = None if weights is None else _rows.contiguous_last("weights", make(kernel_weights, weights))
-    tables = _rows.contiguous_last("block_tables", block_tables)
+    rows_of_weights = None if weights is None else make(kernel_weights, weights)
     arguments = (
-        _rows.contiguous("q", q), flat_pages(cache), rows_of_weights, lengths, tables, out, scale, skip_rows_up_to,
+        _rows.contiguous("q", q), flat_pages(cache), rows_of_weights, lengths, block_tables, out, scale, skip_rows_up_to,
     )  # fmt: skip
     launch(prepared, arguments, (out,), aligned=(q, cache))
     return out
@@ -134,10 +139,9 @@ def check_block_tables(block_tables: torch.Tensor, batch: int, device: torch.dev
 def check_values(
     block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
 ) -> None:
-    """Pages of visible keys lie in the cache; with GDN_VALIDATE=1 no sequence is longer than its row of block_tables."""
+    """No sequence is longer than its row of block_tables, and pages of visible keys lie in the cache."""
     if reads_values(block_tables.device) and num_pages:
         _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
-    if validates(block_tables.device):
         _values.check_table_lengths("context_lens", context_lens, block_tables, page_size)
 
 

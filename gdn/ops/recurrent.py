@@ -34,6 +34,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     returns=_returns,
     memo=True,
     varies=("q", "cu_seqlens"),
+    contiguous=("q", "k", "v"),
 )
 def fused_recurrent_gated_delta_rule(
     q: Tensor,

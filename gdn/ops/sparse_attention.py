@@ -6,11 +6,12 @@ import torch
 
 from gdn import reference, runtime
 from gdn.ops import _values
-from gdn.ops._call import NEW, always, check_memory, operator, reads_values, validates
+from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_layout, check_tensor
 from gdn.ops._kinds import Kind
 from gdn.ops._logits_checks import INDEX_DTYPES
-from gdn.ops._modes import has_memory
+from gdn.ops._modes import has_memory, is_empty
+from gdn.ops._overlap import overlaps_itself
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_DECODE_TOKENS = 8  # of a sequence in one step of decode: its token and its drafts
@@ -64,7 +65,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return ("out" if arguments["out"] is not None else NEW), NEW
 
 
-@operator(name="sparse_attention", writes={"out": always}, returns=_returns)
+@operator(name="sparse_attention", writes={"out": always}, returns=_returns, contiguous=("q", "topk_indices"))
 def _attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -132,8 +133,11 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor)
     shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", q.shape[-1]]
     check_tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
     check_tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=dtypes, device=device, last_contiguous=True)
-    if k_cache.shape[1] < 1:
+    if is_empty(k_cache.shape[1]):
         bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
+    for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
+        if has_memory() and overlaps_itself(cache):
+            bad_value(name, "rows that do not overlap", f"shape {list(cache.shape)}, strides {cache.stride()}")
 
 
 def _check_values(
@@ -151,7 +155,6 @@ def _check_values(
     lengths = _values.live_lengths(seq_lens, bounds)
     _values.check_table_lengths("seq_lens", lengths, block_tables, k_cache.shape[1])
     _values.check_pages("block_tables", block_tables, lengths, k_cache.shape[1], k_cache.shape[0])
-    if validates(device):
-        _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)
-        if topk_length is not None:
-            _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)
+    _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)
+    if topk_length is not None:
+        _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)

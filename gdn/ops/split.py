@@ -13,7 +13,11 @@ from gdn.reference import steps as reference
 Tensor = torch.Tensor
 
 
-@operator(reference=reference.fused_qkvzba_split_reshape_cat, returns=lambda _: (NEW, NEW, NEW, NEW))
+@operator(
+    reference=reference.fused_qkvzba_split_reshape_cat,
+    returns=lambda _: (NEW, NEW, NEW, NEW),
+    contiguous=("mixed_qkvz", "mixed_ba"),
+)
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
@@ -64,6 +68,6 @@ def fused_qkvzba_split_reshape_cat(
     if not is_empty(length):
         access = 8 if head_qk % 8 or head_v % 8 else _rows.ACCESS_BYTES
         prepared.launch(
-            _rows.aligned("mixed_qkvz", mixed_qkvz, access), _rows.contiguous_last("mixed_ba", mixed_ba), mixed_qkv, z, b, a
+            _rows.aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a
         )
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

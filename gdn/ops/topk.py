@@ -3,7 +3,6 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows
 from gdn.ops._call import always, launch, new, operator, prepare, run_reference
 from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES
@@ -20,7 +19,7 @@ def check_indices_out(out: torch.Tensor | None, rows: int, columns: int, device:
         check_tensor("out", out, shape=[rows, columns], dtypes=(torch.int32,), device=device, last_contiguous=True)
 
 
-@operator(writes={"out": always})
+@operator(writes={"out": always}, contiguous=("logits",))
 def topk_indices(
     logits: torch.Tensor,
     k: int,
@@ -90,7 +89,7 @@ def select_rows(
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
         prepared.launch(
-            _rows.contiguous_last("logits", logits), row_starts, row_ends, out, int(list_short),
+            logits, row_starts, row_ends, out, int(list_short),
             -1 if num_keys is None else num_keys, drafts,
         )  # fmt: skip
     return out
