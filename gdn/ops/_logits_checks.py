@@ -8,7 +8,8 @@ from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor
 from gdn.ops._modes import address
 
 FP8 = torch.float8_e4m3fn
-QUERY_DTYPES = (FP8, torch.bfloat16)
+WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # what prepare_indexer takes
+QUERY_DTYPES = (FP8, *WIDE_DTYPES)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -37,6 +38,11 @@ def check_weights(weights: torch.Tensor | None, rows: int, heads: int, device: t
         check_tensor("weights", weights, shape=[rows, heads], dtypes=WEIGHT_DTYPES, device=device)
 
 
+def product_dtype(q: torch.dtype, keys: torch.dtype) -> torch.dtype:
+    """The dtype that queries and keys have in common: kernels serve FP8 and bfloat16."""
+    return q if q == FP8 else torch.promote_types(q, keys)
+
+
 def kernel_weights_dtype(weights: torch.Tensor | None) -> str | None:
     """Kernels take float32 and bfloat16 weights as they are, others as float32."""
     if weights is None:
@@ -59,8 +65,8 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
             f"shape [pages, page_size, kv_heads, {row}] or [pages, page_size, {row}] ({cache.dtype} with head_dim {head_dim})",
             f"shape {list(cache.shape)}",
         )
-    if q_dtype is not None and (cache.dtype == torch.bfloat16) != (q_dtype == torch.bfloat16):
-        wanted = "bfloat16" if q_dtype == torch.bfloat16 else "uint8 or float8_e4m3fn"
+    if q_dtype is not None and (cache.dtype == torch.bfloat16) == (q_dtype == FP8):
+        wanted = "uint8 or float8_e4m3fn" if q_dtype == FP8 else "bfloat16"
         bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
     page_size = cache.shape[1]
     kv_heads = cache.shape[2] if cache.dim() == 4 else 1

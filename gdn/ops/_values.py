@@ -413,15 +413,16 @@ def finished_groups(positions: Tensor, ring_slots: Tensor, ratio: int, null_slot
 
 
 def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots: int, null_slot: int) -> None:
-    """Slots [tokens] lie in the ring, and the tokens of a slot follow each other with ascending positions.
+    """Slots [tokens] lie in the ring, and the tokens of a slot that are not skipped follow each other with ascending positions.
 
     Two runs of tokens in one slot are two sequences that share it, or one whose tokens are not in order.
     """
     slots, position = ring_slots.long(), positions.long()
     is_kept = ring_tokens(ring_slots, null_slot)
     is_beyond = is_kept & (slots >= num_slots)
-    starts_run = is_kept.clone()
-    starts_run[1:] &= (slots[1:] != slots[:-1]) | (position[1:] != position[:-1] + 1)
+    before = torch.where(is_kept, torch.arange(slots.numel(), device=slots.device), -1).cummax(0).values.roll(1)
+    before[:1] = -1  # the last token before each that is not skipped
+    starts_run = is_kept & ((before < 0) | (slots != slots[before]) | (position <= position[before]))
     ordered, order = torch.where(starts_run, slots, -1).sort(stable=True)
     is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
     if _is_clean(is_beyond, is_repeated):

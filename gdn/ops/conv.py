@@ -95,7 +95,7 @@ def causal_conv1d_fn(
         check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
         check_tensor("checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=INDEX_DTYPES, device=device)
     if out is not None:
-        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
+        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, x.shape[0])
@@ -203,7 +203,7 @@ def causal_conv1d_update(
         if conv_state_indices is None or conv_state_indices.dim() != 2:
             bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
     if out is not None:
-        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device)
+        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, num_tokens)

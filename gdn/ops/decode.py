@@ -115,7 +115,8 @@ def fused_gdn_decode(
     if rounding_seed is not None:
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if out is not None:
-        check_tensor("out", out, shape=(length, heads * head_v_dim), dtypes=(mixed_qkv.dtype,), device=device)
+        shape = (length, heads * head_v_dim)
+        check_tensor("out", out, shape=shape, dtypes=(mixed_qkv.dtype,), device=device, last_contiguous=True)
     if reads_values(device):
         _check_values(length, ssm_state, conv_state, state_indices, query_start_loc, num_accepted_tokens, null_slot)
 
@@ -158,18 +159,17 @@ def fused_gdn_decode(
     o = new(mixed_qkv.dtype, device, *shape) if out is None else out
     if is_empty(length, count):
         return o.zero_()
-    written = o if o.stride(1) == 1 or shape[1] == 1 else torch.empty(shape, dtype=o.dtype, device=device)
     arguments = (
         _rows.aligned("mixed_qkv", mixed_qkv), z, b, a, conv_state, _rows.constant(conv_weight),
         None if conv_bias is None else _rows.constant(conv_bias), A_log, dt_bias, norm_weight, ssm_state, state_indices,
         None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
         None if query_start_loc is None else query_start_loc.contiguous(),
-        rounding_seed if problem.has_rounding else None, written.view(length, heads, head_v_dim),
+        rounding_seed if problem.has_rounding else None, o.view(length, heads, head_v_dim),
         head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
     )  # fmt: skip
     windows = conv_state if problem.conv_channels_contiguous else None
     launch(prepared, arguments, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
-    return o if written is o else o.copy_(written)
+    return o
 
 
 def _check_values(

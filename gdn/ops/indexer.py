@@ -341,11 +341,11 @@ def compress_indexer_keys(
     check_null_slot(null_slot)
     _check_slots(slot_mapping, tokens, device)
     if reads_values(device):
+        is_kept = _values.ring_tokens(ring_slots, null_slot)
+        _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size, is_whole)
-        is_kept = _values.ring_tokens(ring_slots, null_slot)
-        _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
     check_not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
     problem = CompressIndexerKeysProblem(

@@ -8,14 +8,17 @@ from gdn.ops._call import always, launch, make, new, operator, prepare, run_refe
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._delta_rule import contiguous_int32
 from gdn.ops._logits_checks import (
+    FP8,
     INDEX_DTYPES,
     QUERY_DTYPES,
+    WIDE_DTYPES,
     check_heads,
     check_out,
     check_skipping,
     check_weights,
     kernel_weights,
     kernel_weights_dtype,
+    product_dtype,
 )
 from gdn.ops._modes import is_empty
 from gdn.problems import MqaLogitsProblem
@@ -48,8 +51,8 @@ def mqa_logits(
     with g = h // (H / kv_heads): the indexer of Qwen3-Next and the lightning indexer of DeepSeek-V3.2, in their
     published form sum_h w_h relu(q_h . k) / sqrt(D).
 
-    q [M, H, D] float8_e4m3fn or bfloat16, last dim contiguous (copied where not contiguous as a whole).
-    k [Nk, D] or [Nk, kv_heads, D], dtype of q; H is a multiple of kv_heads.
+    q [M, H, D] float8_e4m3fn or bfloat16 (float16, float32: reference), copied where not contiguous as a whole.
+    k [Nk, D] or [Nk, kv_heads, D], float8_e4m3fn with such a q, else any of the others; H is a multiple of kv_heads.
     weights [M, H] float32, bfloat16, float16 or float64, any row stride; None = 1.
     cu_seqlen_ks, cu_seqlen_ke [M] int32 (int64 is converted): row i sees keys [ks[i], ke[i]), counted in key rows.
         A range is clamped to [0, Nk]; ks >= ke is empty. Not cumulative sums: one pair per row.
@@ -83,7 +86,7 @@ def mqa_logits(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=dtype_name(q.dtype),
+        dtype=dtype_name(product_dtype(q.dtype, k.dtype)),
         has_k_scale=k_scale is not None,
         weights_dtype=kernel_weights_dtype(weights),
         relu=relu,
@@ -130,12 +133,13 @@ def check_operands(
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, torch.Tensor) or k.dim() != 2:
         check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
-    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=(q.dtype,), device=device)
+    dtypes = (FP8,) if q.dtype == FP8 else WIDE_DTYPES
+    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     check_heads(num_heads, num_kv_heads)
     if k_scale is not None:
-        if q.dtype == torch.bfloat16:
-            bad_value("k_scale", "None for bfloat16 keys", "a tensor")
+        if q.dtype != FP8:
+            bad_value("k_scale", f"None for {dtype_name(k.dtype)} keys", "a tensor")
         flat = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
         shape = [num_keys] if flat else [num_keys, num_kv_heads]
         check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)

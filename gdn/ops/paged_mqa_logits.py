@@ -19,6 +19,7 @@ from gdn.ops._logits_checks import (
     flat_pages,
     kernel_weights,
     kernel_weights_dtype,
+    product_dtype,
 )
 from gdn.ops._modes import is_empty
 from gdn.problems import PagedMqaLogitsProblem
@@ -49,12 +50,12 @@ def paged_mqa_logits(
 ) -> torch.Tensor:
     """Scores of each sequence's next_n query tokens against its cached keys; the formula of `gdn.mqa_logits`.
 
-    q [B, next_n, H, D] float8_e4m3fn or bfloat16, last dim contiguous (copied where not contiguous as a whole).
+    q [B, next_n, H, D] float8_e4m3fn or bfloat16 (float16, float32: reference), copied where not contiguous as a whole.
     cache: by dtype of its pages, the kv_heads axis may be missing where it is 1:
         uint8          [pages, page_size, kv_heads, D + 4]: a page holds its page_size * kv_heads * D e4m3 values first,
                        then its page_size * kv_heads float32 scales
         float8_e4m3fn  [pages, page_size, kv_heads, D]: no scales
-        bfloat16       [pages, page_size, kv_heads, D]: for bfloat16 q
+        bfloat16       [pages, page_size, kv_heads, D]: for a q of any other dtype than float8_e4m3fn
         Contiguous inside a page, page stride any multiple of 16 bytes; page_size a multiple of 4 (kernels: of 16).
     weights [B * next_n, H] any float dtype and row stride; None = 1.
     context_lens [B, next_n]: keys that each draft sees, or [B]: draft i sees context_len - next_n + 1 + i. int32 (int64 is
@@ -89,7 +90,7 @@ def paged_mqa_logits(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=dtype_name(q.dtype),
+        dtype=dtype_name(product_dtype(q.dtype, cache.dtype)),
         has_k_scale=cache.dtype == torch.uint8,
         weights_dtype=kernel_weights_dtype(weights),
         relu=relu,

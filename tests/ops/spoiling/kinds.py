@@ -133,10 +133,10 @@ OUT: Kind = _TENSOR | _WRITTEN | {
     "dtype float64": TYPE,
     "last dim not contiguous": VALUE,
 }  # fmt: skip
-# out of the recurrence and the steps: also aligned.
+# out of the recurrence and the steps.
 FLOAT_OUT: Kind = OUT | {
     "another 16-bit dtype": TYPE,
-    "misaligned base": VALUE,
+    "misaligned base": SAME,
     "requires grad, a leaf": SAME,
     "requires grad, computed": SAME,
 }

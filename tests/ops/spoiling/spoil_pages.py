@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 register_entry("a row beyond the cache", lambda call, path: call.get("cache").shape[0] * call.get("cache").shape[1])
 register_entry("a row of 2**33 + 1", lambda call, path: FAR + 1)
 register_entry("a ring beyond the ring buffer", lambda call, path: call.get("ring").shape[0])
-register_entry("a position beyond cos_sin", lambda call, path: call.get("cos_sin").shape[0])
+register_entry("a position beyond cos_sin", lambda call, path: call.get("cos_sin").shape[0] + call.arguments.get("ratio", 4) - 1)
 register_entry("a position of 2**33 + 1", lambda call, path: FAR + 1)
 register_entry("a negative position", lambda call, path: -1)
 register_entry("a negative count", lambda call, path: -1)
@@ -155,7 +155,15 @@ def _far_end(call: Call, path: str, _: random.Random) -> Spoiled | None:
     return with_value(call, path, tensor, model=model)
 
 
-register_entry("a negative start", lambda call, path: -1)
+@spoiling("a negative start")
+def _negative_start(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    """Clamped to the first key."""
+    tensor = copied(call, path)
+    if tensor is None or not tensor.numel() or call.arguments.get("max_seqlen_k"):
+        return None
+    model = tensor.clone()
+    tensor[0], model[0] = -1, 0
+    return with_value(call, path, tensor, model=model)
 
 
 @spoiling("fewer than the new tokens")

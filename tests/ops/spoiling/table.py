@@ -170,7 +170,7 @@ _TABLES: Kind = REQUIRED | INT32 | MATRIX | {
     "anything where no row is looked at": SAME,
 }  # fmt: skip
 _RANGES: dict[str, Kind] = {
-    "cu_seqlen_ks": REQUIRED | INDEX | {"a negative start": VALUE} | _SHARED_INPUTS,
+    "cu_seqlen_ks": REQUIRED | INDEX | {"a negative start": SAME} | _SHARED_INPUTS,
     "cu_seqlen_ke": REQUIRED | INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
 }
 _LENGTHS: Kind = REQUIRED | INDEX | {
