@@ -138,7 +138,7 @@ def test_rows_are_copied_where_they_are_not_aligned(kernel: Kernel) -> None:
     given = arguments_of(4)
     wide = torch.zeros(4, DIM + 5, dtype=BF16)
     wide[:, 3:-2] = given["mixed_qkv"]
-    given["mixed_qkv"], given["out"] = wide[:, 3:-2], torch.zeros(HV * V, 4, dtype=BF16).t()
+    given["mixed_qkv"], given["out"] = wide[:, 3:-2], torch.zeros(4, HV * V + 1, dtype=BF16)[:, 1:]
     wanted = reference.fused_gdn_decode(**copied(given) | {"out": None})
     for _ in range(2):
         assert same_bits(gdn.fused_gdn_decode(**copied(given)), wanted)

@@ -87,7 +87,7 @@ CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "compress heads": ("compress_indexer_keys", lambda: compress(torch.uint8, 2)),
     "gather": ("gather_indexer_cache", lambda: gather(torch.uint8, None, num_rows=30)),
     "gather heads": ("gather_indexer_cache", lambda: gather(torch.uint8, 3, num_rows=23)),
-    "gather bf16": ("gather_indexer_cache", lambda: gather(torch.bfloat16, 2, num_rows=20)),
+    "gather bf16": ("gather_indexer_cache", lambda: gather(torch.bfloat16, 2, num_rows=23)),
     "expand": ("expand_topk_groups", groups),
     "expand into": ("expand_topk_groups", lambda: groups(ratio=2, out=torch.zeros(2, 12, dtype=torch.int32)[:, :9])),
 }  # fmt: skip
@@ -138,7 +138,7 @@ def test_no_rows_launch_nothing(stand_in: StandIn) -> None:
     gdn.write_indexer_cache(randn(0, D), cache_of(torch.uint8, None), torch.empty(0, dtype=torch.int64))
     few = compress(FP8)
     gdn.compress_indexer_keys(**few | {name: few[name][:0] for name in ("raw_k", "positions", "ring_slots", "slot_mapping")})
-    k, k_scale = gdn.gather_indexer_cache(**gather(torch.uint8, None, num_rows=0))
+    k, k_scale = gdn.gather_indexer_cache(**gather(torch.uint8, None, num_rows=0) | {"cu_seqlens": torch.tensor([0, 0, 0])})
     assert k.shape == (0, D) and k_scale is not None and k_scale.shape == (0,)
     assert gdn.expand_topk_groups(torch.zeros(0, 4).int(), torch.zeros(0).int()).shape == (0, 19)
     assert gdn.expand_topk_groups(torch.zeros(2, 0).int(), torch.tensor([2, 3])).tolist() == [[0, 1, 2], [-1, -1, -1]]

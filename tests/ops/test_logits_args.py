@@ -59,7 +59,7 @@ def bad_stride(*shape, dtype=torch.float32):
 
 RAGGED_REFUSALS = [
     # argument, what comes, the error, words of its message
-    ("q", lambda a: a["q"].float(), TypeError, ["float8_e4m3fn or bfloat16", "float32"]),
+    ("q", lambda a: a["q"].double(), TypeError, ["float8_e4m3fn or bfloat16 or float16 or float32", "float64"]),
     ("q", lambda a: a["q"][0], ValueError, ["[M, H, D]", f"[{H}, {D}]"]),
     ("q", lambda a: "tensor", TypeError, ["torch.Tensor", "str"]),
     ("q", lambda a: a["q"].to("meta"), ValueError, []),
@@ -134,7 +134,8 @@ def test_an_ordered_kernel_needs_a_gpu(backend):
 
 PAGED_REFUSALS = [
     ("q", lambda a: a["q"][:, 0], ValueError, ["[B, next_n, H, D]"]),
-    ("q", lambda a: a["q"].half(), TypeError, ["float8_e4m3fn or bfloat16"]),
+    ("q", lambda a: a["q"].int(), TypeError, ["float8_e4m3fn or bfloat16"]),
+    ("cache", lambda a: a["cache"].view(torch.float8_e4m3fn)[..., :D].bfloat16(), TypeError, ["uint8 or float8_e4m3fn"]),
     ("cache", lambda a: a["cache"][..., :-4], ValueError, [f"{D + 4}", f"{D}"]),
     ("cache", lambda a: a["cache"].float(), TypeError, ["uint8", "float32"]),
     ("cache", lambda a: torch.zeros(3, 16, 1, D, dtype=torch.bfloat16), TypeError, ["uint8 or float8_e4m3fn"]),

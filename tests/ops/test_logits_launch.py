@@ -196,7 +196,8 @@ def test_a_single_page_and_no_page(stand_in):
     assert logits_error(got, exact_paged_mqa_logits(inputs), fp8=False) is None
     assert stand_in.launches == 1
     for cache, tables in ((inputs.cache[:0], inputs.block_tables), (inputs.cache, inputs.block_tables[:, :0])):
-        got = gdn.paged_mqa_logits(inputs.q, cache, None, inputs.context_lens, tables, 9)
+        lengths = inputs.context_lens if tables.shape[1] else torch.zeros_like(inputs.context_lens)
+        got = gdn.paged_mqa_logits(inputs.q, cache, None, lengths, tables, 9)
         assert got.shape == (1, 9) and bool((got == -torch.inf).all())
     assert gdn.paged_mqa_logits(inputs.q, one, None, inputs.context_lens, inputs.block_tables, 0).shape == (1, 0)
     assert stand_in.launches == 1

@@ -96,7 +96,7 @@ def attention() -> dict[str, Any]:
     return {
         "q": ones(T, H, D),
         "kv_cache": (ones(SLOTS, PAGE, 1, D), ones(SLOTS, PAGE, 1, D)),
-        "topk_indices": arange(T).view(T, 1),
+        "topk_indices": arange(T).view(T, 1) % 2,
         "block_tables": arange(4).view(2, 2),
         "query_start_loc": torch.tensor([0, 2, T], dtype=I32),
         "seq_lens": torch.tensor([2, 4], dtype=I32),
