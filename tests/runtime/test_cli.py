@@ -146,16 +146,32 @@ def test_doctor_without_nvcc_says_what_still_works(monkeypatch: pytest.MonkeyPat
     assert finding.level == "note" and "tilelang[nvcc]" in finding.text and "CuTe backend works" in finding.text
 
 
-def test_doctor_fails_where_something_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "file"))
+def test_doctor_fails_where_something_is_broken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(toolchain, "host_compiler", lambda: None)
-    found = levels()
-    assert (found["kernel cache"], found["host compiler"]) == ("fail", "fail")
+    assert levels()["host compiler"] == "fail"
     result = gdn("doctor")
     assert result.exit_code == 1 and "Something is missing" in result.output
     monkeypatch.setenv("GDN_TUNED", "maybe")
     assert levels()["switches"] == "fail"
+
+
+def test_doctor_warns_of_a_cache_that_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def finding(folder: Path) -> doctor.Finding:
+        monkeypatch.setenv("GDN_CACHE_DIR", str(folder))
+        return next(finding for finding in doctor.diagnose() if finding.subject == "kernel cache")
+
+    (tmp_path / "file").write_text("")
+    unwritable = finding(tmp_path / "file")
+    assert unwritable.level == "warn" and "cannot be written" in unwritable.text and "GDN_CACHE_DIR" in unwritable.text
+    entry = tmp_path / "cache" / "chunk.cute" / "0123"
+    entry.mkdir(parents=True)
+    (entry / "manifest.json").write_text("{}")
+    found = finding(tmp_path / "cache")
+    assert (found.level, found.text) == ("ok", f"{tmp_path / 'cache'}, 1 kernels")
+    entry.chmod(0o777)
+    refused = finding(tmp_path / "cache")
+    assert refused.level == "warn" and f"{entry} may be written by its group or others" in refused.text
+    assert gdn("doctor").exit_code == 0
 
 
 def test_doctor_reads_the_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
