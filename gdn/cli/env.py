@@ -28,7 +28,10 @@ def env_command() -> None:
         given = name in switches.given
         source = "environment" if given else "default"
         left = Text(f"{name}\n  {shown(switches.value(name))} ({source})", style="bold" if given else "")
-        table.add_row(left, Text(declaration.effect).append(f"\ntakes {declaration.accepted}", style="dim"))
+        right = Text(declaration.effect)
+        if reason := env.no_effect(name):
+            right.append(f"\n{reason}", style="yellow")
+        table.add_row(left, right.append(f"\ntakes {declaration.accepted}", style="dim"))
     console.print(table)
     console.print(
         "Precedence: argument > GDN_BACKEND_<OP> > VLLM_* > GDN_BACKEND > tuned table > built-in order. The first two are "

@@ -49,6 +49,15 @@ def test_env_prints_every_switch_with_value_and_source(monkeypatch: pytest.Monke
     assert "VLLM_GDN_DECODE_KERNEL" in text
 
 
+def test_env_says_what_has_no_effect():
+    text = flat(gdn("env").output)
+    reasons = {name: env.no_effect(name) for name in env.DECLARATIONS}
+    assert reasons["VLLM_QSA_PREFILL_USE_CP"] is not None and reasons["GDN_BACKEND"] is None
+    assert text.count("no effect yet: ") == sum(reason is not None for reason in reasons.values())
+    for reason in filter(None, reasons.values()):
+        assert reason in text
+
+
 def test_env_refuses_a_bad_value(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GDN_LOG", "loud")
     monkeypatch.setattr(sys, "argv", ["gdn", "env"])
