@@ -5,12 +5,14 @@ import importlib.metadata
 import importlib.util
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gdn.cli.plain import print_json
 from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
 
@@ -23,9 +25,13 @@ class Finding:
     text: str
 
 
-def doctor_command() -> None:
+def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Check that this machine has what the kernels need; exit code 1 where something is broken."""
     findings = diagnose()
+    failed = any(finding.level == "fail" for finding in findings)
+    if as_json:
+        print_json({"ready": not failed, "findings": findings})
+        raise typer.Exit(1 if failed else 0)
     table = Table("", "checked", title="gdn doctor", title_justify="left")
     table.add_column("found", overflow="fold")
     styles = {"ok": "green", "note": "yellow", "warn": "yellow", "fail": "red"}
@@ -33,7 +39,6 @@ def doctor_command() -> None:
         table.add_row(Text(finding.level, styles[finding.level]), finding.subject, Text(finding.text))
     console = Console()
     console.print(table)
-    failed = any(finding.level == "fail" for finding in findings)
     console.print("Something is missing: see above." if failed else "Ready.")
     if failed:
         raise typer.Exit(1)
@@ -173,6 +178,10 @@ def _tables() -> list[Finding]:
     own = env.current().tuned_dir
     for label, folder in (("tuned tables", tuned.SHIPPED), ("GDN_TUNED_DIR", own)):
         if folder is None:
+            continue
+        if not folder.is_dir():
+            what = "is not a folder" if folder.exists() else "does not exist"
+            findings.append(Finding(label, "warn", f"{folder} {what}: no table is looked up there"))
             continue
         paths = sorted(folder.glob("*/*.json"))
         for path in paths:

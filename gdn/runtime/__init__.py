@@ -154,9 +154,15 @@ def explaining() -> Iterator[None]:
         _explaining.reset(token)
 
 
-def explain_problem(problem: Problem, spec: DeviceSpec | None, backend: str | None = None) -> Choice:
-    """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it."""
-    return select.choose(problem, spec, candidates(problem.op), env.current(), backend, device_name="none")
+def explain_problem(
+    problem: Problem, spec: DeviceSpec | None, backend: str | None = None, *, ordered_by: str | None = None
+) -> Choice:
+    """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it.
+
+    ordered_by: the switch of a combined operator whose order `backend` is; None = the argument.
+    """
+    available, switches = candidates(problem.op), env.current()
+    return select.choose(problem, spec, available, switches, backend, device_name="none", ordered_by=ordered_by)
 
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
