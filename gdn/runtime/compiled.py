@@ -192,7 +192,7 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
             reason = f"{root} cannot be written ({error.strerror or error})"
     log.once(
         f"kernel cache: {reason}. Kernels are compiled into a private folder of this process instead, and again in every "
-        "process; GDN_CACHE_DIR names another cache",
+        "process; `gdn doctor` says more, GDN_CACHE_DIR names another cache",
         logging.WARNING,
     )
     try:

@@ -16,7 +16,7 @@ import gdn as gdn_package
 from gdn.cli import app, doctor, examples, explained
 from gdn.models import MODELS
 from gdn.problems import ChunkProblem
-from gdn.runtime import compiled, env, registry, toolchain, tuned
+from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
 KERNELS = [op for op in registry.OPERATORS.values() if op.modules and op.functions]
 
@@ -257,6 +257,13 @@ def test_explain_takes_fp8_from_the_switch_or_the_functions_name(switch: Callabl
     assert problem("mqa_logits")["dtype"] == problem("prepare_indexer")["q_out_dtype"] == "float8_e4m3fn"
 
 
+def test_a_missing_table_entry_is_an_error_of_one_line(switch: Callable[..., env.Switches]):
+    switch(GDN_TUNED="strict")
+    result = gdn("explain", "chunk", "num_v_heads=176", "--device", "h100", "--backend", "cute")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: chunk: GDN_TUNED=strict") and len(result.stderr.splitlines()) == 1
+
+
 def test_explain_tells_the_phases_of_an_operator_apart(switch: Callable[..., env.Switches]):
     switch(VLLM_QSA_PREFILL_ATTN_BACKEND="cute")
     parts = json.loads(gdn("explain", "sparse_attention", "--json").stdout)["parts"]
@@ -370,8 +377,8 @@ def test_doctor_warns_of_a_cache_that_is_not_used(monkeypatch: pytest.MonkeyPatc
     unwritable = finding(tmp_path / "file")
     assert unwritable.level == "warn" and "cannot be written" in unwritable.text and "GDN_CACHE_DIR" in unwritable.text
     entry = tmp_path / "cache" / "chunk.cute" / "0123"
-    entry.mkdir(parents=True)
-    (entry / "manifest.json").write_text("{}")
+    cache_folder.make_private(entry)
+    cache_folder.write_private(entry / "manifest.json", b"{}")
     found = finding(tmp_path / "cache")
     assert (found.level, found.text) == ("ok", f"{tmp_path / 'cache'}, 1 kernels")
     entry.chmod(0o777)

@@ -217,7 +217,7 @@ def test_a_read_only_cache_serves_whole_entries_and_nothing_is_written(
 def test_a_kernel_that_a_read_only_cache_lacks(
     problem: FakeProblem, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, code: int
 ):
-    compiled.cache_dir().mkdir()
+    compiled.cache_dir().mkdir(mode=0o700)
     freeze(monkeypatch, compiled.cache_dir(), code)
     assert_private(problem, tmp_path, caplog, f"{compiled.cache_dir()} cannot be written ({os.strerror(code)})")
 

@@ -203,6 +203,17 @@ def test_functions_and_short_names():
             gdn.explain(wrong)
 
 
+PUBLIC = sorted(name for name in gdn.__all__ if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", sorted({*registry.OPERATORS, *PUBLIC}))
+def test_every_name_is_resolved_or_refused(name: str):
+    """Without arguments an operator's call is refused for the first one that is missing, and other names for themselves."""
+    is_operator = name in registry.OPERATORS or any(name in op.functions for op in registry.OPERATORS.values())
+    with pytest.raises(TypeError if is_operator else ValueError, match="missing .* required" if is_operator else "^op: expected"):
+        gdn.explain(name)
+
+
 def test_arguments_are_validated_as_by_a_call():
     arguments = CALLS["chunk_gated_delta_rule"]()
     with pytest.raises(TypeError):
