@@ -90,7 +90,7 @@ def demo(
 def _plan(
     shape: ModelShape, tp: int, lengths: list[int], steps: int, fp8: bool, prefill: Sequence[str], decode: Sequence[str]
 ) -> list[str]:
-    """What will run: the model's shapes, the batch, and the operators of each phase."""
+    """Lines that say what will run: the model's shapes, the batch, and the operators of each phase."""
     heads = f"{shape.num_k_heads} q and k heads of {shape.head_k_dim}, {shape.num_v_heads} v heads of {shape.head_v_dim}"
     rotated = f"{shape.index_num_heads} heads of {shape.index_head_dim}, {shape.index_rotary_dim} of them rotated"
     tokens = ", ".join(map(str, lengths))

@@ -128,7 +128,7 @@ def _rows(keys: Tensor, slots: list[int]) -> Tensor:
 
 
 def _row_bytes(cache: Tensor) -> Tensor:
-    """What a cache stores for each row, values and scale, as bytes [pages * page_size, ...]."""
+    """Stored bytes of each row, values and scale: [pages * page_size, ...]."""
     keys, scales = _cache_rows(cache)
     parts = [keys] if scales is None else [keys, scales[:, None]]
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)

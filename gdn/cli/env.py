@@ -47,7 +47,7 @@ def env_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON
 
 
 def report(switches: env.Switches) -> dict[str, Any]:
-    """What the command prints, as data."""
+    """Every switch with its value, source and effect, as data."""
     listed = [
         {
             "name": name,

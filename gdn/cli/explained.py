@@ -1,4 +1,4 @@
-"""What a call runs on a model's shapes: one kernel, or those of the parts that a combined operator calls."""
+"""Kernels that a call runs on a model's shapes: one, or those of the parts that a combined operator calls."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Part:
 def parts_of(
     function: str, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str]
 ) -> list[Part]:
-    """What runs for a public function or an operator's name, in order; ValueError as a call with these arguments raises it.
+    """List what runs for a public function or an operator's name, in order; ValueError where such a call would raise it.
 
     assignments: name=value of problem fields. An operator whose switches tell phases apart has one part for each phase.
     """

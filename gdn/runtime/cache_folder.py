@@ -1,8 +1,8 @@
-"""Who may have written a compiled kernel, and where one goes that the cache cannot take.
+"""Folders of the kernel cache that only their owner can write, and the private folder that replaces a cache.
 
 An entry of the kernel cache is machine code that this process will run. Folders are therefore made for their owner alone
 (0700, files 0600), and nothing is loaded that belongs to another user than this one or root, or that its group or others may
-write: neither an entry, nor anything below a folder of which that is true, from the cache's root down.
+write: neither an entry nor anything below such a folder, from the cache's root down.
 """
 
 import multiprocessing.util

@@ -117,7 +117,7 @@ def test_the_version():
 
 
 def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
-    """As a user calls it: nothing but the line on stderr, and no traceback."""
+    """Nothing but the line on stderr, and no traceback, where a user calls the command."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIXES)}
 
     def errors(*command: str, **switches: str) -> list[str]:

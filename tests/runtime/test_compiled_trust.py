@@ -1,4 +1,4 @@
-"""What the kernel cache loads: only what nobody else could have written; and how kernels run where it cannot be used."""
+"""Which entries the kernel cache loads: only those that nobody else could have written; and how kernels run without a cache."""
 
 import errno
 import json

@@ -221,7 +221,7 @@ def acts(name: str) -> bool:
     ],
 )
 def test_a_switch_has_a_reader_or_says_that_it_has_none(name: str):
-    """And not both: whoever adds the reader takes the note away."""
+    """Never both: the change that adds the reader removes the note."""
     assert acts(name) == (env.no_effect(name) is None)
 
 
