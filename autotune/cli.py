@@ -14,16 +14,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autotune import shapes as shape_list
+from gdn.cli.plain import PlainErrors, fail, print_json
 from gdn.device import H100, DeviceSpec
+from gdn.runtime import registry
 
 _JOURNALS = Path(".gdn-results") / "autotune"
 _COLUMNS = 160
 
-app = typer.Typer(help="Find the fastest kernel configurations, and measure the operators.", no_args_is_help=True)
+app = typer.Typer(cls=PlainErrors, help="Find the fastest kernel configurations, and measure the operators.")
 # Files and pipes have no width; rich would take 80 columns and cut the tables there.
 console = Console(width=None if sys.stdout.isatty() else _COLUMNS)
 
 Backend = Annotated[str | None, typer.Option(help="tilelang or cute.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose name contains this text.")]
 
 Peers = Annotated[
@@ -32,8 +35,13 @@ Peers = Annotated[
 
 
 def _fail(message: str) -> typer.Exit:
-    console.print(message, style="red", markup=False)
+    fail(message)
     return typer.Exit(2)
+
+
+def _leave_stdout(as_json: bool) -> None:
+    """Where stdout is for JSON, what is told on the way goes to stderr."""
+    console.stderr = as_json
 
 
 def _spec() -> DeviceSpec:
@@ -68,7 +76,7 @@ def _libraries(names: list[str] | None) -> list[str]:
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @app.command()
@@ -83,12 +91,14 @@ def tune(
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
     journals: Annotated[Path, typer.Option(help="Folder of the journals that an interrupted run resumes from.")] = _JOURNALS,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Enumerate and compile; needs no GPU.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compile, check and time the configurations of an operator's kernels, and write the fastest into their tables."""
     from autotune import tuning
     from autotune.journal import Journal
     from gdn.runtime import tuned
 
+    _leave_stdout(as_json)
     chosen = _shapes(op, shapes, tuned=True)
     spec = H100 if compile_only else _spec()
     try:
@@ -96,6 +106,7 @@ def tune(
     except ValueError as error:
         raise _fail(str(error)) from error
     failed = False
+    reports: list[dict[str, Any]] = []
     for kernel in kernels:
         start = time.monotonic()
         made = tuning.plan(kernel, chosen, spec, limit)
@@ -114,15 +125,23 @@ def tune(
         console.print(f"{op}.{kernel.backend}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
         for one in dropped:
             console.print(f"  dropped {one.config}: {one.failure}", markup=False)
+        report: dict[str, Any] = {"backend": kernel.backend, "candidates": len(made.candidates), "not_served": made.refusals}
+        report |= {"winners": [], "table": None}
+        report["dropped"] = [{"config": one.config, "why": one.failure} for one in dropped]
+        reports.append(report)
         if compile_only:
             failed = failed or bool(dropped)
             continue
         journal = Journal(journals / f"{spec.key}.{op}.{kernel.backend}.jsonl", kernel.source)
         winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
+        report["winners"] = [vars(one) | {"shape": one.shape.name} for one in winners]
         if winners:
             path = tuning.write_table(out or tuned.SHIPPED, spec, kernel, winners, _versions(kernel.backend))
+            report["table"] = path
             console.print(f"wrote {path}", markup=False)
         failed = failed or len(winners) < len(made.configs)
+    if as_json:
+        print_json({"op": op, "device": spec.key, "complete": not failed, "kernels": reports})
     raise typer.Exit(1 if failed else 0)
 
 
@@ -181,6 +200,10 @@ def bench(
     Shapes that are measured but never tuned (short calls, published tables) are named by --shapes short and --shapes published.
     Interrupted, it prints what it has by then, and leaves the file of --readme alone.
     """
+    if readme is not None and not readme.is_file():
+        raise _fail(f"readme: expected a file, got {readme}")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise _fail(f"json: expected a file in a folder that exists, got {json_file}")
     operators = [op] if op is not None else shape_list.operators()
     chosen: list[shape_list.Shape] = []
     for name in operators:
@@ -251,13 +274,16 @@ def _bench_table(found: dict[str, Any]) -> Table:
 
 
 @app.command()
-def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
+def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson = False) -> None:
     """Print the errors of the chunk kernels on easy and hard inputs, against the token recurrence in float64.
 
     Exit code 1 where one of ours is beyond 1.2 times that of the best library, or a call failed. Interrupted, it prints what it
     has by then.
     """
+    _leave_stdout(as_json)
     libraries = _libraries(with_peers)
+    if backend not in (None, *(known := registry.operator("chunk").modules)):
+        raise _fail(f"backend: expected one of {', '.join(known)}, got {backend!r}")
     _spec()
     from autotune import accuracy as measuring
 
@@ -283,6 +309,10 @@ def accuracy(backend: Backend = None, with_peers: Peers = None) -> None:
         console.print(f"{'beyond the limit' if beyond else 'largest'}: {ratio}", markup=False)
     for why in failures:
         console.print(why, markup=False)
+    if as_json:
+        print_json(
+            {"errors": found, "ratios": ratios, "limit": measuring.LIMIT, "failures": failures, "complete": not interrupted}
+        )
     if interrupted:
         raise typer.Exit(130)
     raise typer.Exit(1 if beyond or failures or not found else 0)
@@ -294,6 +324,7 @@ def selection(
     rows: Annotated[int, typer.Option(min=1, help="Queries.")] = 256,
     topk: Annotated[int, typer.Option(min=1, help="Keys that a query selects.")] = 2048,
     backend: Backend = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the share of the float32 top-k that the indexer's bf16 and FP8 scores find, by context length.
 
@@ -303,6 +334,8 @@ def selection(
 
     from autotune import selection as measuring
 
+    _leave_stdout(as_json)
+    agreements: list[measuring.Agreement] = []
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     demanded = measuring.DEMANDED
@@ -320,8 +353,12 @@ def selection(
             cells = [(found.shares[kind], found.shares[kind] < demanded.get(kind, 0.0)) for kind in headings]
             table.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
             failed = failed or not found.passed
+            agreements.append(found)
             progress.advance(task)
     console.print(table)
+    if as_json:
+        found_shares = [{"keys": one.keys, "shares": one.shares, "passed": one.passed} for one in agreements]
+        print_json({"rows": rows, "topk": topk, "demanded": demanded, "contexts": found_shares, "passed": not failed})
     raise typer.Exit(1 if failed else 0)
 
 
@@ -329,13 +366,21 @@ def selection(
 def show(
     op: Annotated[str | None, typer.Argument(help="An operator; all if left out.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder of tables; GDN_TUNED_DIR and the shipped ones if left out.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the tuned tables."""
     from gdn.runtime import env, tuned
 
+    _leave_stdout(as_json)
+    op = registry.operator(op).name if op is not None else None
+    if folder is not None and not folder.is_dir():
+        raise _fail(f"folder: expected a folder of tables, got {folder}")
     own = env.current().tuned_dir
     folders = [folder] if folder is not None else [*([own] if own is not None else []), tuned.SHIPPED]
     paths = [path for one in folders for path in sorted(one.glob("*/*.json")) if op in (None, path.name.split(".")[0])]
+    if as_json:
+        print_json([{"path": path, **tuned.read(path).model_dump(mode="json")} for path in paths])
+        return
     for path in paths:
         table = tuned.read(path)
         header = table.header

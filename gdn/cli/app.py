@@ -1,23 +1,23 @@
 """The commands. Each lives in its own module, which is imported when the command is called or listed."""
 
 import importlib
-import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
+
+import gdn
+from gdn.cli.plain import PlainErrors
 
 # Command -> (module, function, the line that `gdn --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("gdn.cli.demo", "demo", "Run a Qwen3-Next-shaped block and check every operator."),
     "env": ("gdn.cli.env", "env_command", "Print every environment switch, its value and what it changes."),
-    "explain": ("gdn.cli.explain", "explain_command", "Say which kernel and tiles an operator would run, and why."),
+    "explain": ("gdn.cli.explain", "explain_command", "Say which kernels and tiles an operator would run, and why."),
     "doctor": ("gdn.cli.doctor", "doctor_command", "Check that this machine has what the kernels need."),
 }
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(PlainErrors):
     """Commands by name; a command's module is imported when the command is looked up."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -35,21 +35,26 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(
     cls=LazyGroup,
-    no_args_is_help=True,
     add_completion=False,
     help="Gated DeltaNet and QSA-indexer kernels for Hopper.",
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gdn-kernels {gdn.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Holds the commands; has nothing of its own to do."""
 
 
 def main() -> None:
-    """The entry point: an error that the user can mend is one line, not a traceback."""
-    try:
-        app()
-    except (ValueError, LookupError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+    """The entry point."""
+    app(prog_name="gdn")

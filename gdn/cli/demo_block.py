@@ -14,6 +14,15 @@ import torch
 import gdn
 from gdn.models import ModelShape
 
+# The operators of each phase, in order.
+PREFILL = (
+    "fused_qkvzba_split_reshape_cat", "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "prepare_indexer",
+    "gather_indexer_cache", "mqa_logits", "topk_indices",
+)  # fmt: skip
+DECODE = (
+    "fused_qkvzba_split_reshape_cat", "causal_conv1d_update", "fused_recurrent_gated_delta_rule", "rms_norm_gated",
+    "prepare_indexer", "paged_mqa_logits", "topk_indices",
+)  # fmt: skip
 NULL_SLOT = 0  # the serving engines' convention: slot and page 0 are never used
 PAGE_SIZE = 64
 
@@ -142,7 +151,14 @@ class Block:
             k_norm=self.k_norm, cache=self.cache, slot_mapping=page * PAGE_SIZE + positions % PAGE_SIZE,
             rotary_dim=model.index_rotary_dim, fp8=self.fp8,
         )  # fmt: skip
-        return Call(phase, "prepare_indexer", arguments, mutated=("cache",), floor_bytes=2 * _bytes(q, k, weights), limit=5e-2)
+        return Call(
+            phase,
+            "prepare_indexer",
+            arguments,
+            mutated=("cache",),
+            floor_bytes=2 * _bytes(q, k, weights),
+            limit=5e-2 if self.fp8 else 1e-2,
+        )
 
     def _topk(self, phase: str, logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> Call:
         arguments = dict(logits=logits, k=self.model.index_topk, row_starts=starts, row_ends=ends)

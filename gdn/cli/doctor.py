@@ -5,35 +5,40 @@ import importlib.metadata
 import importlib.util
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn.runtime import compiled, env, registry, toolchain, tuned
+from gdn.cli.plain import print_json
+from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. level: ok | note (works, with less) | fail."""
+    """One line of the report. level: ok | note (works, with less) | warn (works, and something is not as it should be) | fail."""
 
     subject: str
     level: str
     text: str
 
 
-def doctor_command() -> None:
+def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Check that this machine has what the kernels need; exit code 1 where something is broken."""
     findings = diagnose()
+    failed = any(finding.level == "fail" for finding in findings)
+    if as_json:
+        print_json({"ready": not failed, "findings": findings})
+        raise typer.Exit(1 if failed else 0)
     table = Table("", "checked", title="gdn doctor", title_justify="left")
     table.add_column("found", overflow="fold")
-    styles = {"ok": "green", "note": "yellow", "fail": "red"}
+    styles = {"ok": "green", "note": "yellow", "warn": "yellow", "fail": "red"}
     for finding in findings:
         table.add_row(Text(finding.level, styles[finding.level]), finding.subject, Text(finding.text))
     console = Console()
     console.print(table)
-    failed = any(finding.level == "fail" for finding in findings)
     console.print("Something is missing: see above." if failed else "Ready.")
     if failed:
         raise typer.Exit(1)
@@ -150,11 +155,21 @@ def _switches() -> Finding:
 
 
 def _cache() -> Finding:
-    folder = compiled.cache_dir()
-    if not compiled.is_writable(folder):
-        return Finding("kernel cache", "fail", f"{folder} cannot be written: set GDN_CACHE_DIR to a folder that can")
-    kernels = sum(1 for _ in folder.glob("*/*/manifest.json"))
-    return Finding("kernel cache", "ok", f"{folder}, {kernels} kernels")
+    """Whether compiled kernels are kept; without a cache they still run, compiled again in every process."""
+    root = compiled.cache_dir()
+    writable = cache_folder.is_writable(root)  # makes the folder
+    entries = [manifest.parent for manifest in root.glob("*/*/manifest.json")]
+    reasons = [reason for entry in [root, *entries] if (reason := cache_folder.distrust(root, entry)) is not None]
+    if reasons:
+        refused = f"{len(reasons)} refused, the first because {reasons[0]}" if len(reasons) > 1 else reasons[0]
+        mend = "compiled again in every process; remove it, make it yours alone, or set GDN_CACHE_DIR"
+        return Finding("kernel cache", "warn", f"{root}, {len(entries)} kernels, not all of which are loaded: {refused} ({mend})")
+    if not writable:
+        text = (
+            f"{root}, {len(entries)} kernels; it cannot be written, so others are compiled again in every process (GDN_CACHE_DIR)"
+        )
+        return Finding("kernel cache", "warn", text)
+    return Finding("kernel cache", "ok", f"{root}, {len(entries)} kernels")
 
 
 def _tables() -> list[Finding]:
@@ -163,6 +178,10 @@ def _tables() -> list[Finding]:
     own = env.current().tuned_dir
     for label, folder in (("tuned tables", tuned.SHIPPED), ("GDN_TUNED_DIR", own)):
         if folder is None:
+            continue
+        if not folder.is_dir():
+            what = "is not a folder" if folder.exists() else "does not exist"
+            findings.append(Finding(label, "warn", f"{folder} {what}: no table is looked up there"))
             continue
         paths = sorted(folder.glob("*/*.json"))
         for path in paths:

@@ -1,12 +1,16 @@
 """`gdn env`: every switch, its value, where it came from, and what it changes."""
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gdn.cli.plain import print_json
 from gdn.runtime import env
+
+PRECEDENCE = "argument > GDN_BACKEND_<OP> > VLLM_* > GDN_BACKEND > tuned table > built-in order"
 
 
 def shown(value: Any) -> str:
@@ -16,22 +20,44 @@ def shown(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def env_command() -> None:
+def env_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Print every environment switch, its value, where it came from, and what it changes."""
     switches = env.reload()
+    if as_json:
+        print_json(report(switches))
+        return
     console = Console()
     table = Table(title="Environment switches", title_justify="left", show_lines=True)
     # Names stay whole at 80 columns: that is what one copies.
     table.add_column("switch, value (where it came from)", min_width=max(map(len, env.DECLARATIONS)), overflow="fold")
     table.add_column("what it changes, what it takes")
-    for name, declaration in env.DECLARATIONS.items():
-        given = name in switches.given
-        source = "environment" if given else "default"
-        left = Text(f"{name}\n  {shown(switches.value(name))} ({source})", style="bold" if given else "")
-        table.add_row(left, Text(declaration.effect).append(f"\ntakes {declaration.accepted}", style="dim"))
+    for switch in report(switches)["switches"]:
+        style = "bold" if switch["source"] == "environment" else ""
+        left = Text(f"{switch['name']}\n  {shown(switch['value'])} ({switch['source']})", style=style)
+        right = Text(switch["effect"])
+        if switch["no_effect"]:
+            right.append(f"\n{switch['no_effect']}", style="yellow")
+        table.add_row(left, right.append(f"\ntakes {switch['takes']}", style="dim"))
     console.print(table)
     console.print(
-        "Precedence: argument > GDN_BACKEND_<OP> > VLLM_* > GDN_BACKEND > tuned table > built-in order. The first two are "
-        "orders and raise where they cannot run; the others are preferences and fall through."
+        f"Precedence: {PRECEDENCE}. The first two are orders and raise where they cannot run; the others are preferences and "
+        "fall through."
     )
     console.print(f"Left to the serving stack: {', '.join(sorted(env.SERVING_STACK_NAMES))}")
+
+
+def report(switches: env.Switches) -> dict[str, Any]:
+    """Every switch with its value, source and effect, as data."""
+    listed = [
+        {
+            "name": name,
+            "value": switches.value(name),
+            "default": declaration.default,
+            "source": "environment" if name in switches.given else "default",
+            "effect": declaration.effect,
+            "no_effect": env.no_effect(name),  # why it changes nothing yet
+            "takes": declaration.accepted,
+        }
+        for name, declaration in env.DECLARATIONS.items()
+    ]
+    return {"switches": listed, "precedence": PRECEDENCE, "left_to_the_serving_stack": sorted(env.SERVING_STACK_NAMES)}

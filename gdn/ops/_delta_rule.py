@@ -116,8 +116,8 @@ def check_tokens(
 
 
 def check_null_slot(null_slot: int) -> None:
-    if null_slot < -1:
-        bad_value("null_slot", "an int >= -1", null_slot)
+    if not -1 <= null_slot < 2**31:
+        bad_value("null_slot", "an int >= -1 that int32 holds", null_slot)
 
 
 def is_less(size: int, least: int) -> bool:

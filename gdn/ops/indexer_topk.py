@@ -5,8 +5,12 @@ keys is left out by the logits, and the selection lists it without reading. Both
 comes back to the host.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
+from gdn import runtime
 from gdn.ops import _rows, _values
 from gdn.ops._call import always, check_memory, operator, validates
 from gdn.ops._checks import bad_value, check_at_least, check_tensor
@@ -16,7 +20,7 @@ from gdn.ops._modes import is_empty, is_tracing
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_values, paged_mqa_logits
 from gdn.ops.topk import check_indices_out, select_rows
-from gdn.runtime import env
+from gdn.runtime import env, registry
 
 
 @operator(writes={"out": always}, contiguous=("q", "k", "weights"))
@@ -59,52 +63,51 @@ def indexer_topk(
     if validates(device):  # of all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     check_memory()
-    backend = _ordered(backend, "indexer_topk")
+    with _ordered(backend, "indexer_topk") as backend:
+        q, k = _rows.contiguous("q", q), _rows.contiguous("k", k)  # once, not for every block of rows
+        starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
+        packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
-    q, k = _rows.contiguous("q", q), _rows.contiguous("k", k)  # once, not for every block of rows
-    starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
-    packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
+        def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
+            return mqa_logits(
+                q[first:last],
+                k,
+                weights[first:last] if weights is not None else None,
+                starts[first:last],
+                ends[first:last],
+                k_scale=k_scale,
+                scale=scale,
+                relu=relu,
+                max_seqlen_k=max_seqlen_k,
+                clean_logits=False,  # the selection reads ranges only
+                skip_rows_up_to=topk,
+                out=buffer,
+                backend=backend,
+            )
 
-    def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
-        return mqa_logits(
-            q[first:last],
-            k,
-            weights[first:last] if weights is not None else None,
-            starts[first:last],
-            ends[first:last],
-            k_scale=k_scale,
-            scale=scale,
-            relu=relu,
-            max_seqlen_k=max_seqlen_k,
-            clean_logits=False,  # the selection reads ranges only
-            skip_rows_up_to=topk,
-            out=buffer,
-            backend=backend,
-        )
-
-    if is_empty(num_rows) or width <= topk:
-        logits(0, 0, None)  # for its checks: nothing is scored
-        return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
-    buffer: torch.Tensor | None = None
-    for low in range(0, num_rows, step):
-        high = min(low + step, num_rows)
-        scores = logits(low, high, buffer[: high - low] if buffer is not None else None)
-        buffer = scores if buffer is None else buffer
-        if out is None:
-            out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
-        select_rows(
-            scores,
-            topk,
-            starts[low:high],
-            ends[low:high],
-            "index",
-            out[low:high],
-            _selection(backend),
-            list_short=True,
-            num_keys=packed_keys,
-        )
-    assert out is not None
-    return out
+        if is_empty(num_rows) or width <= topk:
+            logits(0, 0, None)  # for its checks: nothing is scored
+            return _listed(num_rows, width, topk, starts, ends, out, backend, device, num_keys=packed_keys)
+        buffer: torch.Tensor | None = None
+        for low in range(0, num_rows, step):
+            high = min(low + step, num_rows)
+            scores = logits(low, high, buffer[: high - low] if buffer is not None else None)
+            buffer = scores if buffer is None else buffer
+            if out is None:
+                out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
+            select_rows(
+                scores,
+                topk,
+                starts[low:high],
+                ends[low:high],
+                "index",
+                out[low:high],
+                _selection(backend),
+                list_short=True,
+                num_keys=packed_keys,
+            )
+        assert out is not None
+        return out
 
 
 @operator(writes={"out": always}, contiguous=("q", "weights", "block_tables"))
@@ -154,52 +157,51 @@ def paged_indexer_topk(
     step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # of all sequences, before the first step writes
     check_memory()
-    backend = _ordered(backend, "paged_indexer_topk")
+    with _ordered(backend, "paged_indexer_topk") as backend:
+        q, context_lens = _rows.contiguous("q", q), contiguous_int32(context_lens)
+        drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
 
-    q, context_lens = _rows.contiguous("q", q), contiguous_int32(context_lens)
-    drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
+        def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
+            rows = slice(first * next_n, last * next_n)
+            return paged_mqa_logits(
+                q[first:last],
+                cache,
+                weights[rows] if weights is not None else None,
+                context_lens[first:last],
+                block_tables[first:last],
+                width,
+                scale=scale,
+                relu=relu,
+                clean_logits=False,  # the selection reads ranges only
+                skip_rows_up_to=topk,
+                out=buffer,
+                backend=backend,
+            )
 
-    def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
-        rows = slice(first * next_n, last * next_n)
-        return paged_mqa_logits(
-            q[first:last],
-            cache,
-            weights[rows] if weights is not None else None,
-            context_lens[first:last],
-            block_tables[first:last],
-            width,
-            scale=scale,
-            relu=relu,
-            clean_logits=False,  # the selection reads ranges only
-            skip_rows_up_to=topk,
-            out=buffer,
-            backend=backend,
-        )
-
-    if is_empty(batch, next_n) or width <= topk:
-        logits(0, 0, None)  # for its checks: nothing is scored
-        return _listed(batch * next_n, width, topk, None, context_lens.reshape(-1), out, backend, device, drafts=drafts)
-    buffer: torch.Tensor | None = None
-    for low in range(0, batch, step):
-        high = min(low + step, batch)
-        rows = slice(low * next_n, high * next_n)
-        scores = logits(low, high, buffer[: rows.stop - rows.start] if buffer is not None else None)
-        buffer = scores if buffer is None else buffer
-        if out is None:
-            out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=device)
-        select_rows(
-            scores,
-            topk,
-            None,
-            context_lens[low:high].reshape(-1),
-            "index",
-            out[rows],
-            _selection(backend),
-            list_short=True,
-            drafts=drafts,
-        )
-    assert out is not None
-    return out
+        if is_empty(batch, next_n) or width <= topk:
+            logits(0, 0, None)  # for its checks: nothing is scored
+            return _listed(batch * next_n, width, topk, None, context_lens.reshape(-1), out, backend, device, drafts=drafts)
+        buffer: torch.Tensor | None = None
+        for low in range(0, batch, step):
+            high = min(low + step, batch)
+            rows = slice(low * next_n, high * next_n)
+            scores = logits(low, high, buffer[: rows.stop - rows.start] if buffer is not None else None)
+            buffer = scores if buffer is None else buffer
+            if out is None:
+                out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=device)
+            select_rows(
+                scores,
+                topk,
+                None,
+                context_lens[low:high].reshape(-1),
+                "index",
+                out[rows],
+                _selection(backend),
+                list_short=True,
+                drafts=drafts,
+            )
+        assert out is not None
+        return out
 
 
 def _listed(
@@ -248,12 +250,13 @@ def _budget(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
     return workspace_bytes
 
 
-def _ordered(backend: str | None, op: str) -> str | None:
-    """The argument, or the order that GDN_BACKEND_<OP> gives for the combined operator."""
-    if backend is None:
-        ordered = env.current().backend_of.get(op, "auto")
-        backend = None if ordered == "auto" else ordered
-    return backend
+@contextlib.contextmanager
+def _ordered(backend: str | None, op: str) -> Iterator[str | None]:
+    """The argument, or the order that GDN_BACKEND_<OP> gives for the combined operator, which its parts then report."""
+    own = env.current().backend_of.get(op, "auto")
+    is_switch = backend is None and own != "auto"
+    with runtime.ordering(registry.operator(op).switch if is_switch else None):
+        yield own if is_switch else backend
 
 
 def _selection(backend: str | None) -> str | None:

@@ -30,6 +30,7 @@ __all__ = [
     "explain_problem",
     "explaining",
     "is_explaining",
+    "ordering",
     "prepare",
     "reference_only",
 ]
@@ -151,13 +152,32 @@ def explaining() -> Iterator[Asked]:
         _explaining.reset(token)
 
 
+_ordered_by: ContextVar[str | None] = ContextVar("gdn_ordered_by", default=None)
+
+
+@contextlib.contextmanager
+def ordering(switch: str | None) -> Iterator[None]:
+    """Inside, in this thread, the `backend` of `prepare` is the order of this switch; None = of the argument."""
+    token = _ordered_by.set(switch)
+    try:
+        yield
+    finally:
+        _ordered_by.reset(token)
+
+
 def _launch_nothing(*_: Any) -> None:
     pass
 
 
-def explain_problem(problem: Problem, spec: DeviceSpec | None, backend: str | None = None) -> Choice:
-    """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it."""
-    return select.choose(problem, spec, candidates(problem.op), env.current(), backend, device_name="none")
+def explain_problem(
+    problem: Problem, spec: DeviceSpec | None, backend: str | None = None, *, ordered_by: str | None = None
+) -> Choice:
+    """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it.
+
+    ordered_by: the switch of a combined operator whose order `backend` is; None = the argument.
+    """
+    available, switches = candidates(problem.op), env.current()
+    return select.choose(problem, spec, available, switches, backend, device_name="none", ordered_by=ordered_by)
 
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
@@ -225,8 +245,10 @@ def _launch_on(index: int, launch: Callable[..., None], *tensors: Any) -> None:
 
 def _choose(problem: Problem, device: torch.device, backend: str | None, config: Any) -> Choice:
     spec, name = devices.describe(device)
-    available = candidates(problem.op)
-    return select.choose(problem, spec, available, env.current(), backend, config=config, device_name=name)
+    return select.choose(
+        problem, spec, candidates(problem.op), env.current(), backend, config=config, device_name=name,
+        ordered_by=_ordered_by.get(),
+    )  # fmt: skip
 
 
 def _tell(choice: Choice, problem: Problem | None) -> None:

@@ -4,16 +4,18 @@ A kernel is compiled once for its operator, backend, static fields and configura
 a Config with `metadata={"compiled": function}` is a scalar of the launch, and the machine code depends on no more of it than
 function(value), which `compile` may use (`bool` where 0 switches something off). On disk it is a folder named by the
 SHA-256 of all of these, of the sources that make it and of the versions of what compiles and loads it; in it
-`manifest.json` and the shared libraries. Entries are written beside their place and moved there, under a lock: readers
+`manifest.json` and the shared libraries. Entries are written next to their place and moved there, under a lock: readers
 see a whole entry or none, and of several processes one compiles. An entry whose files do not match its manifest is
-replaced.
+replaced. Reading an entry writes nothing, so a read-only cache serves what it holds. A kernel that cannot be written into
+the cache, or whose entry another user may have written (`cache_folder`), is compiled into a private folder of the process.
 
 Loading an entry imports no DSL: the runtime library that the DSL ships is loaded by path, then tvm-ffi opens the kernel.
 """
 
-import atexit
+import contextlib
 import ctypes
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -22,11 +24,10 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ import platformdirs
 
 from gdn import problems, recurrent_tiles
 from gdn.problems import Problem
-from gdn.runtime import env, log, toolchain
+from gdn.runtime import cache_folder, env, log, toolchain
 
 TARGET = "sm_90a"
 FORMAT = 1  # of the entry on disk
@@ -107,32 +108,6 @@ def cache_dir() -> Path:
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
 
 
-def is_writable(folder: Path) -> bool:
-    """Whether entries can be written into the folder, which is made where it is missing."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # permission bits do not tell of read-only or full file systems
-            return True
-    except OSError:
-        return False
-
-
-@functools.cache
-def _scratch_dir() -> Path:
-    """Takes the place of a cache that cannot be written, for as long as the process lives."""
-    folder = Path(tempfile.mkdtemp(prefix="gdn-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _writable_dir() -> Path:
-    folder = cache_dir()
-    if is_writable(folder):
-        return folder
-    log.once(f"kernel cache {folder} cannot be written: kernels are compiled again in every process", logging.WARNING)
-    return _scratch_dir()
-
-
 @functools.cache
 def source_hash(file: str, also: tuple[str, ...] = ()) -> str:
     """SHA-256 over a kernel module, the `_*.py` beside it, and the leaves: all that decides what it compiles to.
@@ -191,24 +166,67 @@ def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, con
 
 
 def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Path:
-    """The folder of the kernel's entry, compiled where no whole entry is there. Needs no GPU and loads nothing."""
-    folder = _writable_dir()
-    key = entry_key(op, backend, module, problem, config)
-    place = folder / f"{op}.{backend}" / key
-    if is_whole(place):
-        log.debug(f"{op}.{backend} {key[:12]}: found in {folder}")
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(place.with_suffix(".lock")):
+    """The folder of the kernel's entry, compiled where no whole entry is there that may be loaded.
+
+    Needs no GPU and loads nothing. The entry is in the cache, or in a folder of this process where the cache cannot take it.
+    """
+    name = Path(f"{op}.{backend}", entry_key(op, backend, module, problem, config))
+    about = {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)}
+    compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
+
+    root = cache_dir()
+    if cache_folder.has_scratch():
+        private = cache_folder.scratch()
+        if cache_folder.distrust(private, private / name) is None and is_whole(private / name):
+            return private / name
+    reason = cache_folder.distrust(root, root / name)
+    if reason is None:
+        if is_whole(root / name):
+            log.debug(f"{op}.{backend} {name.name[:12]}: found in {root}")
+            return root / name
+        try:
+            return _fill(root, name, compile_once, about)
+        except cache_folder.Distrusted as error:
+            reason = str(error)
+        except OSError as error:
+            reason = f"{root} cannot be written ({error.strerror or error})"
+    log.once(
+        f"kernel cache: {reason}. Kernels are compiled into a private folder of this process instead, and again in every "
+        "process; `gdn doctor` says more, GDN_CACHE_DIR names another cache",
+        logging.WARNING,
+    )
+    try:
+        return _fill(cache_folder.scratch(), name, compile_once, about)
+    except OSError as error:
+        where = f"neither into {root} ({reason}) nor into a temporary folder ({error})"
+        raise CompileError(f"{op}: the {backend} kernel can be written {where}") from error
+
+
+def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]], about: Mapping[str, str]) -> Path:
+    """The entry of this name below the root, written where it is not whole; OSError where it cannot be."""
+    place = root / name
+    cache_folder.make_entry_parent(root, place)
+    with _lock_of(place):
         if not is_whole(place):  # another process may have compiled it while this one waited
-            libraries = _compile(op, backend, module, problem, config)
-            _write(place, libraries, {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)})
+            _write(place, compile_once(), about)
     return place
+
+
+@contextlib.contextmanager
+def _lock_of(place: Path) -> Iterator[None]:
+    """The lock of an entry's writers, between processes."""
+    try:
+        with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):
+            yield
+    except NotImplementedError as error:  # how filelock says that the file system has no locks
+        raise OSError(errno.ENOLCK, str(error)) from error
 
 
 def has_entries(op: str, backend: str) -> bool:
     """Whether the disk cache holds any kernel of an operator: a machine without a compiler can still run those."""
-    return any((cache_dir() / f"{op}.{backend}").glob("*/manifest.json"))
+    root = cache_dir()
+    entries = (manifest.parent for manifest in (root / f"{op}.{backend}").glob("*/manifest.json"))
+    return any(cache_folder.distrust(root, entry) is None for entry in entries)
 
 
 def _compile(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> dict[str, bytes]:
@@ -231,16 +249,16 @@ def _compile(op: str, backend: str, module: KernelModule, problem: Problem, conf
 def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]) -> None:
     """Puts a whole entry in its place. The caller holds the entry's lock."""
     temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
-    temporary.mkdir()
+    temporary.mkdir(mode=0o700)
     try:
         listed = {}
         for name, library in libraries.items():
             digest = hashlib.sha256(library).hexdigest()
             file = f"{digest[:16]}.so"
-            (temporary / file).write_bytes(library)
+            cache_folder.write_private(temporary / file, library)
             listed[name] = {"file": file, "sha256": digest}
         manifest = {"format": FORMAT, **about, "libraries": listed}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        cache_folder.write_private(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         if place.exists():  # a broken entry: a folder is only ever moved onto a free name
             broken = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
             os.replace(place, broken)
@@ -260,7 +278,7 @@ def libraries_of(place: Path) -> dict[str, Path]:
         raise ValueError(f"{place}: not a manifest of format {FORMAT}")
     found = {}
     for name, listed in manifest["libraries"].items():
-        path = place / listed["file"]
+        path = place / Path(listed["file"]).name  # never a file of elsewhere
         if hashlib.sha256(path.read_bytes()).hexdigest() != listed["sha256"]:
             raise ValueError(f"{path}: does not match its manifest")
         found[name] = path

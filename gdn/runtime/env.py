@@ -2,7 +2,8 @@
 
 Switches are read at the first `current()` and again after `reload()`. Values are case-insensitive; an empty value counts
 as unset. A value that is not understood raises ValueError with the valid ones; a name that has one of our prefixes and
-is nobody's warns once with the nearest known name.
+is nobody's warns once with the nearest known name, and a switch that is set and that nothing reads yet warns once with what
+will (`no_effect`).
 """
 
 import difflib
@@ -44,7 +45,7 @@ class Declaration:
     default: Any
     effect: str
     values: Mapping[str, str] = field(default_factory=dict)
-    minimum: int = 0
+    awaits: str = ""  # while nothing reads it: what will
 
     @property
     def accepted(self) -> str:
@@ -52,7 +53,7 @@ class Declaration:
         if self.kind == "bool":
             return "1, 0, true, false, yes, no, on, off"
         if self.kind == "int":
-            return f"an integer >= {self.minimum}"
+            return "an integer >= 0"
         return "a path" if self.kind == "path" else ", ".join(self.values)
 
     def parse(self, text: str) -> Any:
@@ -64,8 +65,8 @@ class Declaration:
             try:
                 number = int(word)
             except ValueError:
-                number = self.minimum - 1
-            if number >= self.minimum:
+                number = -1
+            if number >= 0:
                 return number
         if self.kind == "choice" and word in self.values:
             return self.values[word]
@@ -74,9 +75,12 @@ class Declaration:
         raise ValueError(f"{self.name}: expected {self.accepted}, got {text!r}")
 
 
-def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None, *, minimum: int = 0) -> Any:
-    declaration = Declaration(name, kind, default, effect, values or {}, minimum)
+def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None, *, awaits: str = "") -> Any:
+    declaration = Declaration(name, kind, default, effect, values or {}, awaits=awaits)
     return field(default=default, metadata={"declaration": declaration})
+
+
+_CONTEXT_PARALLEL = "gdn.layers.SparseAttention with a process group"
 
 
 def _words(*words: str) -> dict[str, str]:
@@ -112,19 +116,23 @@ class Switches:
         _ATTENTION_VALUES,
     )  # fmt: skip
     qsa_prefill_use_cp: bool = _switch(
-        "VLLM_QSA_PREFILL_USE_CP", "bool", False, "context parallel for QSA prefill, where a process group is given"
-    )
+        "VLLM_QSA_PREFILL_USE_CP", "bool", False, "context parallel for QSA prefill, where a process group is given",
+        awaits=_CONTEXT_PARALLEL,
+    )  # fmt: skip
     dsa_context_parallel_threshold: int = _switch(
         "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "int", 16384,
         "tokens: sequences longer than this go context parallel",
+        awaits=_CONTEXT_PARALLEL,
     )  # fmt: skip
     dsa_dense_prefill_threshold: int = _switch(
         "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "int", 2048,
         "tokens: sequences (context + new) shorter than this attend densely",
+        awaits="gdn.layers.SparseAttention",
     )  # fmt: skip
     sparse_indexer_max_logits_mb: int = _switch(
-        "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "int", 256, "MiB: default workspace of indexer_topk", minimum=1
-    )
+        "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "int", 512,
+        "MiB: default workspace of indexer_topk and paged_indexer_topk; 0: the scores of one row at a time",
+    )  # fmt: skip
     backend: str = _switch("GDN_BACKEND", "choice", "auto", "every operator: preferred backend", _BACKEND_VALUES)
     tuned_dir: Path | None = _switch(
         "GDN_TUNED_DIR", "path", None, "folder of tuned tables that are looked up before the shipped ones"
@@ -143,7 +151,8 @@ class Switches:
     )  # fmt: skip
     validate: bool = _switch(
         "GDN_VALIDATE", "bool", False,
-        "1: values that live on the device (cu_seqlens, slots, block ids) are checked too, at the cost of a sync",
+        "1: values that live on the device (cu_seqlens, slots, block ids) are checked too, at the cost of a sync; "
+        "on the CPU they always are",
     )  # fmt: skip
     log: str = _switch(
         "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",
@@ -171,6 +180,18 @@ DECLARATIONS: dict[str, Declaration] = {
         for name, op in _OP_BY_SWITCH.items()
     },
 }
+
+
+def no_effect(name: str) -> str | None:
+    """Why a switch changes nothing yet, naming what would read it; None where it has an effect."""
+    awaits = DECLARATIONS[name].awaits
+    if awaits:
+        return f"no effect yet: {awaits} would read it, and this version does not have that"
+    operators = [op for op in registry.OPERATORS.values() if any(one.switch == name for one in op.preferences)]
+    if operators and not any(op.modules for op in operators):
+        names = ", ".join(op.name for op in operators)
+        return f"no effect yet: {names} would read it to choose a kernel, and has only the reference"
+    return None
 
 
 def parse(environ: Mapping[str, str]) -> Switches:
@@ -219,5 +240,9 @@ def reload() -> Switches:
             hint = f"; did you mean {nearest}?" if nearest else ""
             warnings.warn(f"unknown environment switch {name}{hint} (`gdn env` lists all)", stacklevel=2)
     log.configure(switches.log)
+    for name in sorted(switches.given - _warned):
+        if reason := no_effect(name):
+            _warned.add(name)
+            log.LOGGER.warning(f"{name} is set and has {reason}")
     _current = switches
     return switches

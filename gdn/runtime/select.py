@@ -92,13 +92,16 @@ class _Wish:
     text: str = ""  # NAME=value of a switch
 
 
-def _wishes(op: registry.Operator, switches: Switches, backend: str | None, phase: str | None) -> list[_Wish]:
+def _wishes(
+    op: registry.Operator, switches: Switches, backend: str | None, phase: str | None, ordered_by: str | None = None
+) -> list[_Wish]:
     """Everything that was asked for, in order of precedence."""
     found: list[_Wish] = []
     if backend is not None:
         if backend not in registry.BACKENDS:
             raise ValueError(f"backend: expected {', '.join(map(repr, registry.BACKENDS))} or None, got {backend!r}")
-        found.append(_Wish(backend, "the argument", order=True))
+        text = f"{ordered_by}={backend}" if ordered_by is not None else ""
+        found.append(_Wish(backend, ordered_by or "the argument", order=True, text=text))
     own = switches.backend_of.get(op.name, "auto")
     if own != "auto":
         found.append(_Wish(own, op.switch, order=True, text=f"{op.switch}={own}"))
@@ -194,16 +197,18 @@ def choose(
     *,
     config: Any = None,
     device_name: str = "no SM90 device",
+    ordered_by: str | None = None,
 ) -> Choice:
     """What runs `problem` on `spec` (None = no Hopper GPU).
 
-    available: the operator's kernel backends in built-in order. backend: the argument of the public function. config:
-    tiles given by the caller, taken as they are; they are some kernel's, so backend must name it.
+    available: the operator's kernel backends in built-in order. backend: the argument of the public function, or the order of
+    the switch `ordered_by` of a combined operator for this part of it. config: tiles given by the caller, taken as they are;
+    they are some kernel's, so backend must name it.
     """
     if config is not None and backend not in registry.KERNEL_BACKENDS:
         raise ValueError(f"backend: expected {' or '.join(registry.KERNEL_BACKENDS)} beside a config, got {backend!r}")
     op = registry.operator(problem.op)
-    wishes = _wishes(op, switches, backend, getattr(problem, "phase", None))
+    wishes = _wishes(op, switches, backend, getattr(problem, "phase", None), ordered_by)
     notes = _conflicts(wishes)
     asked = _Asked(problem, spec, available, device_name)
     tune_problem = _invariant(problem) if switches.batch_invariant else problem

@@ -161,7 +161,8 @@ def test_show_prints_a_table(tmp_path: Path) -> None:
     done = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path)], terminal_width=200)
     assert done.exit_code == 0
     assert "chunk.tilelang on h100" in done.output and "49.0" in done.output
-    empty = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path / "none")])
+    (tmp_path / "empty").mkdir()
+    empty = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path / "empty")])
     assert empty.exit_code == 0 and "No tuned table" in empty.output
 
 

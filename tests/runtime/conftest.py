@@ -1,5 +1,7 @@
 """Here every test also has a kernel cache of its own, so that compilations can be counted."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,10 @@ from gdn.runtime import env
 
 
 @pytest.fixture(autouse=True)
-def own_cache(clean_switches: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(clean_switches: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    before = os.umask(0o022)  # the cache loads nothing that the group may write, which some users' umask lets it
     monkeypatch.delenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", raising=False)
     monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
     env.reload()
+    yield
+    os.umask(before)

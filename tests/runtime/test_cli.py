@@ -1,6 +1,9 @@
 """The command line: `gdn env`, `gdn explain`, `gdn doctor`."""
 
+import json
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gdn.cli import app, doctor, explain
+import gdn as gdn_package
+from gdn.cli import app, doctor, examples, explained
+from gdn.models import MODELS
 from gdn.problems import ChunkProblem
-from gdn.runtime import compiled, env, registry, toolchain, tuned
+from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
 KERNELS = [op for op in registry.OPERATORS.values() if op.modules and op.functions]
 
@@ -32,8 +37,26 @@ def test_help_names_every_command():
         assert command in result.output
 
 
-def test_an_unknown_command():
-    assert gdn("dance").exit_code == 2
+def test_without_arguments_the_help():
+    assert gdn().exit_code == 0 and gdn().output == gdn("--help").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["dance"], "No such command 'dance'"),
+        (["env", "--colour"], "No such option: --colour"),
+        (["demo", "--tp", "x"], "Invalid value for '--tp'"),
+        (["demo", "--tp", "3"], "tp: expected a divisor"),
+        (["demo", "--model", "none"], "expected one of qwen3-next-80b, tiny, got 'none'"),
+        (["demo", "--device", "tpu"], "expected auto, cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_a_wrong_call_is_one_line_on_stderr(arguments: list[str], word: str):
+    result = gdn(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and word in line
 
 
 def test_env_prints_every_switch_with_value_and_source(monkeypatch: pytest.MonkeyPatch):
@@ -49,12 +72,66 @@ def test_env_prints_every_switch_with_value_and_source(monkeypatch: pytest.Monke
     assert "VLLM_GDN_DECODE_KERNEL" in text
 
 
+def test_env_says_what_has_no_effect():
+    text = flat(gdn("env").output)
+    reasons = {name: env.no_effect(name) for name in env.DECLARATIONS}
+    assert reasons["VLLM_QSA_PREFILL_USE_CP"] is not None and reasons["GDN_BACKEND"] is None
+    assert text.count("no effect yet: ") == sum(reason is not None for reason in reasons.values())
+    for reason in filter(None, reasons.values()):
+        assert reason in text
+
+
 def test_env_refuses_a_bad_value(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GDN_LOG", "loud")
-    monkeypatch.setattr(sys, "argv", ["gdn", "env"])
-    with pytest.raises(SystemExit) as caught:
-        app.main()
-    assert caught.value.code == 2
+    for command in (["env"], ["env", "--json"], ["explain", "chunk"], ["demo", "--model", "tiny"]):
+        monkeypatch.setattr(env, "_current", None)
+        result = gdn(*command)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == "error: GDN_LOG: expected off, info, debug, got 'loud'\n"
+
+
+def test_a_fault_of_the_program_is_no_error_of_the_user(monkeypatch: pytest.MonkeyPatch):
+    """IndexError and KeyError are LookupErrors, and must not pass for a missing table entry."""
+
+    def broken() -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(env, "reload", broken)
+    assert isinstance(gdn("env").exception, IndexError)
+
+
+def test_env_in_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("GDN_TUNED_DIR", str(tmp_path))
+    data = json.loads(gdn("env", "--json").stdout)
+    switches = {switch["name"]: switch for switch in data["switches"]}
+    assert list(switches) == list(env.DECLARATIONS)
+    own = switches["GDN_TUNED_DIR"]
+    assert (own["value"], own["default"], own["source"]) == (str(tmp_path), None, "environment")
+    for name, switch in switches.items():
+        assert switch["effect"] and switch["takes"] and switch["no_effect"] == env.no_effect(name)
+
+
+def test_the_version():
+    result = gdn("--version")
+    assert (result.exit_code, result.stdout) == (0, f"gdn-kernels {gdn_package.__version__}\n")
+
+
+def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
+    """Nothing but the line on stderr, and no traceback, where a user calls the command."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIXES)}
+
+    def errors(*command: str, **switches: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=environment | switches
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr.splitlines()
+
+    assert errors("gdn", "explain", "chunky")[0].startswith("error: op: expected one of chunk")
+    assert errors("gdn", "env", GDN_TUNED="maybe") == ["error: GDN_TUNED: expected auto, strict, off, got 'maybe'"]
+    assert errors("autotune", "show", "--folder", str(tmp_path / "none")) == [
+        f"error: folder: expected a folder of tables, got {tmp_path / 'none'}"
+    ]
 
 
 def test_python_m_gdn_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -85,10 +162,116 @@ def test_explain_without_a_gpu():
 def test_explain_hands_an_order_for_the_whole_to_its_parts(switch: Callable[..., env.Switches]):
     switch(GDN_BACKEND_INDEXER_TOPK="cute")
     result = gdn("explain", "indexer_topk", "--device", "h100")
-    assert "mqa_logits: cute, by the argument" in result.output and "topk: cute, by the argument" in result.output
+    assert "mqa_logits: cute, by GDN_BACKEND_INDEXER_TOPK=cute" in result.output
+    assert "topk: cute, by the only kernel" in result.output  # an order for a kernel is one for the logits
     result = gdn("explain", "indexer_topk", "--device", "h100", "--backend", "reference")
     assert "mqa_logits: reference" in result.output and "topk: reference, by the argument" in result.output
     assert gdn("explain", "topk", "--backend", "cute", "--device", "cpu").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["indexer_topk", "paged_indexer_topk"])
+def test_the_switch_of_a_combined_operator_is_reported_as_the_switch_it_is(switch: Callable[..., env.Switches], name: str):
+    variable = f"GDN_BACKEND_{name.upper()}"
+    scores, selection = registry.OPERATORS[name].composed_of
+    switch(**{variable: "cute", f"GDN_BACKEND_{scores.upper()}": "tilelang"})
+    parts = json.loads(gdn("explain", name, "--device", "h100", "--json").stdout)["parts"]
+    assert [(part["op"], part["backend"]) for part in parts] == [(scores, "cute"), (selection, "cute")]
+    assert (parts[0]["decided_by"], parts[1]["decided_by"]) == (f"{variable}=cute", "the only kernel")
+    assert parts[0]["switches"] == [f"{variable}=cute", f"GDN_BACKEND_{scores.upper()}=tilelang"]
+    assert parts[0]["notes"][0] == f"{variable}=cute (cute) overrides GDN_BACKEND_{scores.upper()}=tilelang (tilelang)"
+    refused = gdn("explain", name, "--device", "cpu")
+    assert refused.exit_code == 2 and f"'cute' was ordered for {scores} (by {variable}=cute)" in refused.stderr
+    switch(**{variable: "reference"})
+    parts = json.loads(gdn("explain", name, "--device", "h100", "--json").stdout)["parts"]
+    assert [(part["backend"], part["decided_by"]) for part in parts] == [("reference", f"{variable}=reference")] * 2
+    by_argument = json.loads(gdn("explain", name, "--device", "h100", "--json", "--backend", "tilelang").stdout)["parts"]
+    assert (by_argument[0]["backend"], by_argument[0]["decided_by"]) == ("tilelang", "the argument")
+
+
+def test_explain_derives_the_selection_from_the_logits(switch: Callable[..., env.Switches]):
+    """The parts are those of one call: same rows, same columns, and as many rows at a time as the workspace holds."""
+
+    def problems(*arguments: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        data = json.loads(gdn("explain", *arguments, "--device", "h100", "--json").stdout)
+        return data["parts"][0]["problem"], data["parts"][1]["problem"], data["parts"][0]["notes"]
+
+    scores, selection, _ = problems("indexer_topk", "num_queries=300", "num_keys=5000", "num_columns=5000", "k=77")
+    assert (scores["num_queries"], scores["num_columns"], scores["clean"]) == (300, 5000, False)
+    assert (selection["num_rows"], selection["num_columns"], selection["k"], selection["starts_dtype"]) == (
+        300,
+        5000,
+        77,
+        "int32",
+    )
+    scores, selection, _ = problems("paged_indexer_topk", "batch=3", "next_n=4")
+    assert (selection["num_rows"], selection["num_columns"]) == (12, scores["max_context_len"])
+    assert selection["starts_dtype"] is None
+    switch(VLLM_SPARSE_INDEXER_MAX_LOGITS_MB="0")
+    scores, selection, notes = problems("paged_indexer_topk", "batch=3", "next_n=4")
+    assert (scores["batch"], selection["num_rows"]) == (1, 4)
+    assert "4 of 12 rows at a time (VLLM_SPARSE_INDEXER_MAX_LOGITS_MB=0)" in notes
+    switch(VLLM_SPARSE_INDEXER_MAX_LOGITS_MB="64")
+    scores, selection, notes = problems("indexer_topk")
+    assert (scores["num_queries"], selection["num_rows"]) == (512, 512)
+    scores, selection, notes = problems("indexer_topk", "num_columns=2048")
+    assert scores["num_queries"] == 0 and selection["num_rows"] == 4096 and notes[-1].startswith("not launched")
+
+
+PUBLIC = sorted(name for name in gdn_package.__all__ if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("options", [(), ("--model", "tiny"), ("--model", "qwen3-next-80b", "--json")], ids=["", "tiny", "80b"])
+@pytest.mark.parametrize("device", ["cpu", "h100", "h200"])
+def test_every_name_is_explained_or_refused_in_one_line(device: str, options: tuple[str, ...]):
+    for name in sorted({*registry.OPERATORS, *PUBLIC}):
+        result = gdn("explain", name, "--device", device, *options)
+        known = name in registry.OPERATORS or any(name in op.functions for op in registry.OPERATORS.values())
+        assert result.exit_code == (0 if known else 2), (name, result.output)
+        if known:
+            operator = registry.operator(name)
+            assert all(part in result.stdout for part in operator.composed_of or (operator.name,))
+        else:
+            assert result.stderr.startswith("error: op: expected one of") and len(result.stderr.splitlines()) == 1
+
+
+def test_explain_in_json_says_what_explain_says():
+    data = json.loads(gdn("explain", "chunk", "--device", "h100", "--json", "num_tokens=77").stdout)
+    assert (data["function"], data["op"], data["device"], data["parts"]) == ("chunk_gated_delta_rule", "chunk", "h100", [])
+    assert data["problem"]["num_tokens"] == 77 and data["problem"]["op"] == "chunk"
+    text = gdn("explain", "chunk", "--device", "h100", "num_tokens=77").output
+    assert f"chunk: {data['backend']}, by {data['decided_by']}" in text
+    assert data["config"] and all(f"{name}={value}" in text for name, value in data["config"].items())
+    on_cpu = json.loads(gdn("explain", "chunk", "--device", "cpu", "--json").stdout)
+    assert (on_cpu["backend"], on_cpu["config"], on_cpu["device"]) == ("reference", None, None)
+    assert set(on_cpu["refusals"]) == {"cute", "tilelang"}
+
+
+def test_explain_takes_fp8_from_the_switch_or_the_functions_name(switch: Callable[..., env.Switches]):
+    def problem(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(gdn("explain", name, "--device", "cpu", "--json").stdout)["problem"]
+        return found
+
+    assert problem("mqa_logits")["dtype"] == "bfloat16" and problem("prepare_indexer")["q_out_dtype"] == "bfloat16"
+    assert problem("fp8_mqa_logits")["dtype"] == problem("fp8_paged_mqa_logits")["dtype"] == "float8_e4m3fn"
+    switch(VLLM_QSA_USE_FP8_INDEXER="1")
+    assert problem("mqa_logits")["dtype"] == problem("prepare_indexer")["q_out_dtype"] == "float8_e4m3fn"
+
+
+def test_a_missing_table_entry_is_an_error_of_one_line(switch: Callable[..., env.Switches]):
+    switch(GDN_TUNED="strict")
+    result = gdn("explain", "chunk", "num_v_heads=176", "--device", "h100", "--backend", "cute")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: chunk: GDN_TUNED=strict") and len(result.stderr.splitlines()) == 1
+
+
+def test_explain_tells_the_phases_of_an_operator_apart(switch: Callable[..., env.Switches]):
+    switch(VLLM_QSA_PREFILL_ATTN_BACKEND="cute")
+    parts = json.loads(gdn("explain", "sparse_attention", "--json").stdout)["parts"]
+    assert [(part["phase"], part["switches"]) for part in parts] == [
+        ("prefill", ["VLLM_QSA_PREFILL_ATTN_BACKEND=cute"]),
+        ("decode", []),
+    ]
+    assert "sparse_attention (prefill): reference" in gdn("explain", "sparse_attention").output
 
 
 def test_explain_takes_fields_models_and_ranks():
@@ -110,22 +293,29 @@ def test_explain_takes_fields_models_and_ranks():
         (["chunk", "--tp", "3"], "tp: expected a divisor"),
         (["chunk", "--model", "none"], "expected one of"),
         (["chunk", "--device", "b200"], "expected auto, h100, h200 or cpu"),
+        (["indexer_topk", "--device", "b200"], "expected auto, h100, h200 or cpu"),
+        (["indexer_topk", "heads=3"], "expected name=value with a name of num_heads"),
+        (["sparse_attention", "heads=3"], "sparse_attention has no kernel yet"),
+        (["topk", "--backend", "cuda"], "backend: expected 'tilelang', 'cute', 'reference' or None"),
+        (["chunk", "--tp", "many"], "Invalid value for '--tp'"),
+        ([], "Missing argument 'op'"),
     ],
 )
 def test_explain_refuses(arguments: list[str], word: str):
     result = gdn("explain", *arguments)
-    assert result.exit_code == 2
-    assert word.split()[0] in flat(result.output) and flat(word) in flat(result.output)
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and word in line
 
 
 def test_fields_are_parsed_by_type():
-    problem = explain.example("chunk", explain.MODELS["tiny"], fp8=False)
+    problem = examples.example("chunk", MODELS["tiny"], fp8=False)
     assert isinstance(problem, ChunkProblem)
-    changed = explain.override(problem, ["gate_dtype=none", "state_v_first=1", "num_tokens=7", "state_dtype=bfloat16"])
+    changed = explained.override(problem, ["gate_dtype=none", "state_v_first=1", "num_tokens=7", "state_dtype=bfloat16"])
     assert isinstance(changed, ChunkProblem)
     assert (changed.gate_dtype, changed.state_v_first, changed.num_tokens, changed.state_dtype) == (None, True, 7, "bfloat16")
     with pytest.raises(ValueError, match="state_dtype: expected one of"):
-        explain.override(problem, ["state_dtype=none"])
+        explained.override(problem, ["state_dtype=none"])
 
 
 def levels() -> dict[str, str]:
@@ -140,22 +330,61 @@ def test_doctor_on_this_machine():
     assert (result.exit_code == 0) == ("fail" not in found.values())
 
 
+def test_doctor_in_json(monkeypatch: pytest.MonkeyPatch):
+    result = gdn("doctor", "--json")
+    data = json.loads(result.stdout)
+    assert data["ready"] == (result.exit_code == 0)
+    assert {finding["subject"]: finding["level"] for finding in data["findings"]} == levels()
+    monkeypatch.setattr(toolchain, "host_compiler", lambda: None)
+    broken = gdn("doctor", "--json")
+    assert broken.exit_code == 1 and json.loads(broken.stdout)["ready"] is False
+
+
+def test_doctor_warns_of_a_folder_of_tables_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def finding(folder: Path) -> tuple[str, str]:
+        monkeypatch.setenv("GDN_TUNED_DIR", str(folder))
+        (found,) = [finding for finding in doctor.diagnose() if finding.subject == "GDN_TUNED_DIR"]
+        return found.level, found.text
+
+    assert finding(tmp_path / "none") == ("warn", f"{tmp_path / 'none'} does not exist: no table is looked up there")
+    assert gdn("doctor").exit_code == 0  # kernels run with the shipped tables
+    (tmp_path / "file").write_text("")
+    assert finding(tmp_path / "file") == ("warn", f"{tmp_path / 'file'} is not a folder: no table is looked up there")
+    assert finding(tmp_path)[0] == "note"
+
+
 def test_doctor_without_nvcc_says_what_still_works(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(toolchain, "nvcc", lambda: None)
     (finding,) = [finding for finding in doctor.diagnose() if finding.subject == "nvcc"]
     assert finding.level == "note" and "tilelang[nvcc]" in finding.text and "CuTe backend works" in finding.text
 
 
-def test_doctor_fails_where_something_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "file"))
+def test_doctor_fails_where_something_is_broken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(toolchain, "host_compiler", lambda: None)
-    found = levels()
-    assert (found["kernel cache"], found["host compiler"]) == ("fail", "fail")
+    assert levels()["host compiler"] == "fail"
     result = gdn("doctor")
     assert result.exit_code == 1 and "Something is missing" in result.output
     monkeypatch.setenv("GDN_TUNED", "maybe")
     assert levels()["switches"] == "fail"
+
+
+def test_doctor_warns_of_a_cache_that_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def finding(folder: Path) -> doctor.Finding:
+        monkeypatch.setenv("GDN_CACHE_DIR", str(folder))
+        return next(finding for finding in doctor.diagnose() if finding.subject == "kernel cache")
+
+    (tmp_path / "file").write_text("")
+    unwritable = finding(tmp_path / "file")
+    assert unwritable.level == "warn" and "cannot be written" in unwritable.text and "GDN_CACHE_DIR" in unwritable.text
+    entry = tmp_path / "cache" / "chunk.cute" / "0123"
+    cache_folder.make_private(entry)
+    cache_folder.write_private(entry / "manifest.json", b"{}")
+    found = finding(tmp_path / "cache")
+    assert (found.level, found.text) == ("ok", f"{tmp_path / 'cache'}, 1 kernels")
+    entry.chmod(0o777)
+    refused = finding(tmp_path / "cache")
+    assert refused.level == "warn" and f"{entry} may be written by its group or others" in refused.text
+    assert gdn("doctor").exit_code == 0
 
 
 def test_doctor_reads_the_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

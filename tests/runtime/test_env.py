@@ -1,18 +1,23 @@
 """Every switch: its default, the values that it takes, what it refuses; and names that are nobody's."""
 
+import ast
+import dataclasses
+import logging
 import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import gdn
 from gdn.runtime import env, log, registry
 
 BACKENDS = {"auto": "auto", "tilelang": "tilelang", "cute": "cute", "reference": "reference"}
 ATTENTION = {**BACKENDS, "triton": "tilelang", "pai-fa3": "cute", "fa2": "auto", "fa3": "auto"}
 BOOLS = {"1": True, "0": False, "true": True, "False": False, "YES": True, "no": False, "on": True, "off": False}
-INTS = {"1": 1, "4096": 4096}
+INTS = {"0": 0, "1": 1, "4096": 4096}
 
 # The table of the specification: name -> (default, accepted text -> value).
 SPECIFIED = {
@@ -25,7 +30,7 @@ SPECIFIED = {
     "VLLM_QSA_PREFILL_USE_CP": (False, BOOLS),
     "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD": (16384, INTS),
     "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD": (2048, INTS),
-    "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": (256, INTS),
+    "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": (512, INTS),
     "GDN_BACKEND": ("auto", BACKENDS),
     "GDN_TUNED_DIR": (None, {"/tables": Path("/tables")}),
     "GDN_CACHE_DIR": (None, {"/cache": Path("/cache")}),
@@ -67,9 +72,36 @@ def test_a_value_that_is_not_understood_lists_the_valid_ones(name: str, text: st
     assert words.get(name, "") in message
 
 
-def test_zero_mebibytes_are_refused():
-    with pytest.raises(ValueError, match="integer >= 1"):
-        env.parse({"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": "0"})
+@pytest.mark.parametrize("value", ["0", "1", "512"])
+def test_no_workspace_of_the_indexer_disturbs_other_operators(switch: Callable[..., env.Switches], value: str):
+    """0 is vLLM's word for one row of scores at a time."""
+    switch(VLLM_SPARSE_INDEXER_MAX_LOGITS_MB=value)
+    assert env.current().sparse_indexer_max_logits_mb == int(value)
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    assert gdn.rms_norm_gated(x, x, torch.ones(64)).shape == x.shape
+    assert gdn.topk_indices(torch.ones(2, 9), 2).tolist() == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
+def test_zero_mebibytes_select_what_others_select(switch: Callable[..., env.Switches], paged: bool):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    rows, keys = 6, 32
+    q, k, weights = normal(rows, 2, 64), normal(keys, 64), normal(rows, 2)
+    starts, ends = torch.zeros(rows, dtype=torch.int32), torch.arange(rows, dtype=torch.int32) + keys - rows + 1
+    tables = torch.arange(2, dtype=torch.int32).expand(rows, 2).contiguous()
+
+    def selected() -> torch.Tensor:
+        if paged:
+            return gdn.paged_indexer_topk(q[:, None], k.view(2, 16, 64), weights, ends, tables, 5)
+        return gdn.indexer_topk(q, k, weights, starts, ends, 5)
+
+    expected = selected()
+    switch(VLLM_SPARSE_INDEXER_MAX_LOGITS_MB="0")
+    assert torch.equal(selected(), expected) and (expected >= 0).all()
 
 
 def test_current_reads_once_and_reload_reads_again(monkeypatch: pytest.MonkeyPatch):
@@ -133,6 +165,108 @@ def test_names_of_others_pass_in_silence(monkeypatch: pytest.MonkeyPatch, name: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         env.reload()
+
+
+ROOT = Path(env.__file__).parents[2]
+SERVING = [name for name in env.DECLARATIONS if name.startswith("VLLM_")]
+# The serving stack's switches must act on what runs; a command that only prints them is no reader of those.
+OPERATORS_AND_LAYERS = ("gdn/ops", "gdn/runtime", "gdn/layers", "gdn/distributed", "gdn/integrations")
+
+
+def test_the_serving_stacks_names():
+    assert len(SERVING) == 10
+
+
+def _holds_switches(node: ast.expr) -> bool:
+    """Whether an expression is the switches: env.current(), env.reload(), switches, self.switches, module.switches, ..."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in ("current", "reload")
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.endswith("switches")
+
+
+def readers() -> dict[str, set[str]]:
+    """Field of Switches -> the files that read it as an attribute of the switches."""
+    found: dict[str, set[str]] = {}
+    for path in [path for package in ("gdn", "autotune") for path in sorted((ROOT / package).rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _holds_switches(node.value):
+                found.setdefault(node.attr, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+READERS = readers()
+
+
+def acts(name: str) -> bool:
+    """Whether a switch decides anything: code reads it, or it is a preference among kernels that an operator has."""
+    if any(op.modules for op in registry.OPERATORS.values() for one in op.preferences if one.switch == name):
+        return True
+    if name in env._OP_BY_SWITCH:
+        return bool(READERS.get("backend_of"))
+    files = READERS.get(env._FIELD_BY_SWITCH[name], set())
+    return any(not name.startswith("VLLM_") or file.startswith(OPERATORS_AND_LAYERS) for file in files)
+
+
+@pytest.mark.parametrize("name", env.DECLARATIONS)
+def test_a_switch_has_a_reader_or_says_that_it_has_none(name: str):
+    """Never both: the change that adds the reader removes the note."""
+    assert acts(name) == (env.no_effect(name) is None)
+
+
+def test_readers_are_found_where_they_are():
+    """Else the test above would pass for the wrong reason."""
+    assert "gdn/ops/indexer_topk.py" in READERS["sparse_indexer_max_logits_mb"]
+    assert "gdn/runtime/compiled.py" in READERS["cache_dir"] and "gdn/runtime/env.py" in READERS["log"]
+    assert set(READERS) <= set(env._FIELD_BY_SWITCH.values()) | {"backend_of", "given", "value"}
+
+
+WITHOUT_EFFECT = {
+    "VLLM_QSA_PREFILL_USE_CP": ("0", "gdn.layers.SparseAttention"),
+    "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD": ("16384", "gdn.layers.SparseAttention"),
+    "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD": ("1", "gdn.layers.SparseAttention"),
+    "VLLM_QSA_PREFILL_ATTN_BACKEND": ("pai-fa3", "sparse_attention"),
+    "VLLM_QSA_DECODE_ATTN_BACKEND": ("cute", "sparse_attention"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_switch_without_effect_warns_once_when_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+):
+    value, reader = WITHOUT_EFFECT[name]
+    monkeypatch.setattr(env, "_warned", set())
+    monkeypatch.setenv(name, value)
+    env.reload()
+    env.reload()
+    (record,) = [record for record in caplog.records if name in record.getMessage()]
+    assert (record.name, record.levelno) == ("gdn", logging.WARNING)
+    assert record.getMessage().startswith(f"{name} is set and has no effect yet: {reader}")
+
+
+def test_switches_with_an_effect_do_not_warn(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    monkeypatch.setattr(env, "_warned", set())
+    values = {"bool": "1", "int": "7", "path": str(tmp_path)}
+    for name, declaration in env.DECLARATIONS.items():
+        if name not in WITHOUT_EFFECT:
+            monkeypatch.setenv(name, values.get(declaration.kind) or next(iter(declaration.values)))
+    env.reload()
+    assert not caplog.records
+
+
+def test_a_switch_ceases_to_warn_with_the_operators_first_kernel(monkeypatch: pytest.MonkeyPatch):
+    operator = dataclasses.replace(registry.OPERATORS["sparse_attention"], modules={"cute": "kernels_cute.attention"})
+    monkeypatch.setitem(registry.OPERATORS, "sparse_attention", operator)
+    assert env.no_effect("VLLM_QSA_PREFILL_ATTN_BACKEND") is None
+
+
+def test_the_readme_lists_every_switch():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## Switches")[2].partition("\n## ")[0]
+    rows = {row: re.findall(r"`((?:GDN|VLLM)_[A-Z0-9_]*[A-Z0-9])`", row) for row in section.splitlines() if row.startswith("|")}
+    assert sorted(name for names in rows.values() for name in names) == sorted(env.DECLARATIONS)
+    for row, names in rows.items():
+        assert all(("no effect yet" in row) == (env.no_effect(name) is not None) for name in names), row
 
 
 def test_nothing_else_reads_the_environment():

@@ -204,6 +204,17 @@ def test_functions_and_short_names():
             gdn.explain(wrong)
 
 
+PUBLIC = sorted(name for name in gdn.__all__ if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", sorted({*registry.OPERATORS, *PUBLIC}))
+def test_every_name_is_resolved_or_refused(name: str):
+    """Without arguments an operator's call is refused for the first one that is missing, and other names for themselves."""
+    is_operator = name in registry.OPERATORS or any(name in op.functions for op in registry.OPERATORS.values())
+    with pytest.raises(TypeError if is_operator else ValueError, match="missing .* required" if is_operator else "^op: expected"):
+        gdn.explain(name)
+
+
 def test_arguments_are_validated_as_by_a_call():
     arguments = CALLS["chunk_gated_delta_rule"]()
     with pytest.raises(TypeError):
@@ -253,3 +264,22 @@ def test_on_an_h100_an_unserved_problem_says_why(as_if_h100: None):
     assert answer.backend == "reference" and "requires" in dict(answer.refusals)["tilelang"] and "48" in str(answer)
     with pytest.raises(ValueError, match="requires .* got .*48"):
         gdn.explain("chunk", **arguments, backend="tilelang")
+
+
+def test_the_switch_of_a_combined_operator_is_reported_by_its_parts(switch: Any) -> None:
+    switch(GDN_BACKEND_INDEXER_TOPK="reference")
+    answer = gdn.explain("indexer_topk", **CALLS["indexer_topk"]())
+    assert answer.parts[0].decided_by == "GDN_BACKEND_INDEXER_TOPK=reference"
+    switch(GDN_BACKEND_INDEXER_TOPK="cute")
+    with pytest.raises(ValueError, match=r"ordered for mqa_logits \(by GDN_BACKEND_INDEXER_TOPK=cute\)"):
+        gdn.indexer_topk(**CALLS["indexer_topk"]())
+
+
+def test_the_fp8_switch_decides_where_there_is_no_cache(switch: Any) -> None:
+    arguments = {name: value for name, value in CALLS["prepare_indexer"]().items() if name != "fp8"}
+    arguments |= {"k": None, "k_norm": None, "cache": None, "slot_mapping": None}
+    assert gdn.prepare_indexer(**arguments)[0].dtype == arguments["q"].dtype
+    switch(VLLM_QSA_USE_FP8_INDEXER="1")
+    assert gdn.prepare_indexer(**arguments)[0].dtype == torch.float8_e4m3fn
+    assert gdn.prepare_indexer(**arguments, fp8=False)[0].dtype == arguments["q"].dtype
+    assert gdn.explain("prepare_indexer", **arguments).problem.q_out_dtype == "float8_e4m3fn"  # type: ignore[union-attr]

@@ -64,6 +64,9 @@ def places_looked_at(call: Call, path: str) -> list[tuple[int, ...]]:
         counts = lengths(call)
         if call.operator == "causal_conv1d_update" and not isinstance(call.get("parent_token"), Tensor):
             return [(n, 0) for n in live_sequences(call)]
+        if isinstance(call.get("final_state_indices"), Tensor) or call.arguments.get("disable_state_update"):
+            accepted = call.index("num_accepted_tokens") if isinstance(call.get("num_accepted_tokens"), Tensor) else None
+            return [(n, 0 if accepted is None else accepted[n] - 1) for n in live_sequences(call)]  # read, not written
         return [(n, c) for n in live_sequences(call) for c in range(min(tensor.shape[1], counts[n]))]
     if path == "final_state_indices":
         counts = lengths(call)

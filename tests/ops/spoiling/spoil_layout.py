@@ -17,7 +17,7 @@ def _last_strided(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor = call.get(path)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.numel() or tensor.shape[-1] < 2:
         return None
-    if call.operator == "causal_conv1d_update" and path == "x" and tensor.dim() == 3:
+    if call.operator == "causal_conv1d_update" and path in ("x", "out") and tensor.dim() == 3:
         return None  # [B, dim, T] is taken by its strides
     strided = memory.last_strided(tensor)
     return put(call, path, strided, is_exact=False) if strided.stride(-1) != 1 else None

@@ -40,7 +40,7 @@ def _accepting(then: Callable[..., Any]) -> Callable[..., Any]:
     """The good call's result, and then something more."""
 
     def fake(**arguments: Any) -> Any:
-        plain = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        plain = {name: x.detach().contiguous() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
         return then(genuine(**plain), **arguments)
 
     return fake

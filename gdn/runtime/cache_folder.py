@@ -1,0 +1,115 @@
+"""Folders of the kernel cache that only their owner can write, and the private folder that replaces a cache.
+
+An entry of the kernel cache is machine code that this process will run. Folders are therefore made for their owner alone
+(0700, files 0600), and nothing is loaded that belongs to another user than this one or root, or that its group or others may
+write: neither an entry nor anything below such a folder, from the cache's root down.
+"""
+
+import multiprocessing.util
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _status(path: Path, follow: bool) -> os.stat_result:
+    return os.stat(path, follow_symlinks=follow)
+
+
+class Distrusted(PermissionError):
+    """A folder in which another user could write what this process would run."""
+
+
+def distrust(root: Path, entry: Path) -> str | None:
+    """Why an entry below a cache's root must not be loaded, naming the path; None where it may, or is not there."""
+    folder = root
+    try:
+        reason = _distrust_root(root)
+        for part in entry.relative_to(root).parts:
+            folder = folder / part
+            reason = reason or _distrust(folder)
+        for file in () if reason else sorted(entry.iterdir()):
+            reason = reason or _distrust(file)
+    except (FileNotFoundError, NotADirectoryError):  # what is not there is not loaded, and what is above it was looked at
+        return None
+    except OSError as error:
+        return f"{error.filename} cannot be examined ({error.strerror})"
+    return reason
+
+
+def _distrust_root(root: Path) -> str | None:
+    """The root may be a link to a folder elsewhere, as long as the link is not another user's."""
+    return _distrust(root) if not root.is_symlink() else _foreign(root, _status(root, False)) or _distrust(root, follow=True)
+
+
+def _distrust(path: Path, follow: bool = False) -> str | None:
+    status = _status(path, follow)
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a symbolic link"
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        return f"{path} may be written by its group or others (mode {stat.S_IMODE(status.st_mode):04o})"
+    return _foreign(path, status)
+
+
+def _foreign(path: Path, status: os.stat_result) -> str | None:
+    if status.st_uid in (os.geteuid(), 0):
+        return None
+    return f"{path} belongs to user {status.st_uid}, not to this process's user {os.geteuid()} or root"
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder, and the missing ones above it, for their owner alone."""
+    if folder.is_dir():
+        return
+    make_private(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:  # another process made it, or it is no folder
+        if not folder.is_dir():
+            raise
+
+
+def make_entry_parent(root: Path, entry: Path) -> None:
+    """Makes the folder that an entry goes into; Distrusted where the file system lets others write what was made."""
+    make_private(entry.parent)
+    reason = distrust(root, entry)
+    if reason is not None:
+        raise Distrusted(reason)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a new file that only its owner can read or write, whatever the umask."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(content)
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether entries can be written into the folder, which is made where it is missing."""
+    try:
+        make_private(folder)
+        with tempfile.TemporaryFile(dir=folder):  # permission bits do not tell of read-only or full file systems
+            return True
+    except OSError:
+        return False
+
+
+_scratch: dict[int, Path] = {}  # by process: a forked child must not use a folder that its parent removes
+
+
+def has_scratch() -> bool:
+    """Whether this process has needed its private folder."""
+    return os.getpid() in _scratch
+
+
+def scratch() -> Path:
+    """A private folder of this process, removed when it ends: for kernels that the cache cannot take."""
+    folder = _scratch.get(os.getpid())
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="gdn-kernels-"))  # 0700
+        folder = _scratch.setdefault(os.getpid(), folder)
+        # Runs at the end of a process of multiprocessing too, where atexit does not, and never in a child.
+        multiprocessing.util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
+    return folder

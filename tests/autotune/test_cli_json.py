@@ -1,0 +1,124 @@
+"""`python -m autotune ... --json`: one JSON document on stdout; and errors that are one line on stderr."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune import accuracy, cli, selection, shapes, tuning
+from gdn.device import H100
+from tests.autotune import fake_kernel
+
+RUNNER = CliRunner()
+KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
+
+
+def run(*command: str, status: int = 0) -> Any:
+    done = RUNNER.invoke(cli.app, [*command, "--json"])
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)  # nothing else is there
+
+
+def winner() -> tuning.Winner:
+    return tuning.Winner(shapes.shapes("chunk", "16/32 4096")[0], fake_kernel.Config(7, True), 49.0, 0.004, None)
+
+
+def test_show(tmp_path: Path) -> None:
+    path = tuning.write_table(tmp_path, H100, KERNEL, [winner()], {"torch": "2"})
+    (table,) = run("show", "chunk", "--folder", str(tmp_path))
+    assert table["path"] == str(path) and table["header"]["device"] == "h100"
+    (group,) = table["groups"]
+    assert group["entries"][0]["time_us"] == 49.0 and group["entries"][0]["config"] == {"tile": 7, "split": True}
+    assert run("show", "topk", "--folder", str(tmp_path)) == []
+    assert {table["header"]["op"] for table in run("show", "chunk_gated_delta_rule")} == {"chunk"}  # the shipped ones
+
+
+def test_tune_compiling_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
+    configs = [fake_kernel.Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.RAISES)]
+    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: configs)
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path))
+    data = run("tune", "chunk", "--shapes", "16/32 4096", "--compile-only", "--workers", "1", status=1)
+    assert (data["op"], data["device"], data["complete"]) == ("chunk", "h100", False)
+    (kernel,) = data["kernels"]
+    assert (kernel["backend"], kernel["candidates"], kernel["winners"], kernel["table"]) == ("tilelang", 3, [], None)
+    (dropped,) = kernel["dropped"]
+    assert dropped["config"]["tile"] == fake_kernel.RAISES and "tile does not divide" in dropped["why"]
+
+
+def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = tuning.Plan(KERNEL, refusals={"odd": "requires more"}, configs={"16/32 4096": [fake_kernel.Config(7, True)]})
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
+    monkeypatch.setattr(tuning, "plan", lambda *_: made)
+    monkeypatch.setattr(tuning, "search", lambda *_, **__: winner())
+    monkeypatch.setattr(cli, "_versions", lambda backend: {"torch": "2"})
+    out = tmp_path / "tables"
+    data = run("tune", "chunk", "--shapes", "16/32 4096", "--out", str(out), "--journals", str(tmp_path / "journals"))
+    (kernel,) = data["kernels"]
+    assert data["complete"] and kernel["not_served"] == {"odd": "requires more"}
+    assert kernel["winners"] == [
+        {"shape": "16/32 4096", "config": {"tile": 7, "split": True}, "time_us": 49.0, "error": 0.004, "default_us": None}
+    ]
+    assert Path(kernel["table"]).is_file() and out in Path(kernel["table"]).parents
+
+
+def test_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: object) -> Iterator[accuracy.Error]:
+        yield accuracy.Error("a case", "cute", False, 1e-3, 2.5e-3)
+        yield accuracy.Error("a case", "a library", True, math.inf, 2.0e-3)
+
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(accuracy, "measure", measure)
+    data = run("accuracy", status=1)
+    assert data["errors"][0] == {"case": "a case", "who": "cute", "is_peer": False, "out": 1e-3, "state": 2.5e-3}
+    assert data["errors"][1]["out"] is None  # JSON has no infinity
+    assert data["ratios"] == [{"case": "a case", "who": "cute", "what": "state", "ratio": 1.25}]
+    assert (data["limit"], data["failures"], data["complete"]) == (accuracy.LIMIT, [], True)
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {selection.BF16: 0.999, selection.BF16_OUT: 0.5, selection.FP8: 0.9, selection.FP8_EXACT: 0.98}
+    monkeypatch.setattr(selection, "measure", lambda keys, *_: selection.Agreement(keys, shares))
+    data = run("selection", "--keys", "64", "--rows", "3", status=1)
+    assert data["contexts"] == [{"keys": 64, "shares": shares, "passed": False}]
+    assert (data["rows"], data["passed"], data["demanded"]) == (3, False, selection.DEMANDED)
+
+
+def test_what_follows_json_prints_on_stdout_again(tmp_path: Path) -> None:
+    run("show", "--folder", str(tmp_path))
+    assert "No tuned table" in RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path)]).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["show", "chunky"], "op: expected one of chunk"),
+        (["show", "--folder", "/nowhere/tables"], "folder: expected a folder of tables, got /nowhere/tables"),
+        (["tune", "chunks"], "expected one of chunk"),
+        (["tune"], "Missing argument"),
+        (["tune", "chunk", "--limit", "0"], "Invalid value for '--limit'"),
+        (["bench", "chunky"], "expected one of chunk"),
+        (["bench", "--readme", "/nowhere/README.md"], "readme: expected a file, got /nowhere/README.md"),
+        (["bench", "--json", "/nowhere/figures.json"], "json: expected a file in a folder that exists"),
+        (["accuracy", "--backend", "cuda"], "backend: expected one of cute, tilelang, got 'cuda'"),
+        (["selection", "--backend", "cuda", "--keys", "64", "--rows", "2"], "backend: expected 'tilelang', 'cute', 'reference'"),
+        (["dance"], "No such command 'dance'"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr(command: list[str], expected: str) -> None:
+    done = RUNNER.invoke(cli.app, command)
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and expected in line
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "chunk.cute.json").write_text("{")
+    done = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path)])
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1 and "chunk.cute.json: not a tuned table" in done.stderr
