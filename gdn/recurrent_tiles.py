@@ -9,8 +9,9 @@ Leaf module: imports the other leaves only.
 from dataclasses import dataclass, replace
 
 from gdn.device import DeviceSpec
-from gdn.problems import RecurrentProblem, unserved_dtypes
+from gdn.problems import DTYPE_BYTES, RecurrentProblem, unserved_dtypes
 
+_LINE_BYTES = 128  # of the L2 cache
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
 _OTHER_IN_TURN = 30  # without a token ahead
@@ -64,6 +65,15 @@ def k_vector(state_v_first: bool, state_dtype: str, head_k_dim: int) -> int:
 
 def _k_vector(problem: RecurrentProblem) -> int:
     return k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
+
+
+def k_warps(state_v_first: bool, state_dtype: str, head_v_dim: int, tiles: Tiles) -> int:
+    """Warps that share a column of V. K first, a warp reads whole lines of a row of V, so that it has few of the K entries."""
+    if state_v_first:
+        return 1
+    in_line = min(_LINE_BYTES // (tiles.rows * DTYPE_BYTES[state_dtype]), 1 << (-(-head_v_dim // tiles.rows) - 1).bit_length())
+    lanes_of_warp = max(1, 32 // in_line)
+    return max(1, min(tiles.lanes // lanes_of_warp, tiles.threads // 32))
 
 
 def k_per_thread(problem: RecurrentProblem, lanes: int) -> int:

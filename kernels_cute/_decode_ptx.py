@@ -5,18 +5,20 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-from kernels_cute._chunk_ptx import in_block, load_four, load_one, pack, store_one, unpack
+from kernels_cute._chunk_ptx import in_block, load_four, load_one, load_pair, pack, store_one, unpack
 
 __all__ = [
     "as_float",
     "in_block",
     "load_four",
     "load_one",
+    "load_pair",
     "pack",
     "send",
     "store_four",
     "store_global_pair",
     "store_one",
+    "store_two",
     "unpack",
 ]
 
@@ -35,6 +37,14 @@ def store_four(address: Any, values: Any, positive: Any) -> None:
     """Where `positive` is. Without a branch: what the values are made of stays in one block of code with its loads."""
     cute.arch.inline_ptx(
         "{.reg .pred p;\nsetp.gt.s32 p, {$r5}, 0;\n@p st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};}",
+        read_only_args=[address, *values, positive],
+    )
+
+
+def store_two(address: Any, values: Any, positive: Any) -> None:
+    """As store_four."""
+    cute.arch.inline_ptx(
+        "{.reg .pred p;\nsetp.gt.s32 p, {$r3}, 0;\n@p st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};}",
         read_only_args=[address, *values, positive],
     )
 

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import DTYPE_BYTES
-from gdn.recurrent_tiles import k_vector
+from gdn.recurrent_tiles import Tiles, k_vector, k_warps
 from kernels_cute._rounding import key_of, rounded
 
 
@@ -35,7 +35,9 @@ class StateTile:
         self.entries = -(-head_k_dim // (lanes * self.vec)) * self.vec  # K entries of a thread
         self.chunks = self.entries // self.vec
         self.groups = threads // lanes
-        self.groups_per_warp = 32 // lanes
+        self.k_warps = k_warps(state_v_first, state_dtype, head_v_dim, Tiles(threads, lanes, rows, 0))
+        self.warp_lanes = lanes // self.k_warps
+        self.groups_per_warp = 32 // self.warp_lanes
         # Distances in threads: between the lanes of a group, and between groups.
         self.lane_step = 1 if state_v_first else self.groups_per_warp
         self.group_step = lanes if state_v_first else 1
@@ -47,8 +49,9 @@ class StateTile:
         """Which of a column's K entries a thread holds, and of which columns of the block."""
         if self.v_first:
             return thread % self.lanes, thread // self.lanes
-        lane = thread % 32 // self.groups_per_warp
-        return lane, thread // 32 * self.groups_per_warp + thread % self.groups_per_warp
+        warp = thread // 32
+        lane = warp % self.k_warps * self.warp_lanes + thread % 32 // self.groups_per_warp
+        return lane, warp // self.k_warps * self.groups_per_warp + thread % self.groups_per_warp
 
     def at(self, row: int, entry: int) -> int:
         """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""
