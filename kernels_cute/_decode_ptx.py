@@ -12,13 +12,13 @@ __all__ = [
     "in_block",
     "load_four",
     "load_one",
-    "load_pair",
+    "load_some",
     "pack",
     "send",
     "store_four",
     "store_global_pair",
     "store_one",
-    "store_two",
+    "store_some",
     "unpack",
 ]
 
@@ -41,12 +41,24 @@ def store_four(address: Any, values: Any, positive: Any) -> None:
     )
 
 
-def store_two(address: Any, values: Any, positive: Any) -> None:
-    """As store_four."""
+def store_some(address: Any, values: Any, positive: Any) -> None:
+    """One, two or four values, as store_four."""
+    if len(values) == 4:
+        store_four(address, values, positive)
+        return
+    kind, places = {1: ("", "{$r1}"), 2: (".v2", "{{$r1}, {$r2}}")}[len(values)]
+    condition = f"{{$r{1 + len(values)}}}"
     cute.arch.inline_ptx(
-        "{.reg .pred p;\nsetp.gt.s32 p, {$r3}, 0;\n@p st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};}",
+        f"{{.reg .pred p;\nsetp.gt.s32 p, {condition}, 0;\n@p st.shared{kind}.f32 [{{$r0}}], {places};}}",
         read_only_args=[address, *values, positive],
     )
+
+
+def load_some(address: Any, width: int) -> Any:
+    """One, two or four neighbouring values."""
+    if width == 1:
+        return (load_one(address),)
+    return load_four(address) if width == 4 else load_pair(address)
 
 
 def store_global_pair(address: Any, first: Any, second: Any) -> None:

@@ -36,8 +36,8 @@ class DecodeStep(StateTile, StateSums):
         self.columns = threads // lanes * rows  # of V, a block
         self.splits = self.V // self.columns  # blocks of a value head
         self.cluster = self.ratio * self.splits  # blocks of a key head and sequence
-        self.column_warps = threads // 32 // self.k_warps  # with columns of their own
-        self.parts = self.splits * self.column_warps  # of a sum over the head
+        self.warps = threads // 32
+        self.parts = self.splits * self.warps  # of a sum over the head
         self.parity_bytes = -(-self.parts // 4) * 16  # sums of a token in shared memory, read four at a time
         self.history, self.taps = problem.width - 1, problem.width
         self.dtype = CUTE_DTYPES[problem.dtype]
@@ -297,31 +297,34 @@ class DecodeStep(StateTile, StateSums):
         for r in cutlass.range_constexpr(rows):
             v_value = ptx.load_one(tokens + (2 * self.K + r) * 4 + (v_start - rank % self.splits * self.columns) * 4)
             rU[r] = k_factor * (beta * (v_value - alpha * (k_factor * rSums[2 * r])))
-            o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
-            squares += o_row * o_row
-            if lane == r:
-                o_value = o_row
-        for bit in cutlass.range_constexpr(self.groups_per_warp.bit_length() - 1):
+            if cutlass.const_expr(self.k_warps == 1):
+                o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
+                squares += o_row * o_row
+                if lane == r:
+                    o_value = o_row
+        if cutlass.const_expr(self.k_warps > 1):
+            o_value = q_factor * (alpha * rSums[1] + self.own_column(lane, rU) * rSums[2 * rows])
+            squares = cutlass.select_(lane < rows, o_value * o_value, Float32(0.0))
+            squares = cute.arch.warp_reduction_sum(squares)
+        for bit in cutlass.range_constexpr(self.groups_per_warp.bit_length() - 1 if self.k_warps == 1 else 0):
             squares += cute.arch.shuffle_sync_bfly(squares, offset=self.group_step << bit)
 
         if cutlass.const_expr(self.cluster > 1):
             if step == 0:
                 cute.arch.cluster_wait()
         parity = step % 2
-        # Of the warps that share columns the first one sends.
-        column_warp = thread // 32 // self.k_warps
         if cutlass.const_expr(self.splits > 1):
-            own = (rank % self.splits * self.column_warps + column_warp) * 4 + parity * self.parity_bytes
+            own = (rank % self.splits * self.warps + thread // 32) * 4 + parity * self.parity_bytes
             target = rank // self.splits * self.splits + thread % self.splits
             ptx.send(
                 ptx.in_block(sums + own, target),
                 squares,
                 ptx.in_block((barriers + parity).toint(), target),
-                Int32(self.splits) - thread % (32 * self.k_warps),
+                Int32(self.splits) - thread % 32,
             )
         else:
-            if thread % (32 * self.k_warps) == 0:
-                ptx.store_one(sums + column_warp * 4, squares)
+            if thread % 32 == 0:
+                ptx.store_one(sums + thread // 32 * 4, squares)
 
         # While the sums are under way: the window's new columns, the next token's inputs, and the state.
         for p in cutlass.range_constexpr(self.passes):

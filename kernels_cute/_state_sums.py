@@ -42,38 +42,49 @@ class StateSums:
 
     @cute.jit
     def exchange(self, rSums: cute.Tensor, count: cutlass.Constexpr, parts: Int32, buffer: Int32, first: cutlass.Constexpr):
+        """Afterwards rSums holds S k of every column at 2 * r, S q of the lane's own column at 1, and the token's sums."""
         thread, _, _ = cute.arch.thread_idx()
-        columns = cutlass.const_expr(2 * self.rows)
-        width = cutlass.const_expr(min(columns, 4))
+        rows = cutlass.const_expr(self.rows)
+        width = cutlass.const_expr(min(rows, 4))
         size = cutlass.const_expr(4 * self.part_floats)
+        step = cutlass.const_expr(4 * width * self.groups_per_warp)  # bytes of `width` columns of every group
         warp = thread // 32
         column_warp = warp // self.k_warps
-        group = thread % self.groups_per_warp
         source = parts + (buffer * (self.threads // 32) + column_warp * self.k_warps) * size
         target = source + warp % self.k_warps * size
+        at_group = thread % self.groups_per_warp * (4 * width)
+        at_token = cutlass.const_expr(8 * rows * self.groups_per_warp)
         if cutlass.const_expr(first):
             self.wait_for_columns(column_warp)
         is_first = Int32(1) - thread % 32 // self.groups_per_warp  # of the lanes of a group in this warp
-        for i in cutlass.range_constexpr(0, columns, width):
-            at = target + (i * self.groups_per_warp + group * width) * 4
-            if cutlass.const_expr(width == 4):
-                ptx.store_four(at, [rSums[i + e] for e in range(4)], is_first)
-            else:
-                ptx.store_two(at, [rSums[i + e] for e in range(2)], is_first)
-        scalars = [rSums[columns + e] if columns + e < count else Float32(0.0) for e in range(_SCALARS)]
-        ptx.store_four(target + columns * self.groups_per_warp * 4, scalars, Int32(1) - thread % 32)
+        for kind in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(rows // width):
+                values = [rSums[2 * (c * width + e) + kind] for e in range(width)]
+                ptx.store_some(target + at_group + (kind * (rows // width) + c) * step, values, is_first)
+        scalars = [rSums[2 * rows + e] if 2 * rows + e < count else Float32(0.0) for e in range(_SCALARS)]
+        ptx.store_some(target + at_token, scalars, Int32(1) - thread % 32)
         self.wait_for_columns(column_warp)
+        lane, _ = self.lane_and_group(thread)
+        own = cutlass.min(lane, rows - 1)
+        at_own = 4 * rows * self.groups_per_warp + own // width * step + at_group + own % width * 4
         rSums.fill(0.0)
-        for warp_of_k in cutlass.range_constexpr(self.k_warps):
-            part = source + warp_of_k * size
-            for i in cutlass.range_constexpr(0, columns, width):
-                at = part + (i * self.groups_per_warp + group * width) * 4
-                values = ptx.load_four(at) if cutlass.const_expr(width == 4) else ptx.load_pair(at)
+        for k_warp in cutlass.range_constexpr(self.k_warps):
+            part = source + k_warp * size
+            for c in cutlass.range_constexpr(rows // width):
+                values = ptx.load_some(part + at_group + c * step, width)
                 for e in cutlass.range_constexpr(width):
-                    rSums[i + e] += values[e]
-            values = ptx.load_four(part + columns * self.groups_per_warp * 4)
-            for e in cutlass.range_constexpr(count - columns):
-                rSums[columns + e] += values[e]
+                    rSums[2 * (c * width + e)] += values[e]
+            rSums[1] += ptx.load_one(part + at_own)
+            values = ptx.load_four(part + at_token)
+            for e in cutlass.range_constexpr(count - 2 * rows):
+                rSums[2 * rows + e] += values[e]
+
+    def own_column(self, lane: Any, rX: Any) -> Any:
+        """Of a value per column the one that the lane stores; anything for a lane that stores none."""
+        value = rX[0]
+        for r in range(1, self.rows):
+            value = cutlass.select_(lane == r, rX[r], value)
+        return value
 
     @cute.jit
     def wait_for_columns(self, column_warp: Int32):

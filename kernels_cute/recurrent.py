@@ -478,6 +478,10 @@ class _Recurrent(StateTile, StateSums, DraftTree, InTurn):
             q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
 
         o_value = cutlass.Float32(0.0)
+        if cutlass.const_expr(self.k_warps > 1):
+            for r in cutlass.range_constexpr(rows):
+                rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
+            return q_factor * (alpha * rSums[1] + self.own_column(lane, rU) * rSums[2 * rows])
         for r in cutlass.range_constexpr(rows):
             rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
             o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
