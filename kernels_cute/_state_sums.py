@@ -75,9 +75,13 @@ class StateSums:
                 for e in cutlass.range_constexpr(width):
                     rSums[2 * (c * width + e)] += values[e]
             rSums[1] += ptx.load_one(part + at_own)
-            values = ptx.load_four(part + at_token)
-            for e in cutlass.range_constexpr(count - 2 * rows):
-                rSums[2 * rows + e] += values[e]
+        # One word a lane: whole, the token's sums of all warps would be in flight with those of the columns, and spill.
+        word = thread % 32
+        value = ptx.load_one(source + word // _SCALARS % self.k_warps * size + at_token + word % _SCALARS * 4)
+        for bit in cutlass.range_constexpr(self.k_warps.bit_length() - 1):
+            value += cute.arch.shuffle_sync_bfly(value, offset=_SCALARS << bit)
+        for e in cutlass.range_constexpr(count - 2 * rows):
+            rSums[2 * rows + e] = cute.arch.shuffle_sync(value, e)
 
     def own_column(self, lane: Any, rX: Any) -> Any:
         """Of a value per column the one that the lane stores; anything for a lane that stores none."""

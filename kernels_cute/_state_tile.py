@@ -35,7 +35,7 @@ class StateTile:
         self.entries = -(-head_k_dim // (lanes * self.vec)) * self.vec  # K entries of a thread
         self.chunks = self.entries // self.vec
         self.groups = threads // lanes
-        self.k_warps = k_warps(state_v_first, state_dtype, head_v_dim, Tiles(threads, lanes, rows, 0))
+        self.k_warps = k_warps(state_v_first, head_v_dim, Tiles(threads, lanes, rows, 0))
         self.warp_lanes = lanes // self.k_warps
         self.groups_per_warp = 32 // self.warp_lanes
         # Distances in threads: between the lanes of a group, and between groups.

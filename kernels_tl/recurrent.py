@@ -140,7 +140,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     chunks = entries // vec
     v_tiles = -(-V // block_v)
     # K first, several warps share columns, so that each reads whole lines of a row of V.
-    warps_of_column = k_warps(v_first, state_dtype, V, config)
+    warps_of_column = k_warps(v_first, V, config)
     warp_lanes = lanes // warps_of_column
     groups_per_warp = 32 // warp_lanes
     mask_k, mask_v = chunks * lanes * vec != K, V % block_v != 0
