@@ -95,7 +95,7 @@ def reads_lines(head_k_dim: int, head_v_dim: int, tiles: Tiles) -> bool:
 
 
 def _adds_few(head_k_dim: int, head_v_dim: int, tiles: Tiles) -> bool:
-    """K first: whether at most four warps (eight of the largest heads) share columns; where more did, each held less state."""
+    """K first: whether at most four warps (eight of the largest heads) share columns. More of them lost: each held less state."""
     return k_warps(False, head_v_dim, tiles) <= max(4, head_k_dim // 32)
 
 
@@ -200,8 +200,8 @@ def _shapes(problem: RecurrentProblem, device: DeviceSpec) -> list[tuple[int, in
 
 
 def _that_read_lines(problem: RecurrentProblem, device: DeviceSpec, space: list[Config]) -> list[Config]:
-    """The configurations worth measuring K first: 256 threads an SM alone lost, and where blocks are not to be narrow so did
-    those that do not read lines."""
+    """The configurations worth measuring K first: more than 256 threads an SM, so that enough bytes are in flight, and whole
+    lines unless blocks are to be narrow."""
     k, v = problem.head_k_dim, problem.head_v_dim
     several = [config for config in space if config.resident > _RESIDENT[-1]] or space
     if _few_columns(problem, 64, device):

@@ -1,8 +1,20 @@
 """Sums over the K entries of a column: by shuffles where one warp holds all of them, through shared memory where several do.
 
-K first, the warps that share columns each write what they have added up to `parts` and read what the others have. `parts` has
-two buffers, for even and odd tokens: a warp writes a buffer again behind the barrier of the token in between, which the others
-pass when they have read.
+K first, each of the warps that share columns writes what its lanes have added up to its place in `parts`, passes one barrier
+with the others, and reads the places of all. Why one barrier a token is enough, with two buffers for even and odd tokens:
+
+    token t      write buffer t % 2     barrier t      read buffer t % 2
+    token t + 1  write the other one    barrier t + 1  read the other one
+    token t + 2  write buffer t % 2     ...
+
+- What is read has been written: a warp reads after barrier t, at which every warp arrives after its writes of token t.
+- What is still to be read is not overwritten: a warp writes buffer t % 2 again at token t + 2, after barrier t + 1. Every warp
+  arrives at barrier t + 1 after its reads of token t, which come before it in the program. With one buffer the writes of
+  token t + 1 would have only barrier t before them, which a slow warp has passed without having read.
+- All warps that share columns run the same tokens: the loop's bounds are those of the block's sequence.
+
+A call of one token a sequence needs one buffer. The walks of a draft tree have one too, and a second barrier before the writes
+(`first`): from node to node and from ancestor to node no parity alternates.
 """
 
 from typing import Any
@@ -33,7 +45,7 @@ class StateSums:
     def add_up(self, rSums: cute.Tensor, count: cutlass.Constexpr, parts: Int32, buffer: Int32, first: cutlass.Constexpr):
         """rSums[:count], S k and S q of a thread's columns and then sums over the token, over all lanes of the columns.
 
-        first: whether the warps may still read the buffer."""
+        first: whether a barrier is needed before the buffer is written, since other warps may still read it."""
         for step in cutlass.range_constexpr(self.warp_lanes.bit_length() - 1):
             for i in cutlass.range_constexpr(count):
                 rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)

@@ -1,8 +1,9 @@
 """A head's state in the registers of a block, and its way from and to a slot of the pool.
 
 `lanes` threads share the K entries of `rows` columns of V each. V first: the lanes of a group are neighbours, so that a
-group reads whole lines of one column's K entries. K first: neighbouring lanes hold neighbouring columns. Every byte moves
-once each way, past L1 and out of L2 first.
+group reads whole lines of one column's K entries. K first: neighbouring lanes hold neighbouring columns, and a column's lanes
+are spread over `k_warps` warps, so that a warp reads 64 columns of a row, whole lines. Every byte moves once each way, past L1
+and out of L2 first.
 """
 
 from typing import Any

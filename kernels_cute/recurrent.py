@@ -13,10 +13,11 @@ Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16;
 [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
 
 A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
-dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
-(rows * K / lanes values in flight) and every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the
-gates of the next token are loaded while the current one is computed; those of the first token before the state's slot is
-even known. For single tokens there is a form without a token ahead: `_recurrent_in_turn`.
+dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
+shared by several warps (`_state_sums`). A thread's part of the state is loaded at once (rows * K / lanes values in flight) and
+every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the gates of the next token are loaded while the
+current one is computed; those of the first token before the state's slot is even known. For single tokens there is a form
+without a token ahead: `_recurrent_in_turn`.
 """
 
 from typing import Any

@@ -13,9 +13,10 @@ Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16;
 [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
 
 A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
-dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
-(rows * K / lanes values in flight) and every byte of it moves once each way. q, k, v and the gates of the next token are
-loaded while the current one is computed; those of the first token before the state's slot is even known.
+dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
+shared by several warps. A thread's part of the state is loaded at once (rows * K / lanes values in flight) and every byte of
+it moves once each way. q, k, v and the gates of the next token are loaded while the current one is computed; those of the
+first token before the state's slot is even known.
 """
 
 from typing import Any
@@ -351,7 +352,8 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
 
     @T.macro
     def add_up(buffer, thread, sums, column_sums_shared, token_sums_shared):
-        """The sums over all lanes of the columns."""
+        """The sums over all lanes of the columns. Buffers alternate from token to token: a warp writes one again behind the
+        barrier of the token in between, at which every warp arrives when it has read (kernels_cute/_state_sums.py)."""
         for step in T.unroll(warp_lanes.bit_length() - 1):
             for i in T.unroll(num_sums):
                 sums[i] = sums[i] + T.shfl_xor(sums[i], lane_step << step)

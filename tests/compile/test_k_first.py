@@ -44,7 +44,7 @@ def _dealt(x: np.ndarray, tile: Tile, block: int, threads: np.ndarray) -> np.nda
 
 
 def _exchanged(tile: Tile, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`StateSums.exchange`, word by word: parts [threads, 2 * rows + 1] -> S k of all columns, S q of the own one, the token's."""
+    """`StateSums.exchange`, word by word: parts [threads, 2 * rows + 1] -> S k of all columns, S q of the own, the token's."""
     rows, width, groups = tile.rows, min(tile.rows, 4), tile.groups_per_warp
     size, step, at_token = tile.part_floats, width * groups, 2 * rows * groups
     memory = np.full(tile.parts_floats(1), np.nan)

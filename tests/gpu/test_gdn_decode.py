@@ -304,7 +304,7 @@ Configure = Callable[..., None]
 
 @pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """configure(number, sequences): the operator runs with that one of `configs` (of a call of so many), and remembers no call."""
+    """configure(number, sequences): the operator runs with that one of `configs`, and remembers no call."""
     operator = importlib.import_module("gdn.ops.decode")
     module = importlib.import_module("kernels_cute.gdn_decode")
 

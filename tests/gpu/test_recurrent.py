@@ -131,7 +131,9 @@ def test_repeats_give_the_same_bits(backend: str, v_first: bool, device: torch.d
 
 @LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graph_replay_with_other_lengths(backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_replay_with_other_lengths(
+    backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lengths, slots and accepted counts change between replays, as in a serving loop."""
     arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
     arguments["initial_state"].nan_to_num_(0.1)
@@ -161,7 +163,9 @@ def test_graph_replay_with_other_lengths(backend: str, v_first: bool, device: to
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_beyond_31_bits(backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose last slot starts beyond 2**31 elements."""
-    arguments = arguments_of(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=[2, 1], null_sequences=[], slot_gap=0)
+    arguments = arguments_of(
+        replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=[2, 1], null_sequences=[], slot_gap=0
+    )
     small = arguments["initial_state"]
     last = small.shape[0] - 1
     stride = (2**31 // last + 4) // 4 * 4

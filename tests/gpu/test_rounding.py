@@ -75,7 +75,8 @@ MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
     "decode-drafts": ("decode", lambda device: decode(device, Case(state_dtype=BF16, spec=7, v_first=False))),
     "decode-ragged-K-first": ("decode", lambda device: decode(device, Case(state_dtype=BF16, v_first=False))),
     "decode-single-K-first": (
-        "decode", lambda device: decode(device, Case(state_dtype=BF16, v_first=False, lengths=(1,) * 9, offsets_dtype=None)),
+        "decode",
+        lambda device: decode(device, Case(state_dtype=BF16, v_first=False, lengths=(1,) * 9, offsets_dtype=None)),
     ),
     "decode-single": (
         "decode",
