@@ -9,11 +9,13 @@ Leaf module: imports the other leaves only.
 from dataclasses import dataclass, replace
 
 from gdn.device import DeviceSpec
-from gdn.problems import RecurrentProblem, unserved_dtypes
+from gdn.problems import DTYPE_BYTES, RecurrentProblem, unserved_dtypes
 
+_COLUMNS_OF_WARP = 64  # of V, K first; a line of the L2 cache is 128 bytes
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, and what alignment wastes
 _OTHER_IN_TURN = 30  # without a token ahead
+_NEARLY_TWO = 15 / 8  # blocks an SM: 256 of them on 132
 _RESIDENT = (512, 384, 256)
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit. One bound for both kernels: of unequal ones the wider would win by its reach.
@@ -66,6 +68,37 @@ def _k_vector(problem: RecurrentProblem) -> int:
     return k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
 
 
+def k_warps(state_v_first: bool, head_v_dim: int, tiles: Tiles) -> int:
+    """Warps that share a column of V. K first they are so many that a warp reads 64 neighbouring columns of a row of V, where
+    the block has the warps: two lines of float32, one of bfloat16. Without, a warp would read parts of lines."""
+    if state_v_first:
+        return 1
+    columns = min(_COLUMNS_OF_WARP, 1 << (head_v_dim - 1).bit_length())
+    lanes_of_warp = max(1, 32 * tiles.rows // columns)  # lanes of a column in a warp
+    return max(1, min(tiles.lanes // lanes_of_warp, tiles.threads // 32))
+
+
+def rows_k_first(state_dtype: str) -> tuple[int, ...]:
+    """Columns a thread worth measuring K first: up to 16 bytes of a row, since a second access of a thread would leave gaps in
+    the lines that the first one reads; at least four columns, which are a load of 8 bytes."""
+    return (4, 8) if DTYPE_BYTES[state_dtype] == 2 else (4,)
+
+
+def columns_of_warp(head_v_dim: int, tiles: Tiles) -> int:
+    """Neighbouring columns of V of which a warp reads a row at once, K first."""
+    return 32 * tiles.rows * k_warps(False, head_v_dim, tiles) // tiles.lanes
+
+
+def reads_lines(head_k_dim: int, head_v_dim: int, tiles: Tiles) -> bool:
+    """K first: whether warps read as many columns as `k_warps` wants, and no more warps share them than is worth it."""
+    return columns_of_warp(head_v_dim, tiles) >= min(_COLUMNS_OF_WARP, head_v_dim) and _adds_few(head_k_dim, head_v_dim, tiles)
+
+
+def _adds_few(head_k_dim: int, head_v_dim: int, tiles: Tiles) -> bool:
+    """K first: whether at most four warps (eight of the largest heads) share columns. More of them lost: each held less state."""
+    return k_warps(False, head_v_dim, tiles) <= max(4, head_k_dim // 32)
+
+
 def k_per_thread(problem: RecurrentProblem, lanes: int) -> int:
     """K entries of a thread, some of which may lie beyond the last."""
     vector = _k_vector(problem)
@@ -83,12 +116,16 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
     state = config.rows * entries * (1 + problem.has_parent)  # a tree comes back to its start
     noise = 6 * (problem.has_rounding and problem.write_every_token)
-    return state + per_entry + per_column + 4 * masked + 2 * write_slots + noise + _OTHER_REGISTERS
+    # K first, without gates and with k as float32 for the update (see `_registers_in_turn`), some variants spilled four values.
+    no_gates = not problem.state_v_first and problem.gate_dtype is None and problem.dtype != "bfloat16"
+    return state + per_entry + per_column + 4 * masked + 2 * write_slots + 2 * no_gates + noise + _OTHER_REGISTERS
 
 
 def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) -> int:
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
     per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
+    if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums
+        per_column = 2 * config.rows + 7
     # What spilled a value or two in some variants: gates that come as they are, few lanes, float16 (k stays as float32 for the
     # update too, see `unpack_anew`), noise for every token.
     noise = problem.has_rounding and problem.write_every_token
@@ -124,10 +161,10 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     return config.block_v < 2 * problem.head_v_dim or config.threads == 32
 
 
-def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec) -> bool:
+def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec, blocks: float = 2) -> bool:
     """Whether blocks of block_v columns would not give every SM two."""
     columns = max(problem.num_sequences, 1) * problem.num_state_heads * problem.head_v_dim
-    return columns < 2 * device.num_sms * block_v
+    return columns < blocks * device.num_sms * block_v
 
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
@@ -137,14 +174,17 @@ def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
         return found
     least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
     shapes = [(t, n, r) for t, n, r in _shapes(problem, device) if k_per_thread(problem, n) * r >= least]
-    in_turn = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
-    return found + [config for config in in_turn if config is not None]
+    made = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
+    in_turn = [config for config in made if config is not None]
+    return found + (in_turn if problem.state_v_first else _that_read_lines(problem, device, in_turn))
 
 
 def configs_ahead(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """Of these, the ones with a token ahead."""
     found = [_most_resident(problem, *shape, device) for shape in _shapes(problem, device)]
     space = [config for config in found if config is not None]
+    if not problem.state_v_first:
+        return _that_read_lines(problem, device, space)
     # The compiler overlaps more of a large state where it has more registers than it needs.
     roomy = [replace(c, resident=256) for c in space if c.resident == 384 and c.threads < 256]
     return space + [config for config in roomy if fits(problem, config, device)]
@@ -155,18 +195,42 @@ def _shapes(problem: RecurrentProblem, device: DeviceSpec) -> list[tuple[int, in
     threads = (32, 64, 128) if _few_columns(problem, 64, device) else (64, 128, 256)
     lanes = [n for n in (4, 8, 16, 32) if n == 4 or 8 <= k_per_thread(problem, n)]
     lanes = [n for n in lanes if k_per_thread(problem, n) <= 16] or lanes[-1:]
-    rows = (1, 2, 4) if problem.state_v_first else (1, 2, 4, 8)  # 8 would only widen accesses along V
+    rows = (1, 2, 4) if problem.state_v_first else rows_k_first(problem.state_dtype)
     return [(t, n, r) for t in threads for n in lanes for r in rows]
 
 
+def _that_read_lines(problem: RecurrentProblem, device: DeviceSpec, space: list[Config]) -> list[Config]:
+    """The configurations worth measuring K first: more than 256 threads an SM, so that enough bytes are in flight, and whole
+    lines unless blocks are to be narrow."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    several = [config for config in space if config.resident > _RESIDENT[-1]] or space
+    if _few_columns(problem, 64, device):
+        return several
+    return [config for config in several if reads_lines(k, v, config)] or several
+
+
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """Without a token ahead where there is none and the whole state is then on the device at once."""
+    """Without a token ahead where there is none and the whole state is then on the device at once, or K first reads wider."""
     if is_single(problem):
         config = _choice(problem, device, ahead=False)
         blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)
         if blocks <= device.num_sms * (config.resident // config.threads):
             return config
+        if not problem.state_v_first and (wider := _wider_in_turn(problem, config, device)) is not None:
+            return wider
     return default_ahead(problem, device)
+
+
+def _wider_in_turn(problem: RecurrentProblem, in_turn: Config, device: DeviceSpec) -> Config | None:
+    """K first and beyond a wave, where fewer registers a thread let a block read more of a row than it can with a token ahead:
+    of a bfloat16 state eight columns a thread and twice the columns a block, of large heads 64 columns a warp."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if DTYPE_BYTES[problem.state_dtype] == 2:
+        eight = Config(256, 2 * in_turn.lanes, 8, in_turn.resident, ahead=False)
+        if fits(problem, eight, device) and reads_lines(k, v, eight):
+            return eight
+    is_wider = columns_of_warp(v, in_turn) > columns_of_warp(v, default_ahead(problem, device))
+    return in_turn if is_wider else None
 
 
 def default_ahead(problem: RecurrentProblem, device: DeviceSpec) -> Config:
@@ -182,16 +246,30 @@ def _choice(problem: RecurrentProblem, device: DeviceSpec, ahead: bool) -> Confi
     """As much state per thread as registers for 384 threads an SM allow (512 without a token ahead), then smaller blocks until
     every SM has two."""
     resident = 384 if ahead else 512
+    if not problem.state_v_first:
+        return _choice_k_first(problem, device, ahead, resident)
     lanes = 16 if problem.head_k_dim > 128 else 8
     while lanes > 4 and lanes * _k_vector(problem) >= 2 * problem.head_k_dim:
         lanes //= 2
     rows = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, resident, ahead), device))
-    if not problem.state_v_first and rows < 4 and fits(problem, Config(32, 2 * lanes, 4, resident, ahead), device):
-        lanes, rows = 2 * lanes, 4
-    # Fewer columns a thread would narrow the loads of a K-first state below 16 bytes.
-    narrow = [r for r in (4, 2, 1) if r < rows and problem.state_v_first]
+    narrow = [r for r in (4, 2, 1) if r < rows]
     shapes = [(128, rows), (64, rows), *((64, r) for r in narrow), *((32, r) for r in (rows, *narrow))]
     found = [_most_resident(problem, threads, lanes, r, device, ahead) for threads, r in shapes]
     feasible = [config for config in found if config is not None]
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
+    return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
+
+
+def _choice_k_first(problem: RecurrentProblem, device: DeviceSpec, ahead: bool, resident: int) -> Config:
+    """Four columns a thread, as few lanes as registers allow, blocks of at most 64 columns, all of them read by every warp; then
+    narrower blocks until every SM has nearly two: half as wide, they read lines in parts."""
+    shapes = [(n, r) for r in (4, 2, 1) for n in (4, 8, 16, 32)]
+    lanes, rows = next(
+        (n, r) for n, r in shapes if (n, r) == shapes[-1] or fits(problem, Config(32, n, r, resident, ahead), device)
+    )
+    k, v = problem.head_k_dim, problem.head_v_dim
+    found = [_most_resident(problem, threads, lanes, rows, device, ahead) for threads in (256, 128, 64, 32)]
+    fitting = [c for c in found if c is not None and _adds_few(k, v, c) and (c.threads == 32 or c.block_v <= _COLUMNS_OF_WARP)]
+    feasible = [config for config in fitting if config.resident >= resident] or fitting
+    enough = [config for config in feasible if not _few_columns(problem, config.block_v, device, _NEARLY_TWO)]
     return enough[0] if enough else min(feasible, key=lambda config: config.block_v)

@@ -5,18 +5,20 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-from kernels_cute._chunk_ptx import in_block, load_four, load_one, pack, store_one, unpack
+from kernels_cute._chunk_ptx import in_block, load_four, load_one, load_pair, pack, store_one, unpack
 
 __all__ = [
     "as_float",
     "in_block",
     "load_four",
     "load_one",
+    "load_some",
     "pack",
     "send",
     "store_four",
     "store_global_pair",
     "store_one",
+    "store_some",
     "unpack",
 ]
 
@@ -37,6 +39,26 @@ def store_four(address: Any, values: Any, positive: Any) -> None:
         "{.reg .pred p;\nsetp.gt.s32 p, {$r5}, 0;\n@p st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};}",
         read_only_args=[address, *values, positive],
     )
+
+
+def store_some(address: Any, values: Any, positive: Any) -> None:
+    """One, two or four values, as store_four."""
+    if len(values) == 4:
+        store_four(address, values, positive)
+        return
+    kind, places = {1: ("", "{$r1}"), 2: (".v2", "{{$r1}, {$r2}}")}[len(values)]
+    condition = f"{{$r{1 + len(values)}}}"
+    cute.arch.inline_ptx(
+        f"{{.reg .pred p;\nsetp.gt.s32 p, {condition}, 0;\n@p st.shared{kind}.f32 [{{$r0}}], {places};}}",
+        read_only_args=[address, *values, positive],
+    )
+
+
+def load_some(address: Any, width: int) -> Any:
+    """One, two or four neighbouring values."""
+    if width == 1:
+        return (load_one(address),)
+    return load_four(address) if width == 4 else load_pair(address)
 
 
 def store_global_pair(address: Any, first: Any, second: Any) -> None:

@@ -12,13 +12,14 @@ from kernels_cute import _decode_ptx as ptx
 from kernels_cute._memory import CUTE_DTYPES, load, pointer, sigmoid, store
 from kernels_cute._opaque import anew
 from kernels_cute._rounding import mixed_seed
+from kernels_cute._state_sums import StateSums, carveout
 from kernels_cute._state_tile import StateTile
 
 CHANNELS = 4  # of the convolution, a thread: one 8-byte access of a row
 WORDS = CHANNELS // 2  # of them in a row
 
 
-class DecodeStep(StateTile):
+class DecodeStep(StateTile, StateSums):
     """The kernel for one problem and configuration; attributes are compile-time constants.
 
     Shared memory: `tokens`, the current token's [q | k | v of the block's columns | decay, beta] in float32; `sums`, the
@@ -52,6 +53,8 @@ class DecodeStep(StateTile):
         self.items = self.shared_items + self.columns // CHANNELS
         self.passes = -(-self.items // threads)
         self.gates_at = 2 * self.K + self.columns  # in `tokens`
+        self.warp_parts = max(4, self.parts_floats(2 if self.has_offsets else 1))
+        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * self.warp_parts
 
     @cute.jit
     def __call__(
@@ -89,7 +92,8 @@ class DecodeStep(StateTile):
             cluster=[self.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=16,  # percent: a few KiB a block; without a value the DSL asks a device for its limit
+            # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
+            preferred_smem_carveout=max(16, carveout(self.shared_bytes, self.min_blocks)) if self.k_warps > 1 else 16,
         )  # fmt: skip
 
     @cute.kernel
@@ -211,6 +215,9 @@ class DecodeStep(StateTile):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         tokens = storage.tokens.data_ptr().toint()
         sums = storage.sums.data_ptr().toint()
+        warp_parts = Int32(0)
+        if cutlass.const_expr(self.k_warps > 1):
+            warp_parts = storage.warp_parts.data_ptr().toint()
         barriers = storage.barriers.data_ptr()
         if cutlass.const_expr(self.splits > 1):
             if thread == 0:
@@ -227,13 +234,13 @@ class DecodeStep(StateTile):
                 self.token(
                     step, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot,
                     lane_slot, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale,
-                    eps, null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
+                    eps, null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers, warp_parts,
                 )  # fmt: skip
         else:
             self.token(
                 Int32(0), sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot,
                 lane_slot, seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale, eps,
-                null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
+                null_slot, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers, warp_parts,
             )  # fmt: skip
         if cutlass.const_expr(self.has_offsets):
             # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
@@ -244,7 +251,7 @@ class DecodeStep(StateTile):
     def token(
         self, step, sequence, begin, count, key_head, value_head, rank, thread, lane, v_start, read_slot, window_slot, lane_slot,
         seed, minus_decay, dt_bias, norm_weight, gX, gZ, gB, gA, gWindows, gPool, gIndices, gOut, scale: Float32, eps: Float32,
-        null_slot: Int64, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers,
+        null_slot: Int64, rWeight, rBias, rLine, rGates, rZ, rState, rOut, tokens, sums, barriers, warp_parts,
     ):  # fmt: skip
         """Token `step` of the sequence: rLine, rGates and rZ hold its inputs, afterwards those of the next one."""
         rows, entries, vec = cutlass.const_expr(self.rows), cutlass.const_expr(self.entries), cutlass.const_expr(self.vec)
@@ -281,9 +288,7 @@ class DecodeStep(StateTile):
                     s_value = rState[self.at(r, i + e)]
                     rSums[2 * r] += s_value * k_value
                     rSums[2 * r + 1] += s_value * q_value
-        for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            for i in cutlass.range_constexpr(2 * rows + 3):
-                rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << bit)
+        self.add_up(rSums, 2 * rows + 3, warp_parts, step % 2, False)
 
         k_factor = cute.math.rsqrt(rSums[2 * rows + 1] + 1e-6)
         q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
@@ -292,11 +297,16 @@ class DecodeStep(StateTile):
         for r in cutlass.range_constexpr(rows):
             v_value = ptx.load_one(tokens + (2 * self.K + r) * 4 + (v_start - rank % self.splits * self.columns) * 4)
             rU[r] = k_factor * (beta * (v_value - alpha * (k_factor * rSums[2 * r])))
-            o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
-            squares += o_row * o_row
-            if lane == r:
-                o_value = o_row
-        for bit in cutlass.range_constexpr(self.groups_per_warp.bit_length() - 1):
+            if cutlass.const_expr(self.k_warps == 1):
+                o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])
+                squares += o_row * o_row
+                if lane == r:
+                    o_value = o_row
+        if cutlass.const_expr(self.k_warps > 1):
+            o_value = q_factor * (alpha * rSums[1] + self.own_column(lane, rU) * rSums[2 * rows])
+            squares = cutlass.select_(lane < rows, o_value * o_value, Float32(0.0))
+            squares = cute.arch.warp_reduction_sum(squares)
+        for bit in cutlass.range_constexpr(self.groups_per_warp.bit_length() - 1 if self.k_warps == 1 else 0):
             squares += cute.arch.shuffle_sync_bfly(squares, offset=self.group_step << bit)
 
         if cutlass.const_expr(self.cluster > 1):
@@ -378,11 +388,24 @@ class DecodeStep(StateTile):
         return anew(lane) if self.rounds and self.has_offsets else lane
 
     def storage_type(self) -> Any:
+        if self.k_warps > 1:
+            return self.storage_of_warps()
+
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.parity_bytes // 2], 16]
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, self.gates_at + 4], 16]
+
+        return Storage
+
+    def storage_of_warps(self) -> Any:
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 2]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.parity_bytes // 2], 16]
+            tokens: cute.struct.Align[cute.struct.MemRange[Float32, self.gates_at + 4], 16]
+            warp_parts: cute.struct.Align[cute.struct.MemRange[Float32, self.warp_parts], 16]
 
         return Storage
 

@@ -70,6 +70,7 @@ class InTurn:
         if cutlass.const_expr(self.rounds):
             seed = mixed_seed(gSeed)
 
+        parts = self.shared_parts()
         rState = cute.make_rmem_tensor(rows * entries, Float32)
         rQ = cute.make_rmem_tensor(entries // 2, Int32)
         rK = cute.make_rmem_tensor(entries // 2, Int32)
@@ -123,7 +124,7 @@ class InTurn:
                 rV[r] = rVIn[r].to(Float32)
             self.dot_products(rQ, rK, rState, rSums)
             own = anew(lane)  # what follows from it is made here too, not kept in predicates
-            o_value = self.combine(rGates[0], rGates[1], scale, own, rV, rSums, rU)
+            o_value = self.combine(rGates[0], rGates[1], scale, own, rV, rSums, rU, parts, token % 2)
             self.store_out(token, head, own, v_start, o_value, gOut)
             self.move_on(rGates[0], rU, rK, rState)
             if token + 1 < begin + live_count:

@@ -38,6 +38,7 @@ class DraftTree:
     def run_tree(
         self, sequence, begin, live_count, head, lane, v_start, minus_decay, bias, seed, gQ, gK, gV, gG, gBeta, gPool, gIndices,
         gFinalIndices, gParents, gOut, scale: Float32, null_slot: Int64, rState, rQ, rKIn, rVIn, rG, rBeta, rV, rK, rSums, rU,
+        parts: Int32,
     ):  # fmt: skip
         rStart = cute.make_rmem_tensor(self.rows * self.entries, Float32)
         for i in cutlass.range_constexpr(self.rows * self.entries):
@@ -53,7 +54,7 @@ class DraftTree:
                 token = begin + self.ancestor(Int32(node), above - step, begin, gParents)
                 self.load_token(token, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
                 alpha, beta = self.multiply(rQ, rKIn, rVIn, rG, rBeta, minus_decay, bias, rState, rV, rK, rSums)
-                o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU)
+                o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU, parts, Int32(0))
                 self.update(alpha, rU, rK, rState)
                 if step == above:
                     self.store_out(begin + node, head, lane, v_start, o_value, gOut)

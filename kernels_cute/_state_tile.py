@@ -1,8 +1,9 @@
 """A head's state in the registers of a block, and its way from and to a slot of the pool.
 
 `lanes` threads share the K entries of `rows` columns of V each. V first: the lanes of a group are neighbours, so that a
-group reads whole lines of one column's K entries. K first: neighbouring lanes hold neighbouring columns. Every byte moves
-once each way, past L1 and out of L2 first.
+group reads whole lines of one column's K entries. K first: neighbouring lanes hold neighbouring columns, and a column's lanes
+are spread over `k_warps` warps, so that a warp reads 64 columns of a row, whole lines. Every byte moves once each way, past L1
+and out of L2 first.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import DTYPE_BYTES
-from gdn.recurrent_tiles import k_vector
+from gdn.recurrent_tiles import Tiles, k_vector, k_warps
 from kernels_cute._rounding import key_of, rounded
 
 
@@ -35,7 +36,9 @@ class StateTile:
         self.entries = -(-head_k_dim // (lanes * self.vec)) * self.vec  # K entries of a thread
         self.chunks = self.entries // self.vec
         self.groups = threads // lanes
-        self.groups_per_warp = 32 // lanes
+        self.k_warps = k_warps(state_v_first, head_v_dim, Tiles(threads, lanes, rows, 0))
+        self.warp_lanes = lanes // self.k_warps
+        self.groups_per_warp = 32 // self.warp_lanes
         # Distances in threads: between the lanes of a group, and between groups.
         self.lane_step = 1 if state_v_first else self.groups_per_warp
         self.group_step = lanes if state_v_first else 1
@@ -47,8 +50,9 @@ class StateTile:
         """Which of a column's K entries a thread holds, and of which columns of the block."""
         if self.v_first:
             return thread % self.lanes, thread // self.lanes
-        lane = thread % 32 // self.groups_per_warp
-        return lane, thread // 32 * self.groups_per_warp + thread % self.groups_per_warp
+        warp = thread // 32
+        lane = warp % self.k_warps * self.warp_lanes + thread % 32 // self.groups_per_warp
+        return lane, warp // self.k_warps * self.groups_per_warp + thread % self.groups_per_warp
 
     def at(self, row: int, entry: int) -> int:
         """Place of (column row, K entry) in a thread's state: the dim that is contiguous in memory runs fastest."""

@@ -28,7 +28,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
-from gdn.recurrent_tiles import k_vector
+from gdn.recurrent_tiles import k_vector, reads_lines, rows_k_first
 from kernels_cute._decode_step import CHANNELS, DecodeStep
 from kernels_cute._memory import CUTE_DTYPES, FLOAT_DTYPES, fake
 
@@ -83,7 +83,9 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
     # Over several tokens the filter, the window and the addresses stay.
-    return more + 84 + 5 * state // 4 + 6 * (not problem.state_v_first or problem.has_rounding)
+    if not problem.state_v_first:  # of S q a thread keeps one column's after the exchange, and addresses of sums instead
+        return more + 92 + 19 * state // 16 + 4 * max(0, config.rows - 4)
+    return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
@@ -118,20 +120,33 @@ def _space(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
 
 
 def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, 16 to 64 values of the state."""
+    """The feasible configurations worth measuring: 8 to 16 entries of K a thread, 16 to 64 values of the state; K first those
+    that read lines, where blocks need not be narrow."""
     space = _space(problem, device)
+    k, v = problem.head_k_dim, problem.head_v_dim
 
     def is_worth(config: Config) -> bool:
         entries = _entries(problem, config.lanes)
         return 8 <= entries <= 16 and entries * config.rows >= 16 and config.block_v >= 16
 
-    return [config for config in space if is_worth(config)] or space
+    found = [config for config in space if is_worth(config)] or space
+    if problem.state_v_first:
+        return found
+    found = [config for config in found if config.rows in rows_k_first(problem.state_dtype)] or found
+    if _heads(problem) < device.num_sms:
+        return found
+    return [config for config in found if reads_lines(k, v, config)] or found
+
+
+def _heads(problem: GdnDecodeProblem) -> int:
+    """Value heads of the call."""
+    return max(problem.num_sequences, 1) * problem.num_v_heads
 
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     """As measured (NOTES-decode.md), by the value heads of the call: too few for the device, one wave, several, many."""
     space = configs(problem, device)
-    heads = max(problem.num_sequences, 1) * problem.num_v_heads
+    heads = _heads(problem)
 
     def state(config: Config) -> int:
         return config.rows * _entries(problem, config.lanes)
@@ -139,22 +154,24 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     def blocks(config: Config) -> int:
         return problem.head_v_dim // config.block_v
 
-    def is_narrow(config: Config) -> bool:
-        return not problem.state_v_first and config.rows < 4  # its loads are as wide as a thread has columns
+    # Among equals K first: as many columns as a load takes where a block is a whole head, else as few lanes as there can be.
+    k_first = not problem.state_v_first
 
     if heads < device.num_sms:  # as many blocks as there can be
-        return min(space, key=lambda c: (is_narrow(c), -blocks(c), -state(c), c.lanes))
+        return min(space, key=lambda c: (-blocks(c), -state(c), c.lanes))
     if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM
-        return min(space, key=lambda c: (is_narrow(c), -c.resident * state(c), blocks(c), c.lanes))
+        return min(space, key=lambda c: (-c.resident * state(c), blocks(c), c.lanes))
     # A head a block, so that no sums pass between blocks, where all of them are on the device at once.
-    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.resident // c.threads) and not is_narrow(c)]
+    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.resident // c.threads)]
     if wave:
-        return min(wave, key=lambda c: (-state(c), c.lanes))
+        return min(wave, key=lambda c: (-state(c), -c.rows * k_first, c.lanes))
+    if k_first:  # of what reads lines, in blocks of 128 threads for any number of heads
+        return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.lanes))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
-        return min(space, key=lambda c: (is_narrow(c), -state(c), -blocks(c), c.lanes))
+        return min(space, key=lambda c: (-state(c), -blocks(c), c.lanes))
     # Less state a thread and more threads an SM: some load while others store.
     size = DTYPE_BYTES[problem.state_dtype]
-    return min(space, key=lambda c: (is_narrow(c), abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.rows - 4)))
+    return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.rows - 4)))
 
 
 def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:

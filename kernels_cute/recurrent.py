@@ -13,10 +13,11 @@ Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16;
 [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
 
 A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
-dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
-(rows * K / lanes values in flight) and every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the
-gates of the next token are loaded while the current one is computed; those of the first token before the state's slot is
-even known. For single tokens there is a form without a token ahead: `_recurrent_in_turn`.
+dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
+shared by several warps (`_state_sums`). A thread's part of the state is loaded at once (rows * K / lanes values in flight) and
+every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the gates of the next token are loaded while the
+current one is computed; those of the first token before the state's slot is even known. For single tokens there is a form
+without a token ahead: `_recurrent_in_turn`.
 """
 
 from typing import Any
@@ -35,6 +36,7 @@ from kernels_cute._memory import CUTE_DTYPES, fake
 from kernels_cute._recurrent_in_turn import InTurn
 from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
+from kernels_cute._state_sums import StateSums, carveout, storage_type
 from kernels_cute._state_tile import StateTile
 
 __all__ = [
@@ -172,7 +174,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
     ]
 
 
-class _Recurrent(StateTile, DraftTree, InTurn):
+class _Recurrent(StateTile, StateSums, DraftTree, InTurn):
     """The kernel for one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: RecurrentProblem, config: Config) -> None:
@@ -203,6 +205,7 @@ class _Recurrent(StateTile, DraftTree, InTurn):
         self.v_tiles = -(-self.V // config.block_v)
         self.new_width = min(self.width, 4)
         self.num_sums = 2 * self.rows + (3 if self.use_l2norm else 1)  # S.k, S.q per column; k.q; k.k and q.q for norms
+        self.shared_floats = self.parts_floats(1 if self.has_parent else 2)
 
     @cute.jit
     def __call__(
@@ -252,7 +255,8 @@ class _Recurrent(StateTile, DraftTree, InTurn):
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=0,  # none is used; without a value the DSL asks a device for its limit
+            # Without a value the DSL asks a device for its limit.
+            preferred_smem_carveout=carveout(4 * self.shared_floats, self.min_blocks) if self.shared_floats else 0,
         )
 
     @cute.kernel
@@ -286,6 +290,7 @@ class _Recurrent(StateTile, DraftTree, InTurn):
         lane, group = self.lane_and_group(thread)
         v_start = (block % self.v_tiles * self.groups + group) * rows
 
+        parts = self.shared_parts()
         rState = cute.make_rmem_tensor(rows * entries, cutlass.Float32)
         rQNext = cute.make_rmem_tensor(entries, self.dtype)
         rKNext = cute.make_rmem_tensor(entries, self.dtype)
@@ -359,7 +364,7 @@ class _Recurrent(StateTile, DraftTree, InTurn):
             self.run_tree(
                 sequence, begin, live_count, head, lane, v_start, minus_decay, bias, seed, gQ, gK, gV, gG, gBeta, gPool, gIndices,
                 gFinalIndices, gParents, gOut, scale, null_slot, rState, rQNext, rKNext, rVNext, rGNext, rBetaNext, rV, rK, rSums,
-                rU,
+                rU, parts,
             )  # fmt: skip
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
         for token in cutlass.range(begin, begin + chain_count, unroll=1):
@@ -367,7 +372,7 @@ class _Recurrent(StateTile, DraftTree, InTurn):
             if token + 1 < begin + live_count:
                 self.load_token(token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
 
-            o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU)
+            o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU, parts, token % 2)
             self.store_out(token, head, lane, v_start, o_value, gOut)
 
             self.update(alpha, rU, rK, rState)
@@ -390,6 +395,12 @@ class _Recurrent(StateTile, DraftTree, InTurn):
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
             self.store_state(cutlass.Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState, seed)
+
+    def shared_parts(self) -> Any:
+        """Address of the sums that warps exchange."""
+        if self.shared_floats == 0:
+            return cutlass.Int32(0)
+        return cutlass.utils.SmemAllocator().allocate(storage_type(self.shared_floats)).parts.data_ptr().toint()
 
     @cute.jit
     def multiply(
@@ -454,12 +465,12 @@ class _Recurrent(StateTile, DraftTree, InTurn):
         rV: cute.Tensor,
         rSums: cute.Tensor,
         rU: cute.Tensor,
+        parts: cutlass.Int32,
+        buffer: cutlass.Int32,
     ):
         """rU = what the columns take up of k; returns the output of column `lane`."""
         rows = cutlass.const_expr(self.rows)
-        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            for i in cutlass.range_constexpr(self.num_sums):
-                rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
+        self.add_up(rSums, self.num_sums, parts, buffer, self.has_parent)
 
         q_factor = scale
         k_factor = cutlass.Float32(1.0)
@@ -468,6 +479,10 @@ class _Recurrent(StateTile, DraftTree, InTurn):
             q_factor = scale * cute.math.rsqrt(rSums[2 * rows + 2] + 1e-6)
 
         o_value = cutlass.Float32(0.0)
+        if cutlass.const_expr(self.k_warps > 1):
+            for r in cutlass.range_constexpr(rows):
+                rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
+            return q_factor * (alpha * rSums[1] + self.own_column(lane, rU) * rSums[2 * rows])
         for r in cutlass.range_constexpr(rows):
             rU[r] = k_factor * (beta * (rV[r] - alpha * (k_factor * rSums[2 * r])))
             o_row = q_factor * (alpha * rSums[2 * r + 1] + rU[r] * rSums[2 * rows])

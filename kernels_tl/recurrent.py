@@ -13,9 +13,10 @@ Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16;
 [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
 
 A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
-dot product is log2(lanes) shuffles and nothing passes through shared memory. A thread's part of the state is loaded at once
-(rows * K / lanes values in flight) and every byte of it moves once each way. q, k, v and the gates of the next token are
-loaded while the current one is computed; those of the first token before the state's slot is even known.
+dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
+shared by several warps. A thread's part of the state is loaded at once (rows * K / lanes values in flight) and every byte of
+it moves once each way. q, k, v and the gates of the next token are loaded while the current one is computed; those of the
+first token before the state's slot is even known.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ import tilelang.language as T
 from gdn import recurrent_tiles
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Config, k_per_thread, k_vector, refusal
+from gdn.recurrent_tiles import TUNED_WITHIN, Config, k_per_thread, k_vector, k_warps, refusal
 from gdn.recurrent_tiles import configs_ahead as configs
 from gdn.recurrent_tiles import default_ahead as default_config
 from kernels_tl import _build
@@ -139,7 +140,10 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     entries = k_per_thread(problem, lanes)
     chunks = entries // vec
     v_tiles = -(-V // block_v)
-    groups_per_warp = 32 // lanes
+    # K first, several warps share columns, so that each reads whole lines of a row of V.
+    warps_of_column = k_warps(v_first, V, config)
+    warp_lanes = lanes // warps_of_column
+    groups_per_warp = 32 // warp_lanes
     mask_k, mask_v = chunks * lanes * vec != K, V % block_v != 0
     # V first: the lanes of a group are neighbours, so that a group reads whole lines of one column's K entries. K first:
     # neighbouring lanes hold neighbouring columns.
@@ -150,6 +154,8 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     selects_values = has_parent or rounds
     num_sums = 2 * rows + (3 if use_l2norm else 1)  # S.k and S.q per column, k.q, and k.k, q.q for the norms
     qk_sum, kk_sum, qq_sum = 2 * rows, 2 * rows + 1, 2 * rows + 2
+    num_parts = threads // 32 if warps_of_column > 1 else 0
+    sum_width = min(2 * rows, 4)
 
     L = T.dynamic("num_tokens")
     num_offsets = T.dynamic("num_offsets")  # num_sequences + 1
@@ -345,15 +351,42 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                 sums[2 * r + 1] = sums[2 * r + 1] + state[at(r, i)] * q_local[i]
 
     @T.macro
+    def add_up(buffer, thread, sums, column_sums_shared, token_sums_shared):
+        """The sums over all lanes of the columns. Buffers alternate from token to token: a warp writes one again behind the
+        barrier of the token in between, at which every warp arrives when it has read (kernels_cute/_state_sums.py)."""
+        for step in T.unroll(warp_lanes.bit_length() - 1):
+            for i in T.unroll(num_sums):
+                sums[i] = sums[i] + T.shfl_xor(sums[i], lane_step << step)
+        if warps_of_column > 1:
+            if has_parent:  # one buffer, which the other warps may still read
+                T.sync_threads()
+            if thread % 32 < groups_per_warp:
+                for c in T.unroll(2 * rows // sum_width):
+                    for e in T.vectorized(sum_width):
+                        column_sums_shared[buffer, thread // 32, c, thread % 32, e] = sums[c * sum_width + e]
+            if thread % 32 == 0:
+                for i in T.unroll(num_sums - 2 * rows):
+                    token_sums_shared[buffer, thread // 32, i] = sums[2 * rows + i]
+            T.sync_threads()
+            for i in T.unroll(num_sums):
+                sums[i] = 0.0
+            for w in T.unroll(warps_of_column):
+                for c in T.unroll(2 * rows // sum_width):
+                    for e in T.vectorized(sum_width):
+                        other = thread // 32 // warps_of_column * warps_of_column + w
+                        sums[c * sum_width + e] = (
+                            sums[c * sum_width + e] + column_sums_shared[buffer, other, c, thread % groups_per_warp, e]
+                        )
+                for i in T.unroll(num_sums - 2 * rows):
+                    other = thread // 32 // warps_of_column * warps_of_column + w
+                    sums[2 * rows + i] = sums[2 * rows + i] + token_sums_shared[buffer, other, i]
+
+    @T.macro
     def finish_token(
         begin: T.Ref, t, is_wanted, head, lane, v_start, scale, alpha: T.Ref, beta_value: T.Ref, state, k_local, v_local,
         sums, u, out, q_factor: T.Ref, k_factor: T.Ref, out_value: T.Ref,
     ):  # fmt: skip
         """The token's output, stored where it is wanted, and the state after it."""
-        for step in T.unroll(lanes.bit_length() - 1):
-            for i in T.unroll(num_sums):
-                sums[i] = sums[i] + T.shfl_xor(sums[i], lane_step << step)
-
         q_factor = scale
         k_factor = 1.0
         if use_l2norm:
@@ -402,8 +435,9 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             thread = T.get_thread_binding(0)
             sequence = block // (HS * v_tiles)
             head = block // v_tiles % HS
-            lane = thread % lanes if v_first else thread % 32 // groups_per_warp
-            group = thread // lanes if v_first else thread // 32 * groups_per_warp + thread % groups_per_warp
+            warp = thread // 32
+            lane = thread % lanes if v_first else warp % warps_of_column * warp_lanes + thread % 32 // groups_per_warp
+            group = thread // lanes if v_first else warp // warps_of_column * groups_per_warp + thread % groups_per_warp
             v_start = (block % v_tiles * (threads // lanes) + group) * rows
 
             state = T.alloc_local((rows * entries,), "float32")
@@ -417,6 +451,10 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             v_local = T.alloc_local((rows,), "float32")
             sums = T.alloc_local((num_sums,), "float32")
             u = T.alloc_local((rows,), "float32")
+            column_sums_shared, token_sums_shared = 0, 0
+            if warps_of_column > 1:
+                column_sums_shared = T.alloc_shared((2, num_parts, 2 * rows // sum_width, groups_per_warp, sum_width), "float32")
+                token_sums_shared = T.alloc_shared((2, num_parts, 4), "float32")
             alpha = T.alloc_var("float32")
             beta_value = T.alloc_var("float32")
             q_factor = T.alloc_var("float32")
@@ -504,6 +542,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                             q_next, k_next, v_next, g_next, beta_next, minus_decay, bias, state, q_local, k_local, v_local,
                             sums, gate, alpha, beta_value,
                         )  # fmt: skip
+                        add_up(0, thread, sums, column_sums_shared, token_sums_shared)
                         finish_token(
                             begin, node, step == above, head, lane, v_start, scale, alpha, beta_value, state, k_local,
                             v_local, sums, u, out, q_factor, k_factor, out_value,
@@ -517,6 +556,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
                         load_token(
                             begin + t + 1, head, lane, v_start, q, k, v, g, beta, q_next, k_next, v_next, g_next, beta_next
                         )
+                    add_up(t % 2, thread, sums, column_sums_shared, token_sums_shared)
                     finish_token(
                         begin, t, True, head, lane, v_start, scale, alpha, beta_value, state, k_local, v_local, sums, u,
                         out, q_factor, k_factor, out_value,

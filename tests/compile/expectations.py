@@ -51,7 +51,8 @@ def expectation(problem: Problem, backend: str, entries: Collection[str]) -> Exp
         # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
         width = "{0}.128" if problem.state_dtype == "float32" else "{0}.64|{0}.128"
         wide = {width.format("LDG"): problem.has_initial_state, width.format("STG"): problem.has_final_state}
-        none_of = (*tensor_cores, *(shared_memory if backend == "cute" else ()))
+        # K first, the warps that share columns pass their sums through shared memory.
+        none_of = (*tensor_cores, *(shared_memory if problem.state_v_first else ()))
         return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=none_of)
     if isinstance(problem, LogitsProblem):
         matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")

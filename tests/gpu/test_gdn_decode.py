@@ -252,6 +252,9 @@ def name(case: Case) -> str:
     return "-".join(str(value).removeprefix("torch.").replace(" ", "") for value in values)
 
 
+LAYOUTS = pytest.mark.parametrize("v_first", [True, False], ids=["V-first", "K-first"])
+
+
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_variants(case: Case, device: torch.device) -> None:
     run(case, device)
@@ -263,9 +266,10 @@ def test_one_token_each(case: Case, device: torch.device) -> None:
     run(replace(case, lengths=(1,) * 9, offsets_dtype=None), device)
 
 
-def test_more_tokens_than_columns(device: torch.device) -> None:
+@LAYOUTS
+def test_more_tokens_than_columns(v_first: bool, device: torch.device) -> None:
     """What has no column is not kept."""
-    run(Case(lengths=(9, 1, 6, 2, 7, 8, 3), spec=2), device)
+    run(Case(lengths=(9, 1, 6, 2, 7, 8, 3), spec=2, v_first=v_first), device)
 
 
 @pytest.mark.parametrize("spec", [39])
@@ -283,27 +287,31 @@ def test_more_columns_than_lanes(spec: int, device: torch.device) -> None:
     judge(case, before, arguments, ignored)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("lengths", [(0,), (1,), (0, 0, 5), (8,), (0,) * 40 + (1,)], ids=str)
-def test_few_tokens(lengths: tuple[int, ...], device: torch.device) -> None:
-    run(Case(lengths=lengths, spec=7 if len(lengths) < 3 else None), device)
+def test_few_tokens(lengths: tuple[int, ...], v_first: bool, device: torch.device) -> None:
+    run(Case(lengths=lengths, spec=7 if len(lengths) < 3 else None, v_first=v_first), device)
 
 
-def test_many_sequences(device: torch.device) -> None:
-    run(Case(lengths=(1,) * 200, offsets_dtype=None, heads=(2, 4), dims=(64, 64)), device)
+@LAYOUTS
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_many_sequences(dims: tuple[int, int], v_first: bool, device: torch.device) -> None:
+    run(Case(lengths=(1,) * 200, offsets_dtype=None, heads=(2, 4), dims=dims, v_first=v_first), device)
 
 
-Configure = Callable[[int], None]
+Configure = Callable[..., None]
 
 
 @pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """configure(number): the operator runs with that one of `configs`, and remembers no call."""
+    """configure(number, sequences): the operator runs with that one of `configs`, and remembers no call."""
     operator = importlib.import_module("gdn.ops.decode")
     module = importlib.import_module("kernels_cute.gdn_decode")
 
-    def set_config(number: int) -> None:
+    def set_config(number: int, sequences: int | None = None) -> None:
         def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
-            space = module.configs(problem, H100)
+            sizes = {} if sequences is None else {"num_sequences": sequences, "num_tokens": sequences}
+            space = module.configs(replace(problem, **sizes), H100)
             return runtime.prepare(problem, device, backend, config=space[number % len(space)])
 
         monkeypatch.setattr(operator, "prepare", prepare)
@@ -321,9 +329,29 @@ def test_configurations(case: Case, number: int, configure: Configure, device: t
     run(case, device)
 
 
-def test_repeats(device: torch.device) -> None:
+K_FIRST_CASES = [
+    replace(case, state_dtype=dtype, v_first=False, dims=dims)
+    for case in (Case(), Case(lengths=(1,) * 9, offsets_dtype=None), Case(spec=7, heads=(2, 2)))
+    for dtype in (F32, BF16)
+    for dims in ((128, 128), (64, 64), (256, 256), (64, 128))
+]
+
+
+@pytest.mark.parametrize("sequences", [1, 512], ids=["few", "many"])
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("case", K_FIRST_CASES, ids=name)
+def test_configurations_k_first(case: Case, number: int, sequences: int, configure: Configure, device: torch.device) -> None:
+    configure(number, sequences)
+    run(case, device)
+
+
+@LAYOUTS
+def test_repeats(v_first: bool, device: torch.device) -> None:
     """No block reads what another has written: the same bits on every run."""
-    for case in (Case(), Case(spec=7), Case(lengths=(1,) * 60, offsets_dtype=None, heads=(8, 16))):
+    for case in (
+        Case(v_first=v_first), Case(spec=7, v_first=v_first), Case(spec=7, v_first=v_first, state_dtype=BF16),
+        Case(lengths=(1,) * 60, offsets_dtype=None, heads=(8, 16), v_first=v_first),
+    ):  # fmt: skip
         first: list[Tensor] | None = None
         for _ in range(20):
             arguments, _ = make(case, device)
@@ -333,10 +361,11 @@ def test_repeats(device: torch.device) -> None:
             assert all(same_bits(one, other) for one, other in zip(first, found, strict=True))
 
 
+@LAYOUTS
 @pytest.mark.parametrize("spec", [None, 7])
-def test_graph_with_changing_contents(spec: int | None, device: torch.device) -> None:
+def test_graph_with_changing_contents(spec: int | None, v_first: bool, device: torch.device) -> None:
     """Captured once; offsets, slots and counts change between replays."""
-    first = Case(spec=spec)
+    first = Case(spec=spec, v_first=v_first)
     second = replace(first, lengths=(0, 8, 1, 1, 3, 1, 2, 4))
     live, _ = make(first, device)
     live = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in live.items()}
@@ -353,9 +382,10 @@ def test_graph_with_changing_contents(spec: int | None, device: torch.device) ->
         judge(case, given, live, ignored)
 
 
-def test_decode_after_decode_equals_verification(device: torch.device) -> None:
+@LAYOUTS
+def test_decode_after_decode_equals_verification(v_first: bool, device: torch.device) -> None:
     """Four tokens in one call, or one call each: the same window, and the same state within rounding."""
-    case = Case(lengths=(4,), padding=0)
+    case = Case(lengths=(4,), padding=0, v_first=v_first)
     arguments, _ = make(case, device)
     single = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
     gdn.fused_gdn_decode(**arguments, backend="cute")
@@ -392,8 +422,9 @@ def test_separate_operators(device: torch.device) -> None:
     torch.testing.assert_close(pools["ssm_state"], arguments["ssm_state"], rtol=0.02, atol=0.05, equal_nan=True)
 
 
-def test_pools_beyond_32_bits(device: torch.device) -> None:
-    case = Case(lengths=(1, 2), heads=(1, 1), padding=0)
+@LAYOUTS
+def test_pools_beyond_32_bits(v_first: bool, device: torch.device) -> None:
+    case = Case(lengths=(1, 2), heads=(1, 1), padding=0, v_first=v_first)
     arguments, ignored = make(case, device)
     small = {key: copy_of(arguments[key]) for key in POOLS}
     slots = arguments["state_indices"].tolist()

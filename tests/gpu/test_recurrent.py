@@ -1,12 +1,18 @@
 """The recurrent operator on the GPU, every backend, against the float64 oracle."""
 
+import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import gdn
+from gdn import runtime
+from gdn.device import H100
+from gdn.ops._memo import Memo
 from gdn.problems import RecurrentProblem
+from gdn.runtime import registry
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, recurrent_inputs
 from tests.gpu import cases
@@ -17,6 +23,8 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [1, 0, 4, 3, 2, 1]
 FUNCTION = "fused_recurrent_gated_delta_rule"
 BACKENDS = backends("recurrent")
+LAYOUTS = pytest.mark.parametrize("v_first", [True, False], ids=["V-first", "K-first"])
+K_FIRST: dict[str, Any] = {"state_v_first": False}
 
 
 def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
@@ -34,33 +42,40 @@ def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("problem", [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY], ids=cases.name)
+@pytest.mark.parametrize(
+    "problem",
+    [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY, replace(cases.MAIN_SPECULATIVE, **K_FIRST)],
+    ids=cases.name,
+)
 def test_variants(problem: RecurrentProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(problem, device)
     before = copied(arguments)
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_hard_inputs(case: Any, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(cases.MAIN_RECURRENT, device, case=case)
+def test_hard_inputs(case: Any, backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, case=case)
     before = copied(arguments)
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [[0], [1], [0, 0, 2], [70], [1] * 128], ids=["0", "1", "0-0-2", "70", "128 x 1"])
-def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(cases.MAIN_RECURRENT, device, lengths=lengths, null_sequences=[])
+def test_lengths(lengths: list[int], backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=lengths, null_sequences=[])
     before = copied(arguments)
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_speculative_rules(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculative_rules(backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """num_accepted_tokens out of range is padding, a null write is skipped alone, extra rows of indices are ignored."""
-    arguments = arguments_of(cases.MAIN_SPECULATIVE, device, null_sequences=[])
+    arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device, null_sequences=[])
     arguments["num_accepted_tokens"][2] = 0
     arguments["num_accepted_tokens"][4] = 4
     arguments["final_state_indices"][3, 1] = 0
@@ -72,9 +87,10 @@ def test_speculative_rules(backend: str, device: torch.device, monkeypatch: pyte
     assert expected.live == [True, False, False, True, False, True]
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_indices_with_strides(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+def test_indices_with_strides(backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
     for name in ("ssm_state_indices", "final_state_indices"):
         x = arguments[name]
         wide = torch.full((2 * x.shape[0], 2 * x.shape[1] + 1), 10**6, dtype=x.dtype, device=device)
@@ -87,9 +103,10 @@ def test_indices_with_strides(backend: str, device: torch.device, monkeypatch: p
     judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_place_without_indices(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = recurrent_inputs(cases.MAIN_RECURRENT, device, lengths=[2, 0, 3])
+def test_in_place_without_indices(backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = recurrent_inputs(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=[2, 0, 3])
     states = plain["initial_state"][plain.pop("ssm_state_indices").long()]
     arguments = {**plain, "initial_state": states}
     before = copied(arguments)
@@ -98,9 +115,10 @@ def test_in_place_without_indices(backend: str, device: torch.device, monkeypatc
     judge(FUNCTION, arguments, (o, state), before, monkeypatch)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_repeats_give_the_same_bits(backend: str, device: torch.device) -> None:
-    arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+def test_repeats_give_the_same_bits(backend: str, v_first: bool, device: torch.device) -> None:
+    arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
     first: tuple[torch.Tensor, torch.Tensor] | None = None
     for _ in range(20):
         call = copied(arguments)
@@ -111,10 +129,13 @@ def test_repeats_give_the_same_bits(backend: str, device: torch.device) -> None:
         assert same_bits(o, first[0]) and same_bits(pool, first[1])
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graph_replay_with_other_lengths(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_replay_with_other_lengths(
+    backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lengths, slots and accepted counts change between replays, as in a serving loop."""
-    arguments = arguments_of(cases.MAIN_SPECULATIVE, device)
+    arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
     arguments["initial_state"].nan_to_num_(0.1)
     start = copied(arguments)
     run(FUNCTION, copied(arguments), backend)
@@ -138,10 +159,13 @@ def test_graph_replay_with_other_lengths(backend: str, device: torch.device, mon
         judge(FUNCTION, arguments, results, before, monkeypatch)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_slots_beyond_31_bits(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_beyond_31_bits(backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose last slot starts beyond 2**31 elements."""
-    arguments = arguments_of(cases.MAIN_RECURRENT, device, lengths=[2, 1], null_sequences=[], slot_gap=0)
+    arguments = arguments_of(
+        replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=[2, 1], null_sequences=[], slot_gap=0
+    )
     small = arguments["initial_state"]
     last = small.shape[0] - 1
     stride = (2**31 // last + 4) // 4 * 4
@@ -156,6 +180,51 @@ def test_slots_beyond_31_bits(backend: str, device: torch.device, monkeypatch: p
     close = pool.clone()
     del pool, buffer
     judge(FUNCTION, {**arguments, "initial_state": close}, (o, None), before, monkeypatch)
+
+
+def k_first_cases() -> list[tuple[str, RecurrentProblem, list[int]]]:
+    """What tiles of a K-first state differ for: token counts, dtypes of the state, trees and rounding are other code."""
+    every = {"write_every_token": True, "has_accepted": True}
+    found = []
+    for state_dtype in ("float32", "bfloat16"):
+        base = replace(cases.MAIN_RECURRENT, state_dtype=state_dtype, **K_FIRST)
+        found += [("single", base, [1] * 6), ("ragged", base, LENGTHS), ("drafts", replace(base, **every), LENGTHS)]
+        found += [("256", replace(base, head_k_dim=256, head_v_dim=256), LENGTHS)]
+        found += [("odd", replace(base, head_k_dim=100, head_v_dim=36), LENGTHS)]
+        found += [("64", replace(base, head_k_dim=64, head_v_dim=64, dtype="float16"), LENGTHS)]
+    return [(f"{name}-{problem.state_dtype}", problem, lengths) for name, problem, lengths in found]
+
+
+@pytest.mark.parametrize("heads", [1, 512], ids=["few", "many"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", k_first_cases(), ids=lambda case: case[0])
+def test_every_configuration_k_first(
+    case: tuple[str, RecurrentProblem, list[int]], backend: str, heads: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of those that a call of so many sequences, of one token where the case's are, may get: right, and the same bits again."""
+    name, problem, lengths = case
+    module = importlib.import_module(registry.operator("recurrent").modules[backend])
+    tokens = heads if name.startswith("single") else 4 * heads
+    space = module.configs(replace(problem, num_sequences=heads, num_tokens=tokens), H100)
+    operator = importlib.import_module("gdn.ops.recurrent")
+    assert space
+    for config in space:
+
+        def prepare(
+            problem: RecurrentProblem, device: torch.device, backend: str | None, config: Any = config
+        ) -> runtime.Prepared:
+            return runtime.prepare(problem, device, backend, config=config)
+
+        monkeypatch.setattr(operator, "prepare", prepare)
+        monkeypatch.setattr(operator, "_memo", Memo())
+        arguments = arguments_of(problem, device, lengths=lengths)
+        before = copied(arguments)
+        again = copied(arguments) | {"out": torch.full_like(arguments["out"], torch.nan)}
+        results = run(FUNCTION, arguments, backend)
+        judge(FUNCTION, arguments, results, before, monkeypatch)
+        assert same_bits(run(FUNCTION, again, backend)[0], results[0]), config
+        assert same_bits(again["initial_state"], arguments["initial_state"]), config
 
 
 def test_inputs_are_left_alone(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.compile.pairwise import pairwise
 from tests.gpu import cases
 from tests.gpu.delta_rule import backends, copied, judge, run
-from tests.gpu.test_recurrent import FUNCTION
+from tests.gpu.test_recurrent import FUNCTION, LAYOUTS
 
 pytestmark = pytest.mark.gpu
 
@@ -69,9 +69,10 @@ def test_variants(row: dict[str, Any], backend: str, device: torch.device, monke
 
 
 @BACKENDS
-def test_a_node_is_its_path(backend: str, device: torch.device) -> None:
+@LAYOUTS
+def test_a_node_is_its_path(v_first: bool, backend: str, device: torch.device) -> None:
     """Every node of a tree gives what its path gives as a line of tokens, but for the last bits of float32."""
-    problem = recurrent_problem(**{**cases.MAIN, **TREE})
+    problem = recurrent_problem(**{**cases.MAIN, **TREE, "state_v_first": v_first})
     tree = arguments_of(problem, "random", device, lengths=[9], null_sequences=[], num_columns=9, padded_tokens=0)
     above, start = tree["parent_token"].tolist(), copied(tree)["initial_state"]
     gdn.fused_recurrent_gated_delta_rule(**tree, backend=backend)
@@ -92,8 +93,9 @@ def test_a_node_is_its_path(backend: str, device: torch.device) -> None:
 
 
 @BACKENDS
-def test_repeats(backend: str, device: torch.device) -> None:
-    arguments = arguments_of(recurrent_problem(**{**cases.MAIN, **TREE}), "random", device)
+@LAYOUTS
+def test_repeats(v_first: bool, backend: str, device: torch.device) -> None:
+    arguments = arguments_of(recurrent_problem(**{**cases.MAIN, **TREE, "state_v_first": v_first}), "random", device)
     first: tuple[torch.Tensor, Any] | None = None
     for _ in range(20):
         call = copied(arguments)

@@ -66,10 +66,17 @@ MAKERS: dict[str, tuple[str, Callable[[torch.device], Arguments]]] = {
     "recurrent-K-first": ("recurrent", lambda device: recurrent(device, False, False, 128)),
     "recurrent-every": ("recurrent", lambda device: recurrent(device, True, True, 128)),
     "recurrent-every-64": ("recurrent", lambda device: recurrent(device, False, True, 64)),
+    "recurrent-every-K-first": ("recurrent", lambda device: recurrent(device, False, True, 128)),
+    "recurrent-tree-K-first": ("recurrent", lambda device: recurrent(device, False, True, 128, tree=True)),
     "recurrent-tree": ("recurrent", lambda device: recurrent(device, True, True, 128, tree=True)),
     "decode-ragged": ("decode", lambda device: decode(device, Case(state_dtype=BF16))),
     "decode-ragged-64": ("decode", decode_64),
     "decode-drafts": ("decode", lambda device: decode(device, Case(state_dtype=BF16, spec=7, v_first=False))),
+    "decode-ragged-K-first": ("decode", lambda device: decode(device, Case(state_dtype=BF16, v_first=False))),
+    "decode-single-K-first": (
+        "decode",
+        lambda device: decode(device, Case(state_dtype=BF16, v_first=False, lengths=(1,) * 9, offsets_dtype=None)),
+    ),
     "decode-single": (
         "decode",
         lambda device: decode(device, Case(state_dtype=BF16, lengths=(1,) * 9, offsets_dtype=None, heads=(1, 3), dims=(64, 128))),
