@@ -138,7 +138,7 @@ class DecodeStep(StateTile, StateSums):
         accepted = Int32(1)
         if cutlass.const_expr(self.has_accepted):
             accepted = gAccepted[sequence]
-        lane_slot = Int32(0)  # with columns: of column `lane of the warp`; -1 is null, as null_slot is at least that
+        lane_slot = Int32(0)  # with columns: of column `lane of the warp`; -1 is null: null_slot is never less
         if cutlass.const_expr(self.has_columns):
             lane_slot = narrowed(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
         else:

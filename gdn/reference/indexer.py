@@ -153,9 +153,8 @@ def compress_indexer_keys(
     """Keys of finished groups of `ratio` tokens go to the cache, raw keys to their sequence's ring.
 
     raw_k [tokens, D] or [tokens, kv_heads, D]; ring [sequences, size, (kv_heads,) D]; ring_slots [tokens] the sequence's
-    ring (negative or null_slot: the token is skipped, and so is one whose position is negative or more than an int32
-    holds); slot_mapping [tokens] the cache row of the token's group, read at tokens with (pos + 1) % ratio == 0 only.
-    Tokens of a sequence stand together with ascending positions.
+    ring (negative or null_slot: the token is skipped); slot_mapping [tokens] the cache row of the token's group, read at
+    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence stand together with ascending positions.
     A group's key: float32 mean of its raw keys, rounded to their dtype, norm, RoPE at the group's first position.
     """
     if raw_k.dim() == 2:
@@ -167,6 +166,7 @@ def compress_indexer_keys(
         return
     entry = torch.arange(tokens, device=raw_k.device)
     position, slot = positions.long(), ring_slots.long()
+    # A token whose position is negative, or more than an int32 holds, is skipped too.
     real = (slot >= 0) & (slot != null_slot) & (position >= 0) & (position < 2**31)
     safe_slot = slot.clamp(0, ring.shape[0] - 1)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gdn import reference
+from gdn.reference.logits import visible_lengths
 
 FAR = [2**33 + 5, -(2**33) + 5, 2**40, -(2**40) + 1, 2**31, -(2**31) - 1, -(2**63), 2**63 - 1]
 
@@ -41,3 +42,8 @@ def test_tokens_at_far_positions_are_skipped(position: int) -> None:
         )  # fmt: skip
         results.append((own_ring, own_cache))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("length", [-(2**63), -(2**63) + 2, -1])
+def test_the_most_negative_lengths_are_empty(length: int) -> None:
+    assert not visible_lengths(torch.tensor([length, 0]), 2, 4, 300).any()
