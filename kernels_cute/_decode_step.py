@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeProblem
 from kernels_cute import _decode_ptx as ptx
+from kernels_cute._indices import narrowed
 from kernels_cute._memory import CUTE_DTYPES, load, pointer, sigmoid, store
 from kernels_cute._opaque import anew
 from kernels_cute._rounding import mixed_seed
@@ -137,11 +138,11 @@ class DecodeStep(StateTile, StateSums):
         accepted = Int32(1)
         if cutlass.const_expr(self.has_accepted):
             accepted = gAccepted[sequence]
-        lane_slot = Int32(0)  # with columns: of column `lane of the warp`
+        lane_slot = Int32(0)  # with columns: of column `lane of the warp`; -1 is null: null_slot is never less
         if cutlass.const_expr(self.has_columns):
-            lane_slot = Int32(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
+            lane_slot = narrowed(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
         else:
-            lane_slot = Int32(gIndices[sequence])
+            lane_slot = narrowed(gIndices[sequence])
         seed = Int32(0)
         if cutlass.const_expr(self.rounds):
             seed = mixed_seed(gSeed)
@@ -414,7 +415,7 @@ class DecodeStep(StateTile, StateSums):
         """gIndices[sequence, column], of which the lanes of a warp hold the first 32."""
         slot = cute.arch.shuffle_sync(lane_slot, cutlass.min(column, 31))
         if column >= 32:
-            slot = Int32(gIndices[sequence, column])
+            slot = narrowed(gIndices[sequence, column])
         return slot
 
     @cute.jit

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from kernels_cute import _indexer_ptx as ptx
+from kernels_cute._indices import narrowed
 from kernels_cute._memory import load, pointer, store, word_pointer, words
 
 CHUNK = 8  # values of a 16-byte load
@@ -216,14 +217,15 @@ class IndexerRows:
         lane: Int32,
         is_live: cutlass.Boolean,
     ):
-        """The row goes to slot (page * page_size + offset) of the cache, where it is live and slot is not negative."""
+        """The row goes to slot (page * page_size + offset) of the cache, where it is live and an int32 that is not negative
+        holds the slot."""
         rCodes = cute.make_rmem_tensor(WORDS, Uint32)
         scale = self.encode(rWords, 0, dtype, form, rCodes)  # by all lanes: it shuffles
         width = cutlass.const_expr(gCache.element_type.width // 8)
         row_bytes = cutlass.const_expr(self.dim * width)
         page_rows = Int32(gCache.shape[1]) // (self.dim + (4 if form == SCALED else 0))  # rows x key heads of a page
-        if is_live and slot >= 0:
-            row = Int32(slot)  # memory holds fewer than 2**31 rows
+        row = narrowed(slot)  # memory holds fewer than 2**31 rows
+        if is_live and row >= 0:
             page_size = page_rows // kv_heads
             page = row // page_size
             place = (row - page * page_size) * kv_heads + head

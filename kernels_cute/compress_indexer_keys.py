@@ -32,6 +32,7 @@ from gdn.problems import CompressIndexerKeysProblem
 from kernels_cute import _indexer_ptx as ptx
 from kernels_cute import _indexer_rows
 from kernels_cute._indexer_rows import ELEMENTS, WORDS, IndexerRows, form_of
+from kernels_cute._indices import narrowed
 from kernels_cute._memory import FLOAT_DTYPES, fake
 
 _MOST_RATIO = 16  # members whose rows a lane holds at once: 8 registers each
@@ -172,7 +173,7 @@ class _CompressIndexerKeys(IndexerRows):
         thread, _, _ = cute.arch.thread_idx()
         token = block * self.warps + thread // 32
         if token < gRaw.shape[0]:  # the same for a whole warp, as every branch below but those on lanes
-            slot, position = Int64(gRingSlots[token]), Int32(gPositions[token])
+            slot, position = Int64(gRingSlots[token]), narrowed(gPositions[token])
             if slot >= 0 and slot != null_slot and position >= 0:
                 lane = thread % 32
                 if (position + 1) % self.ratio == 0:
@@ -190,7 +191,9 @@ class _CompressIndexerKeys(IndexerRows):
         last = gPositions.shape[0] - 1
         is_there = other >= 0 and other <= last
         other = cutlass.max(cutlass.min(other, last), Int32(0))  # loaded in any case: such loads travel together
-        return is_there and Int64(gRingSlots[other]) == slot and Int32(gPositions[other]) == position + distance
+        # Positions are compared in their own width: one that no int32 holds is no neighbour's.
+        own_width = gPositions.element_type
+        return is_there and Int64(gRingSlots[other]) == slot and gPositions[other] == own_width(position + distance)
 
     @cute.jit
     def extent(

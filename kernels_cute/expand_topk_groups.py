@@ -22,6 +22,7 @@ from cutlass import Int32
 from gdn.device import DeviceSpec
 from gdn.problems import ExpandTopkGroupsProblem
 from kernels_cute._indexer_rows import INDEX_DTYPES
+from kernels_cute._indices import narrowed
 from kernels_cute._memory import fake
 
 
@@ -108,7 +109,7 @@ class _ExpandTopkGroups:
         smem = cutlass.utils.SmemAllocator()
         sList = smem.allocate_tensor(Int32, cute.make_layout(self.step), 16)
         sCounts = smem.allocate_tensor(Int32, cute.make_layout(self.warps), 16)
-        position = Int32(gPositions[token])
+        position = narrowed(gPositions[token])
         k = Int32(gGroups.shape[1])
         written = Int32(0)  # groups
         for first in cutlass.range(0, k, self.step, unroll=1):
@@ -150,7 +151,7 @@ class _ExpandTopkGroups:
         for u in cutlass.range_constexpr(self.groups):
             column = start + u * 32 + lane
             if column < k:
-                rGroups[u] = Int32(gGroups[token, column])
+                rGroups[u] = narrowed(gGroups[token, column])
         before = (Int32(1) << lane) - 1  # mask of the lower lanes
         total = Int32(0)
         for u in cutlass.range_constexpr(self.groups):

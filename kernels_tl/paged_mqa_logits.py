@@ -176,8 +176,10 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
         if draft < NEXT:
             if PER_DRAFT:
                 length[0] = context_lens[sequence * NEXT + draft]
-            else:
-                length[0] = context_lens[sequence] - NEXT + 1 + draft
+            elif NEXT == 1:
+                length[0] = context_lens[sequence]
+            else:  # clamped before the subtraction, which would wrap at the most negative lengths
+                length[0] = T.max(context_lens[sequence], 0) - NEXT + 1 + draft
             # A page count times the page size may pass 2**31 where the table is wide: compare in 64 bits.
             if T.cast(length[0], "int64") > T.cast(max_pages, "int64") * P:
                 length[0] = max_pages * P

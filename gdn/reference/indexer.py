@@ -171,7 +171,8 @@ def compress_indexer_keys(
         return
     entry = torch.arange(tokens, device=raw_k.device)
     position, slot = positions.long(), ring_slots.long()
-    real = (slot >= 0) & (slot != null_slot) & (position >= 0)
+    # A token whose position is negative, or more than an int32 holds, is skipped too.
+    real = (slot >= 0) & (slot != null_slot) & (position >= 0) & (position < 2**31)
     safe_slot = slot.clamp(0, ring.shape[0] - 1)
 
     total = torch.zeros(raw_k.shape, dtype=torch.float32, device=raw_k.device)

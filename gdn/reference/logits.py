@@ -144,7 +144,7 @@ def visible_lengths(context_lens: torch.Tensor, batch: int, next_n: int, limit: 
     """
     lengths = context_lens.long().clamp(min=0)
     if lengths.dim() == 1:
-        lengths = lengths[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
+        lengths = lengths.clamp(min=0)[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
     return lengths.reshape(batch * next_n).clamp(0, limit)
 
 

@@ -9,6 +9,7 @@ from gdn.reference.modes import inference_only
 
 BLOCK_BYTES = 64 * 1024 * 1024  # of logits that one step of the selection works on
 DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
+INT32_MAX = 2**31 - 1
 
 
 def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
@@ -186,16 +187,18 @@ def expand_topk_groups(
 
     group_indices [tokens, k], -1 = none; positions [tokens]. The tail is the query's own unfinished group, up to and
     with the query: tokens (pos + 1) // ratio * ratio .. pos. Groups keep their order, the tail follows, -1 is last.
+    An int64 that no int32 holds is no group, and no position with a tail.
     """
     tokens, k = group_indices.shape
     device = group_indices.device
     if out is None:
         out = torch.empty(tokens, k * ratio + ratio - 1, dtype=torch.int32, device=device)
     groups = group_indices.long()[:, :, None]
-    members = torch.where(groups >= 0, groups * ratio + torch.arange(ratio, device=device), -1).flatten(1)
+    is_group = (groups >= 0) & (groups <= INT32_MAX)
+    members = torch.where(is_group, groups * ratio + torch.arange(ratio, device=device), -1).flatten(1)
     position = positions.long()[:, None]
     tail = (position + 1) // ratio * ratio + torch.arange(ratio - 1, device=device)
-    tail = torch.where((tail <= position) & (position >= 0), tail, -1)
+    tail = torch.where((tail <= position) & (position >= 0) & (position <= INT32_MAX), tail, -1)
     listed = torch.cat([members, tail], dim=1)
     order = (listed < 0).to(torch.uint8).sort(dim=1, stable=True).indices
     out.copy_(listed.gather(1, order))
