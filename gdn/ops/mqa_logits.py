@@ -11,7 +11,6 @@ from gdn.ops._logits_checks import (
     FP8,
     INDEX_DTYPES,
     QUERY_DTYPES,
-    WIDE_DTYPES,
     check_heads,
     check_out,
     check_skipping,
@@ -52,7 +51,7 @@ def mqa_logits(
     published form sum_h w_h relu(q_h . k) / sqrt(D).
 
     q [M, H, D] float8_e4m3fn or bfloat16 (float16, float32: reference), copied where not contiguous as a whole.
-    k [Nk, D] or [Nk, kv_heads, D], float8_e4m3fn with such a q, else any of the others; H is a multiple of kv_heads.
+    k [Nk, D] or [Nk, kv_heads, D], float8_e4m3fn with such a q, else bfloat16 or the dtype of q; H is a multiple of kv_heads.
     weights [M, H] float32, bfloat16, float16 or float64, any row stride; None = 1.
     cu_seqlen_ks, cu_seqlen_ke [M] int32 (int64 is converted): row i sees keys [ks[i], ke[i]), counted in key rows.
         A range is clamped to [0, Nk]; ks >= ke is empty. Not cumulative sums: one pair per row.
@@ -133,7 +132,7 @@ def check_operands(
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, torch.Tensor) or k.dim() != 2:
         check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
-    dtypes = (FP8,) if q.dtype == FP8 else WIDE_DTYPES
+    dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # as the cache is, or as q
     check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     check_heads(num_heads, num_kv_heads)

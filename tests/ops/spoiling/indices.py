@@ -81,6 +81,8 @@ def places_looked_at(call: Call, path: str) -> list[tuple[int, ...]]:
     if path in ("checkpoint_offsets", "num_accepted_tokens"):
         live = live_sequences(call)
         return [(n,) if tensor.dim() == 1 else (n, 0) for n in live]
+    if path == "topk_length":
+        return [(n,) for n in range(call.index("query_start_loc")[-1])]  # tokens after the last sequence are padding
     if path == "positions" and call.operator == "compress_indexer_keys":
         return [(n,) for n, slot in enumerate(call.index("ring_slots")) if slot >= 0 and slot != null_slot(call)]
     if path == "slot_mapping" and call.operator == "compress_indexer_keys":

@@ -104,6 +104,13 @@ _page("a negative page", lambda call: -1, visible=True)
 _page("anything where no row is looked at", lambda call: 10**8, visible=False)
 
 
+def _with_tokens(call: Call) -> int | None:
+    """A sequence whose length is looked at."""
+    if not isinstance(call.get("query_start_loc"), Tensor):
+        return 0
+    return next((n for n, count in enumerate(lengths(call)) if count > 0), None)
+
+
 @spoiling("longer than its block table")
 def _longer_than_table(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor = copied(call, path)
@@ -116,7 +123,10 @@ def _longer_than_table(call: Call, path: str, _: random.Random) -> Spoiled | Non
         if "num_rows" in call.arguments:
             values["num_rows"] = int(tensor[-1]) + 1
     else:
-        tensor[0] = addressed + 1
+        sequence = _with_tokens(call)
+        if sequence is None:
+            return None
+        tensor[sequence] = addressed + 1
     if "max_context_len" in call.arguments:
         values["max_context_len"] = addressed + 5
         values |= {"out": None} if "out" in call.arguments else {}
@@ -125,10 +135,10 @@ def _longer_than_table(call: Call, path: str, _: random.Random) -> Spoiled | Non
 
 @spoiling("a length of 2**33 + 1")
 def _far_length(call: Call, path: str, _: random.Random) -> Spoiled | None:
-    tensor = as_int64(call, path)
-    if tensor is None:
+    tensor, sequence = as_int64(call, path), _with_tokens(call)
+    if tensor is None or sequence is None:
         return None
-    tensor[0] = FAR + 1
+    tensor[sequence] = FAR + 1
     return Spoiled(call.with_values({path: tensor}), names={"block_tables", "max_context_len"})
 
 

@@ -162,7 +162,7 @@ _SLOT_MAPPING: Kind = INDEX | {
     "null as -2**33 + 1": SAME,
     "one row twice": VALUE,
 }
-_QUERY: Kind = REQUIRED | ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE}
+_QUERY: Kind = REQUIRED | ROWS | {"dtype float64": TYPE}  # another 16-bit dtype: as prepare_indexer hands it out
 _HEAD_WEIGHTS: Kind = INPUT | MATRIX
 _TABLES: Kind = REQUIRED | INT32 | MATRIX | {
     "a page beyond the cache": VALUE,
@@ -181,7 +181,7 @@ _LENGTHS: Kind = REQUIRED | INDEX | {
 _SCORES: dict[str, Kind] = {"scale": NUMBER, "relu": FLAG, "backend": BACKEND, "*": FLOAT_CALL}
 _RAGGED: dict[str, Kind] = _SCORES | _RANGES | {
     "q": _QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
-    "k": _QUERY | {"no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
+    "k": _QUERY | {"another 16-bit dtype": TYPE, "no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
     "k_scale": INPUT | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
     "weights": _HEAD_WEIGHTS,
 }  # fmt: skip
@@ -384,7 +384,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "out": INDEX_OUT,
     },
     "sparse_attention": {
-        "q": _QUERY,
+        "q": _QUERY | {"another 16-bit dtype": TYPE},
         "kv_cache": {
             "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": ERROR, "three entries": ERROR,
             "the pair as a list": SAME,
