@@ -57,7 +57,7 @@ def _visible(call: Call) -> list[int]:
     if call.operator == "gather_indexer_cache":
         return lengths(call)
     if call.operator == "sparse_attention":
-        return call.index("seq_lens")
+        return [rows if new else 0 for rows, new in zip(call.index("seq_lens"), lengths(call), strict=True)]
     values = call.index("context_lens")
     rows = [max(row) if isinstance(row, list) else row for row in values]
     return [min(row, call.arguments.get("max_context_len", row)) for row in rows]
