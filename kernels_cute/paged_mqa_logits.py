@@ -12,8 +12,9 @@ The kernel, its warp roles and its barriers: _logits_paged.py; the deal of work 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from math import ceil
 from typing import Any
 
 import cutlass
@@ -32,6 +33,11 @@ HEAD_DIMS = (64, 128)
 MAX_COLUMNS = 256  # of one instruction
 SPARE_REGISTERS = 32  # of a math thread, beside accumulators and weights
 MIN_TILES = 8  # of a block: fewer are not worth its start
+LONG_US = 70.0  # a call that device memory alone keeps busy for longer is long
+SHORT_IN_FLIGHT_US, LONG_IN_FLIGHT_US = 2.2, 5.5  # time for which a key tile is on its way
+LONG_WAVES = 5
+MIN_STAGES, MAX_STAGES = 3, 12  # of keys, where they fit
+THREE_BLOCKS_BELOW = 64  # columns
 DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
     "bfloat16": cutlass.BFloat16,
@@ -39,12 +45,18 @@ DTYPES: dict[str, Any] = {
 }
 
 
+def _launch_only(value: int) -> int:
+    """The machine code does not depend on a field with this as its `compiled` metadata."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Config:
     math_warpgroups: int  # 64 keys of a tile each
-    blocks_per_sm: int  # that run side by side
-    key_stages: int  # key tiles in flight, of one block
-    waves: int  # rounds of ever smaller blocks, a power of two apart: the faster multiprocessors take more of the last ones
+    blocks_per_sm: int  # resident on a multiprocessor at the same time
+    key_stages: int  # key tiles in flight, per block
+    # Most rounds of ever smaller blocks, a power of two apart: the faster multiprocessors take more of the last ones.
+    waves: int = field(metadata={"compiled": _launch_only})
     num_sms: int  # of the device
 
 
@@ -152,10 +164,21 @@ def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config
 
 
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    """Two small blocks a multiprocessor: while one starts or ends the other keeps memory busy."""
-    for groups, blocks in ((1, 2), (2, 1)):
-        for stages in (10, 8, 6, 5, 4, 3, 2):
-            config = Config(groups, blocks, stages, 5, device.num_sms)
+    """Small blocks that share a multiprocessor: while one starts or ends, the others keep memory busy.
+
+    How many key tiles are in flight follows from Little's law: bytes in flight = bandwidth x time in flight. A short call is
+    best with little more than the latency covers, in one wave: what is asked for first is then there first everywhere. A long
+    one has time to gain from deeper queues and from waves.
+    """
+    long = problem.bytes_moved() > LONG_US * 1e3 * device.copy_gbps
+    in_flight = (LONG_IN_FLIGHT_US if long else SHORT_IN_FLIGHT_US) * 1e3 * device.copy_gbps / device.num_sms
+    narrow = shape_of(problem).columns < THREE_BLOCKS_BELOW
+    for groups, blocks in ((1, 3), (1, 2), (2, 1)) if long and narrow else ((1, 2), (2, 1)):
+        tile_bytes = groups * KEY_ROWS * (_row_bytes(problem) + 4 * problem.has_k_scale)
+        wanted = max(MIN_STAGES, ceil(in_flight / (blocks * tile_bytes)))
+        least = MIN_STAGES if blocks == 3 else 2
+        for stages in range(min(wanted, MAX_STAGES), least - 1, -1):
+            config = Config(groups, blocks, stages, LONG_WAVES if long else 1, device.num_sms)
             if fits(problem, config, device):
                 return config
     return None
