@@ -31,9 +31,8 @@ from gdn.problems import PagedMqaLogitsProblem
 from kernels_tl import _build, _logits
 
 ENTRY = "paged_mqa_logits"
-LONG_US = 70.0  # a call that device memory alone keeps busy for longer is long
-SHORT_IN_FLIGHT_US, LONG_IN_FLIGHT_US = 2.9, 5.5  # time for which a key tile is on its way
-MIN_STAGES, MAX_STAGES = 3, 8  # of keys, where they fit
+IN_FLIGHT_US = 2.9  # time for which a key tile is on its way
+MIN_STAGES = 3  # of keys, where they fit
 
 
 @dataclass(frozen=True)
@@ -114,16 +113,14 @@ def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config
 
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Tiles of 128 tokens, of 64 where there are few. How many are in flight follows from Little's law: bytes in flight =
-    bandwidth x time in flight, and a long call gains from deeper queues."""
+    bandwidth x time in flight; more only queue (measured: NOTES-logits)."""
     few = problem.batch * -(-problem.max_context_len // 128) < 4 * device.num_sms
-    long = problem.bytes_moved() > LONG_US * 1e3 * device.copy_gbps
-    in_flight = (LONG_IN_FLIGHT_US if long else SHORT_IN_FLIGHT_US) * 1e3 * device.copy_gbps / device.num_sms
+    in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
     s = _logits.shape_of(problem)
     for drafts in _drafts(problem):
         for groups in (1, 2) if few else (2, 1):
             tile_bytes = groups * 64 * (s.dim * s.value_bytes + 4 * s.scaled)
-            wanted = max(MIN_STAGES, ceil(in_flight / tile_bytes))
-            for stages in range(min(wanted, MAX_STAGES), 1, -1):
+            for stages in range(max(MIN_STAGES, ceil(in_flight / tile_bytes)), 1, -1):
                 config = Config(drafts, groups, stages, device.num_sms)
                 if fits(problem, config, device):
                     return config
