@@ -1,4 +1,4 @@
-"""The analytic choices of the logits kernels: what tuning chose on the H100, and what follows from it elsewhere."""
+"""The analytic choices of the logits kernels: what was measured on the H100, and what follows from it elsewhere."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.runtime import compiled
 
 mqa_logits = pytest.importorskip("kernels_cute.mqa_logits", reason="needs the CuTe DSL")
 paged_mqa_logits = pytest.importorskip("kernels_cute.paged_mqa_logits", reason="needs the CuTe DSL")
@@ -30,48 +29,61 @@ def paged(num_heads: int, batch: int, context: int, next_n: int = 1, **changed: 
     return replace(problem, **changed)
 
 
-@pytest.mark.parametrize(
-    ("problem", "query_stages", "halves", "handoff", "relu_sum", "even", "tiles_per_item"),
-    [
-        (ragged(64, 8192, 8192), 2, 2, 0, True, 1, 64),
-        (ragged(64, 4096, 32768), 2, 2, 0, True, 1, 64),
-        (ragged(64, 1024, 131072), 2, 2, 0, True, 1, 64),
-        (ragged(64, 2048, 32768, clean=False), 2, 2, 0, True, 1, 64),
-        (ragged(32, 4096, 32768), 1, 2, 1, True, 8, 2133),
-        (ragged(16, 2048, 32768, clean=False), 1, 2, 1, True, 8, 2133),
-        (ragged(16, 4096, 32768, clean=False), 1, 2, 1, True, 8, 2133),
-        (ragged(16, 4096, 32768, **BF16), 1, 2, 1, False, 8, 1066),
-        (ragged(4, 4096, 8192, **BARE), 2, 1, 1, True, 0, 32),
-    ],
-)
-def test_ragged_defaults_are_what_tuning_chose(
-    problem: MqaLogitsProblem, query_stages: int, halves: int, handoff: int, relu_sum: bool, even: int, tiles_per_item: int
-) -> None:
+# (sets, handoff, even, tiles_per_item), the fastest or within 2.3 % of it where nothing else is said
+RAGGED = [
+    (ragged(64, 4096, 32768), (2, 0, 8, 2133)),
+    (ragged(64, 2048, 32768, clean=False), (2, 0, 8, 2133)),
+    (ragged(64, 2048, 8192), (2, 0, 8, 2133)),
+    (ragged(64, 8192, 8192), (2, 0, 8, 2133)),  # 3.9 % off: the table has another
+    (ragged(48, 4096, 16384, weights_dtype="bfloat16"), (2, 1, 1, 64)),
+    (ragged(40, 3000, 20000), (2, 1, 1, 64)),
+    (ragged(32, 4096, 32768), (2, 1, 8, 2133)),
+    (ragged(24, 4096, 16384, out_dtype="bfloat16"), (2, 1, 8, 2133)),
+    (ragged(16, 4096, 32768), (2, 1, 8, 2133)),
+    (ragged(16, 4096, 16384, **BF16), (2, 1, 8, 1066)),
+    (ragged(8, 4096, 32768), (1, 0, 8, 2133)),
+    (ragged(4, 4096, 8192, **BARE), (1, 1, 0, 32)),
+    (ragged(4, 8192, 32768, clean=False, **BARE), (1, 1, 8, 2133)),
+    (ragged(16, 4096, 16384, head_dim=64), (2, 1, 8, 4266)),
+    (ragged(16, 4096, 16384, num_kv_heads=2), (1, 1, 8, 1066)),
+    (ragged(64, 2048, 16384, num_kv_heads=4), (1, 1, 8, 533)),
+]
+
+
+@pytest.mark.parametrize(("problem", "expected"), RAGGED)
+def test_ragged_defaults_are_what_was_measured(problem: MqaLogitsProblem, expected: tuple[int, ...]) -> None:
     config = mqa_logits.default_config(problem, H100)
-    assert (config.query_stages, config.halves, config.handoff) == (query_stages, halves, handoff)
-    assert (config.relu_sum, config.even, config.tiles_per_item) == (relu_sum, even, tiles_per_item)
+    assert (config.halves, config.handoff, config.even, config.tiles_per_item) == expected
+    assert config.relu_sum == (problem.dtype == "float8_e4m3fn")
     assert config in mqa_logits.configs(problem, H100)
 
 
-def test_queries_are_loaded_in_advance_where_a_block_has_many_items() -> None:
-    """A block's run of 16384 rows of 16 heads touches four query tiles, one of 4096 rows at most two."""
-    assert mqa_logits.default_config(ragged(16, 16384, 4096), H100).query_stages == 2
-    assert mqa_logits.default_config(ragged(16, 4096, 4096), H100).query_stages == 1
+def test_queries_are_loaded_in_advance_where_they_fit() -> None:
+    """24 heads took 377 us with one stage of queries and 343 with two."""
+    for num_heads in (4, 8, 12, 16, 24, 32, 40, 48, 64):
+        config = mqa_logits.default_config(ragged(num_heads, 4096, 16384), H100)
+        assert (config.query_stages, config.key_stages) == (2, 8)
+    assert mqa_logits.default_config(ragged(16, 4096, 16384, **BF16), H100).query_stages == 1
 
 
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (paged(64, 1, 131072), (1, 2, 3, 1)),
-        (paged(64, 32, 8192), (1, 2, 3, 1)),
-        (paged(64, 128, 8192, next_n=2), (1, 2, 3, 1)),
-        (paged(32, 64, 32768), (1, 3, 5, 5)),
-        (paged(16, 64, 32768), (1, 3, 5, 5)),
+        (paged(64, 1, 131072), (1, 2, 3)),
+        (paged(64, 32, 8192), (1, 2, 3)),
+        (paged(64, 128, 8192, next_n=2), (1, 2, 3)),
+        (paged(16, 64, 32768), (1, 2, 3)),
+        (paged(64, 64, 65536), (1, 2, 3)),
+        (paged(64, 64, 32768, next_n=4), (2, 1, 3)),
+        (paged(16, 64, 32768, **BF16), (1, 2, 3)),
+        (paged(64, 32, 16384, next_n=2, **BF16), (1, 2, 2)),
+        (paged(32, 16, 32768, head_dim=64), (1, 2, 6)),
     ],
 )
-def test_paged_defaults_are_what_tuning_chose(problem: PagedMqaLogitsProblem, expected: tuple[int, ...]) -> None:
+def test_paged_defaults_are_what_was_measured(problem: PagedMqaLogitsProblem, expected: tuple[int, ...]) -> None:
     config = paged_mqa_logits.default_config(problem, H100)
-    assert (config.math_warpgroups, config.blocks_per_sm, config.key_stages, config.waves) == expected
+    assert (config.math_warpgroups, config.blocks_per_sm, config.key_stages) == expected
+    assert config in paged_mqa_logits.configs(problem, H100)
 
 
 @pytest.mark.parametrize("device", [H100, H200])
@@ -87,22 +99,15 @@ def test_keys_in_flight_cover_the_latency(device: DeviceSpec, head_dim: int, num
         assert in_flight >= 2.0 * 1e3 * device.copy_gbps
 
 
-def test_waves_are_no_part_of_the_machine_code() -> None:
-    config = paged_mqa_logits.default_config(paged(64, 64, 65536), H100)
-    assert compiled.compiled_fields(config) == compiled.compiled_fields(replace(config, waves=1))
-    assert compiled.compiled_fields(config) != compiled.compiled_fields(replace(config, key_stages=2))
-
-
 @pytest.mark.parametrize(
     ("problem", "stages"),
     [
+        (paged(64, 1, 131072), 4),
         (paged(64, 32, 8192), 4),
         (paged(64, 128, 8192, next_n=2), 4),
-        (paged(64, 64, 32768), 8),
-        (paged(16, 64, 32768), 8),
-        (paged(16, 64, 32768, **BF16), 4),
+        (paged(16, 64, 32768, **BF16), 3),
     ],
 )
-def test_tilelang_paged_defaults_are_what_tuning_chose(problem: PagedMqaLogitsProblem, stages: int) -> None:
+def test_tilelang_paged_defaults_are_what_was_measured(problem: PagedMqaLogitsProblem, stages: int) -> None:
     tilelang = pytest.importorskip("kernels_tl.paged_mqa_logits", reason="needs TileLang")
     assert tilelang.default_config(problem, H100).stages == stages

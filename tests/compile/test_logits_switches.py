@@ -48,6 +48,8 @@ def test_changed_configurations_compile_without_spills() -> None:
         (problem_of(63), {"halves": 2}),  # an odd number of heads
         (problem_of(16, dtype="bfloat16"), {"relu_sum": True}),  # a product may be infinite
         (problem_of(64), {"even": 2}),
+        (problem_of(64), {"handoff": 2}),  # of two sets
+        (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 3}),
         (problem_of(64), {"segment": 16}),
     ],
 )
