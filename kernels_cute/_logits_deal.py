@@ -1,9 +1,7 @@
 """How the key tiles of a batch are dealt over blocks, from lengths that only the device knows.
 
 A job is a pass over one sequence: some of its drafts against all keys that one of them sees. The tiles of all jobs form one
-line, and every block takes a run of it. With several waves a block of wave w takes half of what one of wave w - 1 takes (the
-last two waves are alike): the hardware starts blocks in order, so multiprocessors that got through their first blocks sooner
-take more of the small ones, and all end together.
+line, and every block takes an equal run of it, to the tile.
 """
 
 import cutlass
@@ -21,7 +19,7 @@ class Deal:
     ):  # fmt: skip
         self.tile_rows, self.drafts, self.passes = tile_rows, drafts, passes  # tile_rows is a power of two
         self.next_n, self.per_draft_lengths = next_n, per_draft_lengths
-        self.blocks = blocks  # of one wave
+        self.blocks = blocks
         self.all_jobs = all_jobs  # `least` is 0
 
     @cute.jit
@@ -63,29 +61,21 @@ class Deal:
         return (length + (self.tile_rows - 1)) >> (self.tile_rows.bit_length() - 1)
 
     @cute.jit
-    def run(self, total, waves):
+    def run(self, total):
         """(first tile, tiles) of this block, of a line of `total` (Int64) tiles."""
         block, _, _ = cute.arch.block_idx()
-        wave, place = block // self.blocks, block % self.blocks
-        start, count = Int32(0), Int32(0)
-        if wave < waves:
-            share = Int32(1)  # in units of a last block; all blocks hold blocks << (waves - 1) units
-            if wave < waves - 1:
-                share = Int32(1) << (waves - 2 - wave)
-            unit = self.blocks * ((Int32(1) << (waves - 1)) - (Int32(1) << (waves - 1 - wave))) + place * share
-            start = Int32((total * unit >> (waves - 1)) // self.blocks)
-            count = Int32((total * (unit + share) >> (waves - 1)) // self.blocks) - start
-        return start, count
+        start = Int32(total * block // self.blocks)
+        return start, Int32(total * (block + 1) // self.blocks) - start
 
     @cute.jit
-    def likely_first(self, limit, jobs, waves):
+    def likely_first(self, limit, jobs):
         """(job, tile) where this block's run starts if every sequence is as long as it can be. For prefetches only."""
         tiles_each = cutlass.max(self.tiles(limit), 1)
-        start, _ = self.run(Int64(jobs) * tiles_each, waves)
+        start, _ = self.run(Int64(jobs) * tiles_each)
         return cutlass.min(start // tiles_each, jobs - 1), start % tiles_each
 
     @cute.jit
-    def first_work(self, lengths, limit, least, jobs, waves, fewest: cutlass.Constexpr):
+    def first_work(self, lengths, limit, least, jobs):
         """(job, tile, tiles): where this block's run starts and how long it is. Of a whole warp; all lanes return the same."""
         lane = cute.arch.lane_idx()
         own = Int32(0)
@@ -94,11 +84,7 @@ class Deal:
                 own = own + self.tiles(self.job_length(lengths, limit, least, base + 32 * part, jobs))
         total = cute.arch.warp_redux_sync(own, "add")
 
-        # Shorter sequences than the grid was made for: fewer waves, and the rest of the blocks stay idle.
-        while waves > 1 and (total >> (waves - 1)) < fewest * self.blocks:
-            waves = waves - 1
-        start, count = self.run(Int64(total), waves)
-
+        start, count = self.run(Int64(total))
         job, tile = Int32(0), Int32(0)
         if count > 0:
             before, base = Int32(0), Int32(0)

@@ -1,10 +1,9 @@
 """Which items a block of the ragged logits kernel takes.
 
 Items are (query tile, span of key tiles), query tiles first, so blocks that take them round robin read the same keys at the same
-time; with `rows_first` spans first, so that they write the same rows. Their loads then differ by an item or two. With `even` > 0
-the last even / 8 of the rounds are held back: a block takes so many of their key tiles, in one run, that all blocks end with
-the same cost. What an item costs counts its key tiles, and a few more for its queries. Runs end anywhere inside of an item, so
-the loads are equal to the tile.
+time. Their loads then differ by an item or two. With `even` > 0 the last even / 8 of the rounds are held back, and each block
+takes one run of their key tiles, long enough that all blocks end with the same cost. The cost of an item is its number of key
+tiles plus a few more for its queries. Runs end anywhere inside an item, so the loads are equal to the tile.
 
 Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
 
@@ -52,7 +51,7 @@ class EvenDeal:
     @cute.jit
     def seen(self, ranges, query_tile, wanted):
         """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _, least = ranges[:9]
+        starts, ends, num_queries, num_keys, num_columns, _, _, least = ranges[:8]
         low, high = Int32(NO_KEY), Int32(0)
         local0 = cute.arch.lane_idx() % self.item_lanes * ROWS_PER_LANE
         if wanted:
@@ -70,25 +69,8 @@ class EvenDeal:
         return low, high
 
     @cute.jit
-    def parts_of(self, item, query_tiles, spans):
-        """(query tile, span of key tiles) of an item."""
-        query_tile, span = item % query_tiles, item // query_tiles
-        if cutlass.const_expr(self.rows_first):
-            query_tile = item // spans
-            span = (item + self.turn(query_tile, spans)) % spans
-        return query_tile, span
-
-    @cute.jit
-    def turn(self, query_tile, spans):
-        """By how many spans the items of these rows are turned: one more every round, or a block would get the same few spans
-        in every round where the numbers of spans and blocks share a factor."""
-        blocks, _, _ = cute.arch.grid_dim()
-        return query_tile * spans // blocks
-
-    @cute.jit
     def first_row(self, item, ranges):
-        query_tile, _ = self.parts_of(item, ranges[5], ranges[7])
-        return query_tile * self.queries
+        return item % ranges[5] * self.queries
 
     @cute.jit
     def item_span(self, ranges, base, stride, limit):
@@ -96,8 +78,7 @@ class EvenDeal:
         from limit on. Reading a batch at once pays the latency of the ranges once."""
         query_tiles, item_tiles = ranges[5], ranges[6]
         item = base + cute.arch.lane_idx() // self.item_lanes * stride
-        query_tile, span = self.parts_of(item, query_tiles, ranges[7])
-        span = span * item_tiles
+        query_tile, span = item % query_tiles, item // query_tiles * item_tiles
         low, high = self.seen(ranges, query_tile, item < limit)
         tile_first = cutlass.max(low // KEY_ROWS, span)
         tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + item_tiles)
@@ -137,8 +118,7 @@ class EvenDeal:
     ):  # fmt: skip
         """Fills loads and tails, cleared before; so many warps take their share each. The caller synchronises afterwards."""
         num_queries, num_columns = cute.size(out, mode=[0]), cute.size(out, mode=[1])
-        spans = num_items // query_tiles
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, spans, least)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, least)
         lane = cute.arch.lane_idx()
         loads = storage.loads.data_ptr().toint()
         blocks, _, _ = cute.arch.grid_dim()
@@ -153,8 +133,6 @@ class EvenDeal:
             while span * item_tiles < tile_end:
                 tiles = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first)
                 item = span * query_tiles + query_tile
-                if cutlass.const_expr(self.rows_first):
-                    item = query_tile * spans + (span + spans - self.turn(query_tile, spans) % spans) % spans
                 word = item % blocks
                 if item >= head_items:
                     word = self.num_blocks + (item - head_items) // part_items

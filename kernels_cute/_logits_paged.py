@@ -39,7 +39,6 @@ KEY_ROWS = 64  # of a math warpgroup in a tile: M of wgmma
 WARPGROUP = 128
 QUERY_STAGES = 2
 FILL_WARP = 2  # first of the two warps that write -inf
-LEAST_TILES = 4  # of a block, below which later waves are left out
 END_OF_LIST = -1
 TURN_BARRIER = 2  # named barriers 2 and 3; 0 is the block's, 1 stays free
 TURN_COLUMNS = 160  # from here on the sums of a tile take about as long as a tile's bytes
@@ -104,7 +103,7 @@ class PagedLogits:
         self.math_warpgroups, self.blocks_per_sm, self.key_stages = math_warpgroups, blocks_per_sm, key_stages
         self.math_warps = 4 * math_warpgroups
         self.num_threads = WARPGROUP * (1 + math_warpgroups)
-        self.blocks = num_sms * blocks_per_sm  # of one wave
+        self.blocks = num_sms * blocks_per_sm
         self.registers = REGISTERS[math_warpgroups, blocks_per_sm]
         self.tile = KEY_ROWS * math_warpgroups
         self.piece = gcd(page_size, self.tile)
@@ -125,7 +124,7 @@ class PagedLogits:
 
     @cute.jit
     def launch(
-        self, q, cache, weights, lengths, tables, out, limit: Int32, waves: Int32, least: Int32, scale: Float32, stream
+        self, q, cache, weights, lengths, tables, out, limit: Int32, least: Int32, scale: Float32, stream
     ):  # fmt: skip
         mma = cute.make_tiled_mma(self._mma_op())
         heads, dim = self.num_heads, self.head_dim
@@ -153,10 +152,10 @@ class PagedLogits:
             copy, k_view, cute.slice_(self.key_smem(), (None, None, None, 0, 0)), (self.piece, dim, 1)
         )
         self.kernel(
-            query_atom, query_tensor, key_atom, key_tensor, cache, weights, lengths, tables, out, scale, mma, limit, waves,
+            query_atom, query_tensor, key_atom, key_tensor, cache, weights, lengths, tables, out, scale, mma, limit,
             cute.size(q, mode=[0]), least,
         ).launch(
-            grid=(self.blocks * waves, 1, 1),
+            grid=(self.blocks, 1, 1),
             block=(self.num_threads, 1, 1),
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=100,  # given so that the DSL does not ask a device for it while compiling
@@ -226,7 +225,6 @@ class PagedLogits:
         scale: Float32,
         mma: cute.TiledMma,
         limit: Int32,
-        waves: Int32,
         batch: Int32,
         least: Int32,
     ):
@@ -249,12 +247,12 @@ class PagedLogits:
             cute.arch.setmaxregister_decrease(self.registers.copy)
             if warp == 0:
                 self.copy_warp(
-                    storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch, least
+                    storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, batch, least
                 )
             if warp == 1:
-                self.publish_warp(storage, weights, lengths, limit, waves, batch, least)
+                self.publish_warp(storage, weights, lengths, limit, batch, least)
             if warp == FILL_WARP:
-                self.prefetch_pages(tables, limit, waves, batch)
+                self.prefetch_pages(tables, limit, batch)
             if cutlass.const_expr(self.clean):
                 if warp >= FILL_WARP:
                     self.fill_warp(lengths, out, limit, batch, warp - FILL_WARP)
@@ -263,17 +261,17 @@ class PagedLogits:
             self.math_warpgroup(storage, out, scale, mma, warp // 4 - 1, warp % 4)
 
     @cute.jit
-    def prefetch_pages(self, tables, limit, waves, batch):
+    def prefetch_pages(self, tables, limit, batch):
         """Table entries of this block's first keys, if sequences are as long as they can be. Lengths, table entries and keys
         come from memory one after the other, which is most of a short launch: here two of them travel together."""
         lane = cute.arch.lane_idx()
-        job, tile = self.deal.likely_first(limit, batch * self.passes, waves)
+        job, tile = self.deal.likely_first(limit, batch * self.passes)
         page = cutlass.min((tile * self.tile + lane * self.piece) // self.page_size, cute.size(tables, mode=[1]) - 1)
         prefetch(tables.iterator + Int64(job // self.passes) * tables.stride[0] + page)
 
     @cute.jit
     def copy_warp(
-        self, storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, waves, batch, least
+        self, storage, query_atom, query_tensor, key_atom, key_tensor, cache, lengths, tables, limit, batch, least
     ):  # fmt: skip
         query_layout, key_layout = self.query_smem(), self.key_smem()
         s_queries = storage.queries.get_tensor(query_layout.outer, swizzle=query_layout.inner)
@@ -290,7 +288,7 @@ class PagedLogits:
         jobs = batch * self.passes
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        job, tile, left = self.deal.first_work(lengths, limit, least, jobs, waves, LEAST_TILES)
+        job, tile, left = self.deal.first_work(lengths, limit, least, jobs)
         base = job
         lane_length = self.deal.job_length(lengths, limit, least, base + lane, jobs)
         while left > 0:
@@ -378,7 +376,7 @@ class PagedLogits:
         return cute.make_tensor(line + index, cute.make_layout(1))[0]
 
     @cute.jit
-    def publish_warp(self, storage, weights, lengths, limit, waves, batch, least):
+    def publish_warp(self, storage, weights, lengths, limit, batch, least):
         lane = cute.arch.lane_idx()
         s_items = storage.items.get_tensor(cute.make_layout(4 * QUERY_STAGES))
         s_lengths = storage.lengths.get_tensor(cute.make_layout(self.drafts * QUERY_STAGES))
@@ -387,7 +385,7 @@ class PagedLogits:
         jobs = batch * self.passes
 
         stage, parity = Int32(0), Int32(0)
-        job, tile, left = self.deal.first_work(lengths, limit, least, jobs, waves, LEAST_TILES)
+        job, tile, left = self.deal.first_work(lengths, limit, least, jobs)
         base = job
         lane_length = self.deal.job_length(lengths, limit, least, base + lane, jobs)
         while left > 0:

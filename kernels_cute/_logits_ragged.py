@@ -67,7 +67,6 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         relu_sum: bool,
         even: int,
         segment: int,
-        rows_first: bool,
         tiles_per_item: int,
         num_blocks: int,
     ):
@@ -83,7 +82,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         # x + |x| is twice relu(x), exactly, and one FADD, which has twice the rate of FMNMX; the half goes into the scale. An
         # infinity would give NaN, but no product of FP8 values is one.
         self.doubled = relu_sum and relu and fp8
-        self.even, self.segment, self.rows_first = even, segment, rows_first
+        self.even, self.segment = even, segment
         # Of a query tile's loads and an item's ends, in key tiles: more where nothing loads the next queries in advance.
         self.item_cost = 1 if query_stages == 2 else 3
         self.load_words = num_blocks + PARTS if even else 1
@@ -299,7 +298,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         tensors = (query_atom, query_tensor, s_queries, key_atom, to_keys, from_keys)
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, num_items // query_tiles, least)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, least)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -390,8 +389,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         queries_full, queries_free = storage.queries_full.data_ptr(), storage.queries_free.data_ptr()
 
         stage, parity = Int32(0), Int32(0)
-        spans = num_items // query_tiles
-        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, spans, least, out)
+        ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, least, out)
         if cutlass.const_expr(self.even > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
@@ -426,7 +424,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     @cute.jit
     def publish_item(self, storage, weights, ranges, row0, tile_first, tile_end, stage, parity):
         """Tells the math warps of one item, where it holds anything: its place, ranges and weights."""
-        starts, ends, num_queries, num_keys, num_columns, _, _, _, least, _ = ranges
+        starts, ends, num_queries, num_keys, num_columns, _, _, least, _ = ranges
         lane = cute.arch.lane_idx()
         slots = self.queries * self.query_stages
         s_items = storage.items.get_tensor(cute.make_layout(4 * self.query_stages))

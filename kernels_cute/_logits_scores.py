@@ -3,8 +3,7 @@
 After the sum over heads a lane has two keys, 8 apart, of one query a group; eight lanes have neighbouring keys. A store
 instruction writes `segment` neighbouring scores of a row:
 
-    8    as they stand: four rows, a 32-byte sector each
-    16   after one exchange between lanes: two rows, all 16 keys of the warp
+    8    directly from the accumulators: four rows, a 32-byte sector each
     32   through shared memory, where the four warps of a warpgroup lay their keys side by side: one row, a line of 128 bytes
 """
 
@@ -31,8 +30,8 @@ class Scores:
     def place(self, storage, out, row0, stage, half):
         """The pointer to this lane's first row of out, and that row's number in the query tile."""
         query = half * self.queries_per_warpgroup
-        if cutlass.const_expr(self.segment < 32):
-            query = query + cute.arch.lane_idx() % (32 // self.segment)
+        if cutlass.const_expr(self.segment == 8):
+            query = query + cute.arch.lane_idx() % 4
         return out.iterator + Int64(row0 + query) * out.stride[0], query
 
     @cute.jit
@@ -60,21 +59,6 @@ class Scores:
             start = self.start_of(line + 4 * group * out.stride[0], first) + key
             store_between(out.element_type, start, low, key, first, end)
             store_between(out.element_type, start + 8, high, key + 8, first, end)
-        elif cutlass.const_expr(self.segment == 16):
-            # Lanes of queries 0, 1 take the nearer keys of two queries, those of queries 2, 3 the further ones.
-            further = lane & 2
-            given = high
-            if further != 0:
-                given = low
-            taken = cute.arch.shuffle_sync_bfly(given, 2)
-            near, far = low, taken
-            if further != 0:
-                near, far = taken, high
-                key = key + 8
-            for side in cutlass.range_constexpr(2):
-                first, end = self.range_of(storage, stage, query + 4 * group + 2 * side)
-                start = self.start_of(line + (4 * group + 2 * side) * out.stride[0], first) + key
-                store_between(out.element_type, start, far if side else near, key, first, end)
         else:
             s_scores = storage.scores.get_tensor(cute.make_layout(self.score_words))
             at = (query + 4 * group + lane % 4) * PITCH + 16 * warp + lane // 4

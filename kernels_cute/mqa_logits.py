@@ -28,7 +28,11 @@ ENTRY = "gdn_cute_mqa_logits"
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
 HEAD_DIMS = (64, 128)
 MAX_COLUMNS = 256
-MAX_PENDING = 7  # wgmma groups that a wait may leave in flight
+MAX_HANDOFF = {1: 2, 2: 1}  # by sets of accumulators
+EVEN = (0, 1, 8)
+SEGMENTS = (8, 32)
+STAGES = ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2))  # of queries and keys: the first that fit
+MANY_HEADS = 32  # above it a block holds few queries of many heads
 DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
     "bfloat16": cutlass.BFloat16,
@@ -44,9 +48,8 @@ class Config:
     handoff: int  # tensor steps still running when a warpgroup lets the other one issue; of two sets: 1 = all, 0 = the second's
     halves: int  # sets of accumulators of a math warpgroup, each for its part of the columns; 2: sums overlap with products
     relu_sum: bool  # relu as x + |x| (FP8 only): an addition has twice the rate of a maximum
-    even: int  # so many eighths of the work are dealt in runs that make all loads equal; 0 = round robin to the end
-    segment: int  # neighbouring scores that one store instruction writes of a row: 8, 16 (exchanged) or 32 (shared memory)
-    rows_first: bool  # blocks at work together share rows of scores, not keys: better for device memory, if keys stay in L2
+    even: int  # eighths of the work that are dealt in runs of equal cost: 0 (all round robin), 1 (the end) or 8 (everything)
+    segment: int  # neighbouring scores of a row that one store instruction writes: 8 (accumulator order) or 32 (shared memory)
     tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
     num_blocks: int  # persistent blocks: the device's SMs
 
@@ -114,11 +117,11 @@ def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         config.columns in _columns(problem)
-        and 0 <= config.handoff <= (1 if config.halves == 2 else min(_steps(problem), MAX_PENDING))
         and (config.halves == 1 or (config.halves == 2 and _two_sets(problem, config.columns)))
+        and 0 <= config.handoff <= MAX_HANDOFF[config.halves]
         and (not config.relu_sum or (problem.relu and problem.dtype == "float8_e4m3fn"))
-        and 0 <= config.even <= 8
-        and config.segment in (8, 16, 32)
+        and config.even in EVEN
+        and config.segment in SEGMENTS
         and config.query_stages >= 1
         and config.key_stages >= 2
         and config.tiles_per_item >= 1
@@ -135,40 +138,61 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
 
 
 def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    fp8 = _row_bytes(problem) >= 128 and problem.dtype == "float8_e4m3fn"
-    few = fp8 and 4 <= problem.num_heads < 8
+    """Measured: NOTES-logits."""
+    fp8 = problem.dtype == "float8_e4m3fn"
     # The widest tile reads each key least often; a narrower one serves when it already holds every query, and where the write
-    # of the scores is the limit (measured: NOTES-logits).
+    # of the scores is the limit.
     widths = _widths(problem)
-    if few:
+    if _few(problem):
         widths = [width for width in widths if width <= 128] or widths
     columns = _enough_columns(problem, widths)
-    # With rows of 64 bytes the sums are the limit and below 8 heads the write of the scores is: neither gains where sums and
-    # products overlap, the write gains by longer runs of columns for a store.
-    wide = problem.num_heads >= 8 and _row_bytes(problem) >= 128
-    two = wide and columns >= 128 and _two_sets(problem, columns)
-    relu_sum = fp8 and problem.relu
-    segment = 32 if few else 8
-    for query_stages, key_stages in ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2)):
-        # Without a second stage every item waits for its queries once, so items are as long as their keys stay in the L2 cache.
-        # With many heads a block has few queries and runs that begin anywhere cost more than the even end gains.
-        runs = query_stages == 1 or (wide and problem.num_heads <= 32)
+    # Below 16 heads in FP8 the write hides the sums, and two sets read the keys from shared memory twice.
+    two = problem.num_heads >= (16 if fp8 else 8) and columns >= 128 and _two_sets(problem, columns)
+    for query_stages, key_stages in STAGES:
+        even, tiles = _deal(problem, query_stages, device)
         config = Config(
             columns=columns,
             query_stages=query_stages,
             key_stages=key_stages,
-            handoff=1 if two else max(1, _steps(problem) // 4),
+            handoff=_handoff(problem, two),
             halves=2 if two else 1,
-            relu_sum=relu_sum,
-            even=8 if runs else int(wide),
-            segment=segment,
-            rows_first=False,
-            tiles_per_item=_cached_tiles(problem, device) if runs else 64 if wide else 32,
+            relu_sum=fp8 and problem.relu,
+            even=even,
+            segment=32 if _few(problem) else 8,
+            tiles_per_item=tiles,
             num_blocks=device.num_sms,
         )
         if fits(problem, config, device):
             return config
     return None
+
+
+def _few(problem: MqaLogitsProblem) -> bool:
+    """Whether the write of the scores is the limit, and heads are enough to hide longer runs of columns for a store."""
+    return problem.dtype == "float8_e4m3fn" and 4 <= problem.num_heads < 8
+
+
+def _uneven(problem: MqaLogitsProblem) -> bool:
+    """Whether the heads are no power of two: columns are then not full, and weights take longer to read."""
+    return problem.num_heads & (problem.num_heads - 1) != 0
+
+
+def _handoff(problem: MqaLogitsProblem, two: bool) -> int:
+    if two:
+        return 0 if problem.num_heads > MANY_HEADS and not _uneven(problem) else 1
+    if problem.dtype == "float8_e4m3fn" and 8 <= problem.num_heads < 16 and problem.num_kv_heads == 1:
+        return 0
+    return max(1, _steps(problem) // 4)
+
+
+def _deal(problem: MqaLogitsProblem, query_stages: int, device: DeviceSpec) -> tuple[int, int]:
+    """(even, tiles_per_item). All in runs as long as their keys stay in the L2 cache: queries are loaded least often."""
+    if query_stages == 2:  # without a second stage every item waits for its queries
+        if problem.num_heads > MANY_HEADS and _uneven(problem):
+            return 1, 64
+        if problem.num_heads < 8 and (problem.clean or not _few(problem)):
+            return 0, 32
+    return 8, _cached_tiles(problem, device)
 
 
 def _widths(problem: MqaLogitsProblem) -> list[int]:
@@ -192,34 +216,28 @@ def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
-    steps = _steps(problem)
     default = _default(problem, device)
     if default is None:
         return
-    turns = [(1, handoff) for handoff in sorted({0, 1, steps // 2, min(steps, MAX_PENDING)})] + [(2, 0), (2, 1)]
+    turns = [(halves, handoff) for halves, most in MAX_HANDOFF.items() for handoff in range(most + 1)]
     depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
     depths = tuple(sorted({default.key_stages, *depths}, reverse=True))
-    segments = (8,) if problem.num_heads > 8 else (8, 16, 32)
+    segments = (8,) if problem.num_heads > 8 else SEGMENTS
     # What a block holds, in all combinations; then one thing at a time.
     for columns, query_stages, key_stages in product(_columns(problem)[-2:], (2, 1), depths):
         yield replace(default, columns=columns, query_stages=query_stages, key_stages=key_stages)
     for halves, handoff in turns:
         yield replace(default, halves=halves, handoff=handoff)
-    for even, tiles in ((0, 32), (1, 32), (1, 64), (2, 64), (8, 128), (8, _cached_tiles(problem, device))):
+    for even, tiles in ((0, 32), (1, 32), (1, 64), (8, 128), (8, _cached_tiles(problem, device))):
         yield replace(default, even=even, tiles_per_item=tiles)
-    for even, tiles in ((1, 32), (1, 64)):
-        yield replace(default, even=even, tiles_per_item=tiles, rows_first=True)
     for segment in segments:
         yield replace(default, segment=segment)
     yield replace(default, relu_sum=not default.relu_sum)
 
 
 def suits(problem: MqaLogitsProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here. Wider ones than hold all queries would work on nothing; with items
-    by rows all keys are under way at once and must stay in the L2 cache."""
-    if config.columns > _enough_columns(problem, _widths(problem)):
-        return False
-    return not config.rows_first or problem.num_keys <= KEY_ROWS * _cached_tiles(problem, H100)
+    """Whether tiles tuned at other sizes are a choice here: wider ones than hold all queries would work on nothing."""
+    return config.columns <= _enough_columns(problem, _widths(problem))
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
@@ -245,7 +263,6 @@ def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
         relu_sum=config.relu_sum,
         even=config.even,
         segment=config.segment,
-        rows_first=config.rows_first,
         tiles_per_item=config.tiles_per_item,
         num_blocks=config.num_blocks,
     )

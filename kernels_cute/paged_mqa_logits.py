@@ -14,6 +14,7 @@ The kernel, its warp roles and its barriers: _logits_paged.py; the deal of work 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import ceil
 from typing import Any
 
 import cutlass
@@ -31,7 +32,8 @@ MAX_HEADS = 64
 HEAD_DIMS = (64, 128)
 MAX_COLUMNS = 256  # of one instruction
 SPARE_REGISTERS = 32  # of a math thread, beside accumulators and weights
-MIN_TILES = 8  # of a block: fewer are not worth its start
+IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
+MIN_STAGES = 3  # of keys, where they fit
 DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
     "bfloat16": cutlass.BFloat16,
@@ -42,9 +44,8 @@ DTYPES: dict[str, Any] = {
 @dataclass(frozen=True)
 class Config:
     math_warpgroups: int  # 64 keys of a tile each
-    blocks_per_sm: int  # that run side by side
-    key_stages: int  # key tiles in flight, of one block
-    waves: int  # rounds of ever smaller blocks, a power of two apart: the faster multiprocessors take more of the last ones
+    blocks_per_sm: int  # resident on a multiprocessor at the same time
+    key_stages: int  # key tiles in flight, per block
     num_sms: int  # of the device
 
 
@@ -134,7 +135,7 @@ def _heads_at_once(problem: PagedMqaLogitsProblem, config: Config) -> int:
 
 def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     registers = REGISTERS.get((config.math_warpgroups, config.blocks_per_sm))
-    if registers is None or config.key_stages < 2 or not 1 <= config.waves <= 8 or config.num_sms < 1:
+    if registers is None or config.key_stages < 2 or config.num_sms < 1:
         return False
     sums, held = _registers(problem, _heads_at_once(problem, config))
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
@@ -152,10 +153,13 @@ def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config
 
 
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    """Two small blocks a multiprocessor: while one starts or ends the other keeps memory busy."""
+    """Two small blocks a multiprocessor: while one starts or ends, the other keeps memory busy. How many key tiles are in
+    flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: NOTES-logits)."""
+    in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
     for groups, blocks in ((1, 2), (2, 1)):
-        for stages in (10, 8, 6, 5, 4, 3, 2):
-            config = Config(groups, blocks, stages, 5, device.num_sms)
+        tile_bytes = groups * KEY_ROWS * (_row_bytes(problem) + 4 * problem.has_k_scale)
+        for stages in range(max(MIN_STAGES, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
+            config = Config(groups, blocks, stages, device.num_sms)
             if fits(problem, config, device):
                 return config
     return None
@@ -166,8 +170,8 @@ def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(device: DeviceSpec) -> Iterator[Config]:
-    for (groups, blocks), stages, waves in product(REGISTERS, (12, 10, 7, 5, 3), (1, 5, 7)):
-        yield Config(groups, blocks, stages, waves, device.num_sms)
+    for (groups, blocks), stages in product(REGISTERS, (10, 8, 6, 5, 4, 3, 2)):
+        yield Config(groups, blocks, stages, device.num_sms)
 
 
 def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
@@ -218,7 +222,7 @@ def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
     if problem.per_draft_lengths:
         lengths = _matrix(cutlass.Int32, problem.next_n)
     out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    numbers = [cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(0), cutlass.Float32(1.0)]
+    numbers = [cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
     return [q, cache, weights, lengths, _table(), out, *numbers]
 
 
@@ -228,16 +232,6 @@ def _table() -> Any:
 
 def _matrix(dtype: Any, columns: Any, align: int | None = None) -> Any:
     return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1), assumed_align=align)
-
-
-def waves(problem: PagedMqaLogitsProblem, config: Config, batch: int, limit: int) -> int:
-    """Rounds of blocks that a grid needs at most, from what the host knows of lengths."""
-    tiles = batch * shape_of(problem).passes * -(-limit // (KEY_ROWS * config.math_warpgroups))
-    blocks = config.num_sms * config.blocks_per_sm
-    rounds = 1
-    while rounds < config.waves and tiles >> rounds >= MIN_TILES * blocks:
-        rounds += 1
-    return rounds
 
 
 def launch(
@@ -259,6 +253,5 @@ def launch(
             out.fill_(float("-inf"))
         return
     limit = min(out.shape[1], block_tables.shape[1] * problem.page_size)
-    rounds = waves(problem, compiled.config, q.shape[0], limit)
     weights = block_tables if weights is None else weights
-    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, rounds, least, scale)
+    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, least, scale)

@@ -20,7 +20,7 @@ The loader posts each item (a run of tiles of one sequence) beside its queries; 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 import tilelang.language as T
@@ -31,6 +31,8 @@ from gdn.problems import PagedMqaLogitsProblem
 from kernels_tl import _build, _logits
 
 ENTRY = "paged_mqa_logits"
+IN_FLIGHT_US = 2.9  # time for which a key tile is on its way
+MIN_STAGES = 3  # of keys, where they fit
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,15 @@ def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config
 
 
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    """Tiles of 128 tokens, of 64 where there are few, and as many in flight as fit: a decode waits for memory."""
+    """Tiles of 128 tokens, of 64 where there are few. How many are in flight follows from Little's law: bytes in flight =
+    bandwidth x time in flight; more only queue (measured: NOTES-logits)."""
     few = problem.batch * -(-problem.max_context_len // 128) < 4 * device.num_sms
+    in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
+    s = _logits.shape_of(problem)
     for drafts in _drafts(problem):
         for groups in (1, 2) if few else (2, 1):
-            for stages in (8, 6, 4, 3, 2):
+            tile_bytes = groups * 64 * (s.dim * s.value_bytes + 4 * s.scaled)
+            for stages in range(max(MIN_STAGES, ceil(in_flight / tile_bytes)), 1, -1):
                 config = Config(drafts, groups, stages, device.num_sms)
                 if fits(problem, config, device):
                     return config
