@@ -116,16 +116,16 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
     write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses beside softplus
     state = config.rows * entries * (1 + problem.has_parent)  # a tree comes back to its start
     noise = 6 * (problem.has_rounding and problem.write_every_token)
-    # K first, without gates and with k as float32 for the update (see `_registers_in_turn`), some variants spilled four values.
-    no_gates = not problem.state_v_first and problem.gate_dtype is None and problem.dtype != "bfloat16"
-    return state + per_entry + per_column + 4 * masked + 2 * write_slots + 2 * no_gates + noise + _OTHER_REGISTERS
+    parts = 3 * max(0, k_warps(problem.state_v_first, problem.head_v_dim, config) - 4)  # of sums, read by all threads
+    return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + noise + _OTHER_REGISTERS
 
 
 def _registers_in_turn(problem: RecurrentProblem, config: Config, entries: int) -> int:
     masked = config.lanes * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
     per_column = 3 * config.rows + 3  # sums of S k and S q, v; k q and two norms
     if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums
-        per_column = 2 * config.rows + 7
+        several = 32 * k_warps(False, problem.head_v_dim, config) < config.threads and entries > 8  # exchanges in a block
+        per_column = 2 * config.rows + 7 + 4 * several
     # What spilled a value or two in some variants: gates that come as they are, few lanes, float16 (k stays as float32 for the
     # update too, see `unpack_anew`), noise for every token.
     noise = problem.has_rounding and problem.write_every_token

@@ -33,6 +33,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.problems import RecurrentProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, is_single, refusal
 from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._opaque import anew
 from kernels_cute._recurrent_in_turn import InTurn
 from kernels_cute._recurrent_tree import DraftTree
 from kernels_cute._rounding import mixed_seed
@@ -370,7 +371,11 @@ class _Recurrent(StateTile, StateSums, DraftTree, InTurn):
         for token in cutlass.range(begin, begin + chain_count, unroll=1):
             alpha, beta = self.multiply(rQNext, rKNext, rVNext, rGNext, rBetaNext, minus_decay, bias, rState, rV, rK, rSums)
             if token + 1 < begin + live_count:
-                self.load_token(token + 1, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext)
+                # K first the exchange of sums needs the registers: addresses are made here, not kept from before the loop.
+                at_head, at_lane = (anew(head), anew(lane)) if self.k_warps > 1 else (head, lane)
+                self.load_token(
+                    token + 1, at_head, at_lane, v_start, gQ, gK, gV, gG, gBeta, rQNext, rKNext, rVNext, rGNext, rBetaNext
+                )
 
             o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU, parts, token % 2)
             self.store_out(token, head, lane, v_start, o_value, gOut)

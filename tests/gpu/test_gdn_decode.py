@@ -338,7 +338,7 @@ K_FIRST_CASES = [
 
 
 @pytest.mark.parametrize("sequences", [1, 512], ids=["few", "many"])
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(9))
 @pytest.mark.parametrize("case", K_FIRST_CASES, ids=name)
 def test_configurations_k_first(case: Case, number: int, sequences: int, configure: Configure, device: torch.device) -> None:
     configure(number, sequences)
