@@ -11,7 +11,8 @@ from autotune import cases, tuning, workers
 from autotune.shapes import Shape
 from gdn import runtime
 from gdn.device import DeviceSpec
-from gdn.runtime import Choice, registry
+from gdn.problems import Problem
+from gdn.runtime import Choice, compiled, registry
 
 WITHIN = 1.05  # times the fastest kernel's time: as good as it
 WITHIN_US = 0.5  # or so much more: no difference that a call shows
@@ -78,6 +79,11 @@ def ask(shape: Shape, spec: DeviceSpec) -> Question:
     return Question(shape, chosen, configs)
 
 
+def compile_one(kernel: tuning.Kernel, problem: Problem, config: Any) -> None:
+    """Fills the disk cache; runs in a worker process. A kernel that spills is a kernel: a call would run it too."""
+    compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config)
+
+
 def compile_all(
     questions: Sequence[Question],
     *,
@@ -96,7 +102,7 @@ def compile_all(
     for group in registry.KERNEL_BACKENDS[::-1]:  # a worker process holds one DSL; those of CuTe compile faster
         mine = [question for question, backend in asked if backend == group]
         tasks = [(_kernel(question, group), question.shape.problem, question.configs[group]) for question in mine]
-        for outcome in workers.run(tuning.compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
+        for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
             on_done()
             name = mine[outcome.index].name
             left[name] -= 1
