@@ -57,8 +57,6 @@ class _DeltaCase:
     _STATE_LIMIT = {"chunk": {"float32": 1e-2, "bfloat16": 1e-2}, "recurrent": {"float32": 1e-4, "bfloat16": 4e-3}}
 
     def __init__(self, shape: Shape, problem: ChunkProblem | RecurrentProblem, device: torch.device, copies: int) -> None:
-        if not (problem.pooled and problem.has_final_state):
-            raise ValueError(f"shape: expected a pool that is updated, got {problem.static_key()}")
         self._shape, self._problem, self._device, self._copies = shape, problem, device, copies
 
     def _arguments(self, seed: int) -> dict[str, Any]:
@@ -68,7 +66,7 @@ class _DeltaCase:
         else:
             arguments = inputs.recurrent_inputs(problem, self._device, seed, lengths=lengths, strided=True)
         # Engines hand over gates as rows of one projection: their heads are neighbours.
-        return arguments | {"g": arguments["g"].contiguous(), "beta": arguments["beta"].contiguous()}
+        return arguments | {name: arguments[name].contiguous() for name in ("g", "beta") if name in arguments}
 
     @cached_property
     def _checked(self) -> dict[str, Any]:
@@ -92,6 +90,8 @@ class _DeltaCase:
         return tensors, tensors[-3]
 
     def check(self, prepared: Prepared) -> float:
+        if not (self._problem.pooled and self._problem.has_final_state):
+            raise ValueError(f"shape: expected a pool that is updated, got {self._problem.static_key()}")
         before = self._checked["initial_state"]
         arguments = self._checked | {"initial_state": before.clone()}
         tensors, out = self._tensors(arguments, prepared)
@@ -190,6 +190,8 @@ class _LogitsCase:
             "out_dtype": getattr(torch, problem.out_dtype),
             "backend": backend,
         }
+        if isinstance(problem, MqaLogitsProblem) and problem.packed:
+            options["max_seqlen_k"] = problem.num_columns
 
         def call(made: Any) -> Call:
             if isinstance(problem, MqaLogitsProblem):

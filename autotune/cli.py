@@ -1,4 +1,4 @@
-"""`python -m autotune`: tune, bench, accuracy, selection, show."""
+"""`python -m autotune`: tune, choice, bench, accuracy, selection, show."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -81,7 +82,9 @@ def _progress() -> Progress:
 
 @app.command()
 def tune(
-    op: Annotated[str, typer.Argument(help=f"One of {', '.join(shape_list.operators())}.")],
+    op: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(shape_list.operators())}; all with --restamp, --prune or --stale.")
+    ] = None,
     backend: Backend = None,
     shapes: ShapePattern = "",
     budget_s: Annotated[float, typer.Option(min=1, help="Wall-clock seconds for each backend.")] = 1800,
@@ -91,58 +94,146 @@ def tune(
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
     journals: Annotated[Path, typer.Option(help="Folder of the journals that an interrupted run resumes from.")] = _JOURNALS,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Enumerate and compile; needs no GPU.")] = False,
+    restamp: Annotated[
+        bool,
+        typer.Option("--restamp", help="Compile stale entries; those of unchanged machine code count as current. Needs no GPU."),
+    ] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Drop entries that repeat the default. Needs no GPU.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Time the tiles of stale entries again, against the default.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="With --stale: tune their problems anew.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compile, check and time the configurations of an operator's kernels, and write the fastest into their tables."""
-    from autotune import tuning
-    from autotune.journal import Journal
+    """Compile, check and time the configurations of an operator's kernels, and write the fastest into their tables.
+
+    An entry is stale once its kernel's source has changed; comments and formatting do not count.
+    """
+    from autotune import tables, tuning
     from gdn.runtime import tuned
 
     _leave_stdout(as_json)
-    chosen = _shapes(op, shapes, tuned=True)
+    if search and not stale:
+        raise _fail("search: expected with --stale (without it, every shape is searched anyway)")
+    if op is None and not (restamp or prune or stale):
+        raise _fail(f"op: expected one of {', '.join(shape_list.operators())}")
+    kernels, folder = _kernels(op, backend), out or tuned.SHIPPED
+    if restamp or prune:
+        current = [_restamp(kernel, folder, workers, timeout_s) for kernel in kernels] if restamp else []
+        if prune:
+            _prune(kernels, folder)
+        if not stale:
+            raise typer.Exit(0 if all(current) else 1)
+    known = [] if op is None else _shapes(op, "" if stale else shapes, tuned=True)
     spec = H100 if compile_only else _spec()
-    try:
-        kernels = tuning.kernels(op, backend)
-    except ValueError as error:
-        raise _fail(str(error)) from error
-    failed = False
     reports: list[dict[str, Any]] = []
     for kernel in kernels:
-        start = time.monotonic()
-        made = tuning.plan(kernel, chosen, spec, limit)
-        for name, why in made.refusals.items():
-            console.print(f"{op}.{kernel.backend} {name}: not served: {why}", markup=False)
-        with _progress() as progress:
-            task = progress.add_task(f"{op}.{kernel.backend}: compiling", total=len(made.candidates))
-            tuning.compile_all(
-                made,
-                num_workers=workers,
-                timeout_s=timeout_s,
-                on_done=lambda _, task=task, progress=progress: progress.advance(task),  # type: ignore[misc]
-                deadline=start + budget_s * (1 if compile_only else 0.5),  # the rest is for the GPU
-            )
-        dropped = [one for one in made.candidates.values() if one.failure is not None]
-        console.print(f"{op}.{kernel.backend}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
-        for one in dropped:
-            console.print(f"  dropped {one.config}: {one.failure}", markup=False)
-        report: dict[str, Any] = {"backend": kernel.backend, "candidates": len(made.candidates), "not_served": made.refusals}
-        report |= {"winners": [], "table": None}
-        report["dropped"] = [{"config": one.config, "why": one.failure} for one in dropped]
+        chosen = known
+        if stale:
+            found = tables.stale_shapes(tuned.table_path(folder, spec.key, kernel.op, kernel.backend), kernel)
+            chosen = [shape for shape in found if shapes in shape.name]
+            if not chosen:
+                continue
+        made = tuning.plan(kernel, chosen, spec, limit, stored_only=stale and not search)
+        report = _tune(
+            made, chosen, spec, folder, journals,
+            budget_s=budget_s, num_workers=workers, timeout_s=timeout_s, compile_only=compile_only,
+        )  # fmt: skip
         reports.append(report)
-        if compile_only:
-            failed = failed or bool(dropped)
-            continue
-        journal = Journal(journals / f"{spec.key}.{op}.{kernel.backend}.jsonl", kernel.source)
-        winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
-        report["winners"] = [vars(one) | {"shape": one.shape.name} for one in winners]
-        if winners:
-            path = tuning.write_table(out or tuned.SHIPPED, spec, kernel, winners, _versions(kernel.backend))
-            report["table"] = path
-            console.print(f"wrote {path}", markup=False)
-        failed = failed or len(winners) < len(made.configs)
+    is_complete = all(report["complete"] for report in reports)
     if as_json:
-        print_json({"op": op, "device": spec.key, "complete": not failed, "kernels": reports})
-    raise typer.Exit(1 if failed else 0)
+        print_json({"op": op, "device": spec.key, "complete": is_complete, "kernels": reports})
+    raise typer.Exit(0 if is_complete else 1)
+
+
+def _kernels(op: str | None, backend: str | None) -> list[Any]:
+    """The kernels of an operator, or of all; of one backend where it is named."""
+    from autotune import tuning
+    from gdn.runtime import registry
+
+    try:
+        if op is not None:
+            return list(tuning.kernels(op, backend))
+        having = [one.name for one in registry.OPERATORS.values() if one.modules and backend in (None, *one.modules)]
+        found = [kernel for name in having for kernel in tuning.kernels(name, backend)]
+    except ValueError as error:
+        raise _fail(str(error)) from error
+    if not found:
+        raise _fail(f"backend: expected one of {', '.join(registry.KERNEL_BACKENDS)}, got {backend!r}")
+    return found
+
+
+def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> bool:
+    """Stamps the entries of a kernel's tables anew where they may; whether all are current then."""
+    from autotune import tables
+    from gdn.runtime import tuned
+
+    current = True
+    for path in tables.paths(folder, kernel):
+        found = tables.restamp(path, kernel, num_workers=num_workers, timeout_s=timeout_s)
+        for why in found.left:
+            console.print(f"{path.parent.name}/{path.name}: stale: {why}", markup=False)
+        count = tuned.read(path).num_entries()
+        console.print(f"{path.parent.name}/{path.name}: {found.stamped} of {count} entries stamped anew, {len(found.left)} stale")
+        current = current and not found.left
+    return current
+
+
+def _prune(kernels: list[Any], folder: Path) -> None:
+    from autotune import tables
+
+    for kernel in kernels:
+        for path in tables.paths(folder, kernel):
+            count = tables.prune(path, kernel)
+            gone = "" if path.is_file() else ", and with them the table"
+            console.print(f"{path.parent.name}/{path.name}: {count} entries that repeat the default dropped{gone}", markup=False)
+
+
+def _tune(
+    made: Any,
+    chosen: list[shape_list.Shape],
+    spec: DeviceSpec,
+    folder: Path,
+    journals: Path,
+    *,
+    budget_s: float,
+    num_workers: int,
+    timeout_s: float,
+    compile_only: bool,
+) -> dict[str, Any]:
+    """Runs the plan of one kernel. complete: whether every shape has a winner (compile_only: every candidate compiled)."""
+    from autotune import tables, tuning
+    from autotune.journal import Journal
+
+    kernel = made.kernel
+    start, name = time.monotonic(), f"{kernel.op}.{kernel.backend}"
+    for shape, why in made.refusals.items():
+        console.print(f"{name} {shape}: not served: {why}", markup=False)
+    with _progress() as progress:
+        task = progress.add_task(f"{name}: compiling", total=len(made.candidates))
+        tuning.compile_all(
+            made,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            on_done=lambda _: progress.advance(task),
+            deadline=start + budget_s * (1 if compile_only else 0.5),  # the rest is for the GPU
+        )
+    dropped = [one for one in made.candidates.values() if one.failure is not None]
+    console.print(f"{name}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
+    for one in dropped:
+        console.print(f"  dropped {one.config}: {one.failure}", markup=False)
+    report: dict[str, Any] = {"op": kernel.op, "backend": kernel.backend, "candidates": len(made.candidates)}
+    report |= {"not_served": made.refusals, "winners": [], "table": None, "complete": not dropped}
+    report["dropped"] = [{"config": one.config, "why": one.failure} for one in dropped]
+    if compile_only:
+        return report
+    journal = Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
+    winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
+    report["winners"] = [vars(one) | {"shape": one.shape.name} for one in winners]
+    if winners:
+        path = tables.write_winners(folder, spec, kernel, winners, _versions(kernel.backend))
+        report["table"] = path
+        console.print(f"wrote {path}" if path.is_file() else f"{path}: no entry, the default is the fastest", markup=False)
+    report["complete"] = len(winners) == len(made.configs)
+    return report
 
 
 def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal: Any, deadline: float) -> list[Any]:
@@ -183,6 +274,97 @@ def _versions(backend: str) -> dict[str, str]:
 
     found = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), **compiled.versions(backend)}
     return found | {"device": torch.cuda.get_device_name()}
+
+
+@app.command()
+def choice(
+    calls: Annotated[int, typer.Option(min=1, help="How many calls, of the operators in turn.")] = 60,
+    seed: Annotated[int, typer.Option(help="Of the calls; the same seed draws the same ones.")] = 0,
+    budget_s: Annotated[
+        float, typer.Option("--budget", min=1, help="Wall-clock seconds; what is done by then is printed.")
+    ] = 900,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Fill the disk cache for --device; needs no GPU.")] = False,
+    device: Annotated[str, typer.Option(help="With --compile-only: h100 or h200.")] = "h100",
+    workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Time seeded calls of the operators of two kernels on both, and say whether the runtime takes the faster one.
+
+    Each kernel runs with the tiles that the runtime would give it. Exit code 1 where the chosen one takes more than 1.05 times
+    the fastest one's time and over 0.5 us more, or where one did not run.
+    """
+    from autotune import calls as drawing
+    from autotune import choice as choosing
+    from autotune import tables
+
+    start = time.monotonic()
+    if compile_only and device not in tables.DEVICES:
+        raise _fail(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
+    spec = tables.DEVICES[device] if compile_only else _spec()
+    questions = [choosing.ask(shape, spec) for shape in drawing.calls(calls, seed)]
+    with _progress() as progress:
+        task = progress.add_task("compiling", total=sum(len(question.configs) for question in questions))
+        compiled = choosing.compile_all(
+            questions,
+            num_workers=workers,
+            timeout_s=timeout_s,
+            deadline=start + budget_s * (1 if compile_only else 0.5),
+            on_done=lambda: progress.advance(task),
+        )
+    if compile_only:
+        broken = {call: why for call, why in compiled.items() if why is not None}
+        for call, why in broken.items():
+            console.print(f"{call}: {why}", markup=False)
+        console.print(f"the kernels of {len(compiled) - len(broken)} of {len(questions)} calls are compiled")
+        raise typer.Exit(1 if len(compiled) - len(broken) < len(questions) else 0)
+    verdicts: list[Any] = []
+    timer = choosing.GpuTimer(spec)
+    with _progress() as progress:
+        task = progress.add_task("timing", total=len(questions))
+        try:
+            for question in (question for question in questions if question.name in compiled):
+                if time.monotonic() > start + budget_s:
+                    break
+                verdicts.append(choosing.judge(question, timer, compiled[question.name]))
+                progress.advance(task)
+                if json_file is not None:  # after each call: a run that is cut off keeps what it has
+                    found = {"device": spec.key, "seed": seed, "calls": [verdict.as_dict() for verdict in verdicts]}
+                    json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except KeyboardInterrupt:
+            pass
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    console.print(_choice_table(verdicts))
+    console.print(f"{len(verdicts)} of {len(questions)} calls timed, {len(failed)} failed (seed {seed}, {spec.key})")
+    raise typer.Exit(1 if failed or not verdicts else 0)
+
+
+def _choice_table(verdicts: list[Any]) -> Table:
+    from gdn.runtime import registry
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("call", overflow="fold")
+    for heading in ("chosen", "by", "tiles", *(f"{backend}, us" for backend in registry.KERNEL_BACKENDS), "of fastest", ""):
+        table.add_column(heading, no_wrap=True, justify="right" if heading.endswith(("us", "fastest")) else "left")
+    for op in dict.fromkeys(verdict.question.shape.op for verdict in verdicts):
+        table.add_section()
+        table.add_row(f"[bold]{op}[/]")
+        for verdict in (verdict for verdict in verdicts if verdict.question.shape.op == op):
+            chosen = verdict.question.chosen
+            cells = [chosen.backend, chosen.decided_by, chosen.config_source]
+            if verdict.failure is None:
+                cells += [_time_cell(verdict.times_us.get(backend)) for backend in registry.KERNEL_BACKENDS]
+                cells += [f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]"]
+            else:
+                cells += ["", "", "", "[red]failed[/]"]
+            table.add_row(f"  {verdict.question.shape.name}", *cells)
+            if verdict.failure is not None:
+                table.add_row(f"    [red]{escape(verdict.failure)}[/]")
+    return table
+
+
+def _time_cell(time_us: float | None) -> str:
+    return "-" if time_us is None else f"{time_us:.1f}"
 
 
 @app.command()
@@ -384,7 +566,7 @@ def show(
     for path in paths:
         table = tuned.read(path)
         header = table.header
-        title = f"{header.op}.{header.backend} on {header.device}, {header.date}"
+        title = f"{header.op}.{header.backend} on {header.device}, {', '.join(header.runs)}"
         shown = Table("sizes", "configuration", "time, us", "error", title=title, caption=str(path))
         for group in table.groups:
             shown.add_row(", ".join(f"{name} {value}" for name, value in group.static.items()), "", "", "", style="dim")

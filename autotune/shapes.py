@@ -1,8 +1,8 @@
 """The problems worth tuning and measuring: per operator, named shapes as serving engines call them.
 
 Delta rule: raw gates and the norm inside the kernel, q, k, v as slices of the convolution's output, a float32 pool with V
-first and int32 slots. A tuned table serves exactly the static fields it was made for, so these are the ones of the demo
-and of the engines.
+first and int32 slots, as the demo and the engines have them. A tuned entry serves other gates, indices and flags too
+(`Problem.tune_fields`).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
-"""Finds the fastest configuration per shape of one kernel: compile, check, time, time the best again, write the table."""
+"""Finds the fastest configuration per shape of one kernel: compile, check, time, time the best again."""
 
-import datetime
 import importlib
 import os
 import statistics
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from autotune import workers
@@ -17,7 +15,7 @@ from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import KernelCandidate, compiled, registry, tuned
+from gdn.runtime import KernelCandidate, compiled, registry, source
 from gdn.testing import machine_code
 
 HANG_S = 300  # one candidate's check or timing, the exact answer of its shape included
@@ -55,7 +53,7 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        return compiled.source_hash(self.module.__file__)
+        return source.source_hash(self.module.__file__)
 
 
 def kernels(op: str, backend: str | None) -> list[Kernel]:
@@ -100,9 +98,11 @@ class Plan:
     candidates: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
 
 
-def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int | None = None) -> Plan:
+def plan(
+    kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int | None = None, *, stored_only: bool = False
+) -> Plan:
     """limit: most configurations of a shape; where the space is larger, the default, what the table in use names for these
-    very sizes, and a sample spread evenly over the rest."""
+    very sizes, and a sample spread evenly over the rest. stored_only: the default and what the table names, nothing else."""
     made = Plan(kernel)
     problems: dict[str, Problem] = {}
     for shape in shapes:
@@ -111,7 +111,8 @@ def plan(kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int |
             made.refusals[shape.name] = refusal
             continue
         first = list(dict.fromkeys([kernel.module.default_config(shape.problem, spec), *_shipped(kernel, shape.problem, spec)]))
-        others = [config for config in dict.fromkeys(kernel.module.configs(shape.problem, spec)) if config not in first]
+        space = [] if stored_only else dict.fromkeys(kernel.module.configs(shape.problem, spec))
+        others = [config for config in space if config not in first]
         made.configs[shape.name] = first[:limit] + _spread(others, None if limit is None else limit - len(first))
         problems[shape.name] = shape.problem
     # The first of every shape, then the second of every shape: a budget that ends early leaves no shape without any.
@@ -240,38 +241,6 @@ def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal
             record = Record(DROPPED, why=f"{type(failed).__name__}: {failed}")
     journal.add(static, sizes, fields, record)
     return record
-
-
-def write_table(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Sequence[Winner], versions: dict[str, str]) -> Path:
-    """Puts the winners into the kernel's table. Entries of other shapes stay, if the same kernel source made them."""
-    path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
-    header = tuned.Header(
-        device=spec.key,
-        op=kernel.op,
-        backend=kernel.backend,
-        date=datetime.date.today().isoformat(),
-        versions=versions,
-        kernel_source=kernel.source,
-    )
-    groups: dict[str, tuned.Group] = {}
-    if path.is_file():
-        before = tuned.read(path)
-        if before.header.kernel_source == header.kernel_source:
-            groups = {tuned.static_text(group.static): group for group in before.groups}
-    for winner in winners:
-        problem = winner.shape.problem
-        static = problem.static_fields()
-        group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
-        kept = [entry for entry in group.entries if entry.sizes != problem.sizes()]
-        entry = tuned.Entry(
-            sizes=problem.sizes(),
-            config=asdict(winner.config),
-            time_us=round(winner.time_us, 3),
-            error=float(f"{winner.error:.2e}"),
-        )
-        group.entries = sorted([*kept, entry], key=lambda one: sorted(one.sizes.items()))
-    tuned.write(path, tuned.Table(header=header, groups=list(groups.values())))
-    return path
 
 
 class GpuRunner:

@@ -1,9 +1,15 @@
 """One frozen dataclass per operator: what a kernel is compiled for, and what it is tuned for.
 
-Fields come in two kinds. *Static* fields (dtypes, heads, dims, flags) decide the machine code and are the compile key.
-*Sizes* (declared with `size()`) are counts that vary from call to call; they choose a configuration and never appear in
-compiled code. Everything is plain Python, so problems pickle, hash, compare and print; dtypes are torch's names without
-the `torch.` prefix ("bfloat16", "float8_e4m3fn").
+Every field says of which keys it is a part:
+
+- `field(metadata=TUNES)`: static, and changes which tiles are best: heads, dims, layouts, dtypes of the large tensors. Part of
+  the compile key and of the tune key.
+- `field(metadata=COMPILES)`: static, and the best tiles do not depend on it: dtypes of indices, gates and weights, masks, flags.
+  Part of the compile key alone; whether tiles are legal with it is for the kernel's `fits` to say.
+- `size()`: a count that varies from call to call. It chooses a configuration and never appears in compiled code.
+
+Everything is plain Python, so problems pickle, hash, compare and print; dtypes are torch's names without the `torch.` prefix
+("bfloat16", "float8_e4m3fn").
 
 Leaf module: imports nothing of this project.
 """
@@ -18,8 +24,12 @@ DTYPE_BYTES: dict[str, int] = {
 }  # fmt: skip
 
 
+TUNES: dict[str, bool] = {"tunes": True}
+COMPILES: dict[str, bool] = {"tunes": False}
+
+
 def size() -> Any:
-    """A dataclass field that is a size: part of the tune key, not of the compile key."""
+    """A dataclass field that is a size: it chooses among tuned entries, and is no part of the compile key."""
     return field(metadata={"size": True})
 
 
@@ -27,6 +37,20 @@ def size() -> Any:
 def _names(problem: type, sizes: bool) -> tuple[str, ...]:
     """The names of its fields that are sizes, or of the others. Kept: a call of new sizes asks several times."""
     return tuple(f.name for f in fields(problem) if bool(f.metadata.get("size")) == sizes)
+
+
+@functools.cache
+def _tune_names(problem: type) -> tuple[str, ...]:
+    """The names of its fields that are part of the tune key."""
+    undecided = [f.name for f in fields(problem) if not {"size", "tunes"} & f.metadata.keys()]
+    if undecided:
+        kinds = "metadata=TUNES, metadata=COMPILES or size()"
+        raise TypeError(f"{problem.__name__}: expected {kinds} on every field, got none on {', '.join(undecided)}")
+    return tuple(f.name for f in fields(problem) if f.metadata.get("tunes"))
+
+
+def _text(values: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in values.items())
 
 
 class Problem:
@@ -41,8 +65,21 @@ class Problem:
         return {name: getattr(self, name) for name in _names(type(self), True)}  # type: ignore[arg-type]
 
     def static_key(self) -> str:
-        """Stable text form of the static fields: the compile key, and the group key of a tuned table."""
-        return ",".join(f"{name}={value}" for name, value in self.static_fields().items())
+        """Stable text form of the static fields: the compile key."""
+        return _text(self.static_fields())
+
+    @classmethod
+    def tune_names(cls) -> tuple[str, ...]:
+        """The names of the fields of the tune key. TypeError where a static field does not say whether it is one."""
+        return _tune_names(cls)  # type: ignore[arg-type]
+
+    def tune_fields(self) -> dict[str, Any]:
+        """The static fields that change which tiles are best."""
+        return {name: getattr(self, name) for name in self.tune_names()}
+
+    def tune_key(self) -> str:
+        """Stable text form of these: problems of one tune key share the entries of a tuned table."""
+        return _text(self.tune_fields())
 
     def flops(self) -> int:
         """Useful floating-point operations of the algorithm, for rooflines."""
@@ -63,24 +100,25 @@ class DeltaRuleProblem(Problem):
     k head `s // (num_state_heads // num_k_heads)`, v head `s // (num_state_heads // num_v_heads)`.
     """
 
-    num_q_heads: int
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    dtype: str  # of q, k, v and o: bfloat16 | float16 (float32, float64 on the reference)
-    state_dtype: str  # of initial_state / the pool: float32 | bfloat16; float32 where no state is given
-    gate_dtype: str | None  # of g (or raw a); None = no decay
-    beta_dtype: str | None  # of beta (or raw b); None = beta is 1
-    cu_seqlens_dtype: str  # int32 | int64
-    index_dtype: str | None  # of state_indices and final_state_indices; None = initial_state is one row per sequence
-    state_v_first: bool  # state is [.., V, K] instead of [.., K, V]
-    use_qk_l2norm: bool
-    use_gate: bool  # g is raw a: decay = exp(-exp(A_log) * softplus(a + dt_bias))
-    use_beta_sigmoid: bool  # beta is raw b
-    has_initial_state: bool  # an initial_state tensor is given; False = all states start from zero
-    has_final_state: bool  # a state is written: into final_state (new tensor) or the pool
-    has_final_indices: bool  # final_state_indices given: the write slots
+    num_q_heads: int = field(metadata=TUNES)
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of q, k, v and o: bfloat16 | float16 (float32, float64 on the reference)
+    state_dtype: str = field(metadata=TUNES)  # of initial_state / the pool: float32 | bfloat16; float32 where no state is given
+    gate_dtype: str | None = field(metadata=COMPILES)  # of g (or raw a); None = no decay
+    beta_dtype: str | None = field(metadata=COMPILES)  # of beta (or raw b); None = beta is 1
+    cu_seqlens_dtype: str = field(metadata=COMPILES)  # int32 | int64
+    # of state_indices and final_state_indices; None = initial_state is one row per sequence
+    index_dtype: str | None = field(metadata=COMPILES)
+    state_v_first: bool = field(metadata=TUNES)  # state is [.., V, K] instead of [.., K, V]
+    use_qk_l2norm: bool = field(metadata=COMPILES)
+    use_gate: bool = field(metadata=COMPILES)  # g is raw a: decay = exp(-exp(A_log) * softplus(a + dt_bias))
+    use_beta_sigmoid: bool = field(metadata=COMPILES)  # beta is raw b
+    has_initial_state: bool = field(metadata=COMPILES)  # an initial_state tensor is given; False = all states start from zero
+    has_final_state: bool = field(metadata=COMPILES)  # a state is written: into final_state (new tensor) or the pool
+    has_final_indices: bool = field(metadata=COMPILES)  # final_state_indices given: the write slots
 
     @property
     def num_state_heads(self) -> int:
@@ -133,8 +171,8 @@ class ChunkProblem(DeltaRuleProblem):
 
     op: ClassVar[str] = "chunk"
 
-    has_mask: bool  # has_initial_state given
-    has_checkpoints: bool  # checkpoint_offsets / checkpoint_slots given
+    has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
+    has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -167,10 +205,10 @@ class RecurrentProblem(DeltaRuleProblem):
 
     op: ClassVar[str] = "recurrent"
 
-    write_every_token: bool  # 2-D indices
-    has_accepted: bool  # num_accepted_tokens given
-    has_parent: bool  # tree drafts
-    has_rounding: bool  # stochastic rounding of a bf16 state
+    write_every_token: bool = field(metadata=TUNES)  # 2-D indices
+    has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
+    has_parent: bool = field(metadata=TUNES)  # tree drafts
+    has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -190,15 +228,15 @@ class RecurrentProblem(DeltaRuleProblem):
 class LogitsProblem(Problem):
     """What ragged and paged indexer logits share: score = scale * sum_h w[h] * act(q[h] . k[h // group]) (* k_scale)."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # of q: float8_e4m3fn | bfloat16; keys are of the same kind
-    has_k_scale: bool  # keys carry one float32 scale per (row, kv head)
-    weights_dtype: str | None  # None = weights are 1
-    relu: bool
-    clean: bool  # write -inf outside a row's range (False: unspecified there)
-    out_dtype: str  # float32 | bfloat16
+    num_heads: int = field(metadata=TUNES)
+    num_kv_heads: int = field(metadata=TUNES)
+    head_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of q: float8_e4m3fn | bfloat16; keys are of the same kind
+    has_k_scale: bool = field(metadata=COMPILES)  # keys carry one float32 scale per (row, kv head)
+    weights_dtype: str | None = field(metadata=COMPILES)  # None = weights are 1
+    relu: bool = field(metadata=COMPILES)
+    clean: bool = field(metadata=COMPILES)  # write -inf outside a row's range (False: unspecified there)
+    out_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
 
     def _key_bytes(self) -> int:
         return self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + 4 * self.has_k_scale)
@@ -222,7 +260,7 @@ class MqaLogitsProblem(LogitsProblem):
 
     op: ClassVar[str] = "mqa_logits"
 
-    packed: bool  # out columns are relative to ks[i]
+    packed: bool = field(metadata=COMPILES)  # out columns are relative to ks[i]
     num_queries: int = size()
     num_keys: int = size()
     num_columns: int = size()
@@ -252,9 +290,9 @@ class PagedMqaLogitsProblem(LogitsProblem):
 
     op: ClassVar[str] = "paged_mqa_logits"
 
-    page_size: int
-    next_n: int
-    per_draft_lengths: bool
+    page_size: int = field(metadata=TUNES)
+    next_n: int = field(metadata=TUNES)
+    per_draft_lengths: bool = field(metadata=COMPILES)
     batch: int = size()
     max_context_len: int = size()
 
@@ -284,10 +322,10 @@ class TopkProblem(Problem):
 
     op: ClassVar[str] = "topk"
 
-    dtype: str  # of logits: float32 | bfloat16 (others on the reference)
-    starts_dtype: str | None  # int32 | int64; None = rows start at column 0
-    ends_dtype: str | None  # int32 | int64; None = rows end with the last column
-    sorted_by: str  # index | score
+    dtype: str = field(metadata=TUNES)  # of logits: float32 | bfloat16 (others on the reference)
+    starts_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows start at column 0
+    ends_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows end with the last column
+    sorted_by: str = field(metadata=TUNES)  # index | score
     k: int = size()  # a count like the others: it compiles nothing anew
     num_rows: int = size()
     num_columns: int = size()
@@ -312,16 +350,17 @@ class ConvolutionProblem(Problem):
     (`state_channels_contiguous`: neighbouring channels are read together), or any strides.
     """
 
-    dim: int
-    width: int
-    dtype: str  # of x and out: bfloat16 | float16
-    weight_dtype: str
-    bias_dtype: str | None
-    silu: bool
-    state_dtype: str | None  # None = no pool: start from zeros, keep nothing
-    state_channels_contiguous: bool
-    cu_seqlens_dtype: str | None  # int32 | int64; None = every row of x is a sequence (decode only)
-    index_dtype: str | None  # of the slot indices; None = the slot of a sequence is its number, and none is padding
+    dim: int = field(metadata=TUNES)
+    width: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of x and out: bfloat16 | float16
+    weight_dtype: str = field(metadata=COMPILES)
+    bias_dtype: str | None = field(metadata=COMPILES)
+    silu: bool = field(metadata=COMPILES)
+    state_dtype: str | None = field(metadata=TUNES)  # None = no pool: start from zeros, keep nothing
+    state_channels_contiguous: bool = field(metadata=TUNES)
+    cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = every row of x is a sequence (decode only)
+    # of the slot indices; None = the slot of a sequence is its number, and none is padding
+    index_dtype: str | None = field(metadata=COMPILES)
 
     def _filter_bytes(self) -> int:
         return self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + _bytes(self.bias_dtype))
@@ -347,8 +386,8 @@ class Conv1dProblem(ConvolutionProblem):
 
     op: ClassVar[str] = "conv1d"
 
-    has_mask: bool  # has_initial_state given
-    checkpoint_dtype: str | None  # int32 | int64; None = no checkpoints
+    has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
+    checkpoint_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = no checkpoints
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -374,9 +413,9 @@ class Conv1dUpdateProblem(ConvolutionProblem):
 
     op: ClassVar[str] = "conv1d_update"
 
-    has_columns: bool  # 2-D indices: drafts
-    has_accepted: bool  # num_accepted_tokens given
-    has_parent: bool  # drafts are a tree
+    has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
+    has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
+    has_parent: bool = field(metadata=TUNES)  # drafts are a tree
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -413,12 +452,12 @@ class SplitProblem(Problem):
 
     op: ClassVar[str] = "split"
 
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    dtype: str
-    ba_dtype: str
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)
+    ba_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
 
     @property
@@ -445,11 +484,11 @@ class GatingProblem(Problem):
 
     op: ClassVar[str] = "gating"
 
-    num_heads: int
-    a_dtype: str
-    b_dtype: str
-    A_log_dtype: str
-    dt_bias_dtype: str
+    num_heads: int = field(metadata=TUNES)
+    a_dtype: str = field(metadata=TUNES)
+    b_dtype: str = field(metadata=TUNES)
+    A_log_dtype: str = field(metadata=COMPILES)
+    dt_bias_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
 
     def flops(self) -> int:
@@ -470,12 +509,12 @@ class RmsNormGatedProblem(Problem):
 
     op: ClassVar[str] = "rms_norm_gated"
 
-    num_heads: int
-    head_dim: int
-    dtype: str  # of x and out
-    z_dtype: str
-    weight_dtype: str
-    sigmoid: bool  # the gate: sigmoid(z), else silu(z)
+    num_heads: int = field(metadata=TUNES)
+    head_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of x and out
+    z_dtype: str = field(metadata=TUNES)
+    weight_dtype: str = field(metadata=COMPILES)
+    sigmoid: bool = field(metadata=COMPILES)  # the gate: sigmoid(z), else silu(z)
     num_tokens: int = size()
 
     def flops(self) -> int:
@@ -508,32 +547,32 @@ class GdnDecodeProblem(Problem):
 
     op: ClassVar[str] = "gdn_decode"
 
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    width: int  # of the convolution
-    dtype: str  # of mixed_qkv and out: bfloat16 | float16
-    z_dtype: str | None  # None = interleaved
-    a_dtype: str | None  # None = interleaved
-    b_dtype: str
-    weight_dtype: str
-    bias_dtype: str | None
-    A_log_dtype: str
-    dt_bias_dtype: str
-    norm_dtype: str
-    conv_dtype: str  # of the windows
-    conv_channels_contiguous: bool  # as ConvolutionProblem.state_channels_contiguous
-    state_dtype: str  # float32 | bfloat16
-    state_v_first: bool
-    index_dtype: str
-    cu_seqlens_dtype: str | None  # None = one token per sequence
-    interleaved: bool
-    silu: bool  # behind the convolution
-    gate_sigmoid: bool  # the norm's gate: sigmoid(z), else silu(z)
-    has_columns: bool  # 2-D indices: drafts
-    has_accepted: bool  # num_accepted_tokens given
-    has_rounding: bool  # stochastic rounding of a bf16 state
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    width: int = field(metadata=TUNES)  # of the convolution
+    dtype: str = field(metadata=TUNES)  # of mixed_qkv and out: bfloat16 | float16
+    z_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    a_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    b_dtype: str = field(metadata=COMPILES)
+    weight_dtype: str = field(metadata=COMPILES)
+    bias_dtype: str | None = field(metadata=COMPILES)
+    A_log_dtype: str = field(metadata=COMPILES)
+    dt_bias_dtype: str = field(metadata=COMPILES)
+    norm_dtype: str = field(metadata=COMPILES)
+    conv_dtype: str = field(metadata=COMPILES)  # of the windows
+    conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
+    state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
+    state_v_first: bool = field(metadata=TUNES)
+    index_dtype: str = field(metadata=COMPILES)
+    cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # None = one token per sequence
+    interleaved: bool = field(metadata=TUNES)
+    silu: bool = field(metadata=COMPILES)  # behind the convolution
+    gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
+    has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
+    has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
+    has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -569,9 +608,9 @@ class QuantizeFp8Problem(Problem):
 
     op: ClassVar[str] = "quantize_fp8"
 
-    num_groups: int  # G
-    group_dim: int
-    dtype: str
+    num_groups: int = field(metadata=TUNES)  # G
+    group_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)
     num_tokens: int = size()  # L
 
     def flops(self) -> int:
@@ -589,9 +628,9 @@ class IndexerCacheProblem(Problem):
     (row, key head). The page size follows from the elements of a page: it compiles nothing anew.
     """
 
-    num_kv_heads: int  # 0: no keys and no cache (the query alone is prepared)
-    head_dim: int
-    cache_dtype: str | None  # uint8 (scaled e4m3) | float8_e4m3fn | bfloat16; None without keys
+    num_kv_heads: int = field(metadata=TUNES)  # 0: no keys and no cache (the query alone is prepared)
+    head_dim: int = field(metadata=TUNES)
+    cache_dtype: str | None = field(metadata=TUNES)  # uint8 (scaled e4m3) | float8_e4m3fn | bfloat16; None without keys
 
     @property
     def scaled(self) -> bool:
@@ -613,8 +652,8 @@ class WriteIndexerCacheProblem(IndexerCacheProblem):
 
     op: ClassVar[str] = "write_indexer_cache"
 
-    dtype: str  # of k: bfloat16 | float16
-    slot_dtype: str  # int32 | int64
+    dtype: str = field(metadata=TUNES)  # of k: bfloat16 | float16
+    slot_dtype: str = field(metadata=COMPILES)  # int32 | int64
     num_tokens: int = size()
 
     def flops(self) -> int:
@@ -629,13 +668,13 @@ class WriteIndexerCacheProblem(IndexerCacheProblem):
 class RotatedKeysProblem(IndexerCacheProblem):
     """What `prepare_indexer` and `compress_indexer_keys` share: norm and RoPE in float32, one rounding to the input's dtype."""
 
-    rotary_dim: int
-    zero_centred: bool  # gain 1 + weight, else weight
-    dtype: str  # of q (raw_k): bfloat16 | float16
-    position_dtype: str  # int32 | int64
-    cos_sin_dtype: str
-    k_norm_dtype: str | None
-    slot_dtype: str | None  # of slot_mapping
+    rotary_dim: int = field(metadata=TUNES)
+    zero_centred: bool = field(metadata=COMPILES)  # gain 1 + weight, else weight
+    dtype: str = field(metadata=TUNES)  # of q (raw_k): bfloat16 | float16
+    position_dtype: str = field(metadata=COMPILES)  # int32 | int64
+    cos_sin_dtype: str = field(metadata=COMPILES)
+    k_norm_dtype: str | None = field(metadata=COMPILES)
+    slot_dtype: str | None = field(metadata=COMPILES)  # of slot_mapping
 
 
 @dataclass(frozen=True)
@@ -654,12 +693,12 @@ class PrepareIndexerProblem(RotatedKeysProblem):
 
     op: ClassVar[str] = "prepare_indexer"
 
-    num_heads: int
-    k_dtype: str | None
-    weights_dtype: str | None
-    q_norm_dtype: str
-    q_out_dtype: str  # float8_e4m3fn, or dtype
-    folds_weights: bool  # q is quantised with scales, which go into weights_out
+    num_heads: int = field(metadata=TUNES)
+    k_dtype: str | None = field(metadata=COMPILES)
+    weights_dtype: str | None = field(metadata=COMPILES)
+    q_norm_dtype: str = field(metadata=COMPILES)
+    q_out_dtype: str = field(metadata=TUNES)  # float8_e4m3fn, or dtype
+    folds_weights: bool = field(metadata=COMPILES)  # q is quantised with scales, which go into weights_out
     num_tokens: int = size()
 
     def flops(self) -> int:
@@ -685,9 +724,9 @@ class CompressIndexerKeysProblem(RotatedKeysProblem):
 
     op: ClassVar[str] = "compress_indexer_keys"
 
-    ratio: int
-    ring_slot_dtype: str
-    ring_aligned: bool  # rows of the ring start at multiples of 16 bytes
+    ratio: int = field(metadata=TUNES)
+    ring_slot_dtype: str = field(metadata=COMPILES)
+    ring_aligned: bool = field(metadata=TUNES)  # rows of the ring start at multiples of 16 bytes
     num_tokens: int = size()
 
     def flops(self) -> int:
@@ -714,7 +753,7 @@ class GatherIndexerCacheProblem(IndexerCacheProblem):
 
     op: ClassVar[str] = "gather_indexer_cache"
 
-    cu_seqlens_dtype: str
+    cu_seqlens_dtype: str = field(metadata=COMPILES)
     num_rows: int = size()
     num_sequences: int = size()
 
@@ -737,9 +776,9 @@ class ExpandTopkGroupsProblem(Problem):
 
     op: ClassVar[str] = "expand_topk_groups"
 
-    ratio: int
-    group_dtype: str  # int32 | int64
-    position_dtype: str
+    ratio: int = field(metadata=TUNES)
+    group_dtype: str = field(metadata=TUNES)  # int32 | int64
+    position_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
     k: int = size()
 

@@ -82,6 +82,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2 + 8 * (config.threads == 64)
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
+    more += 6 * (config.rows == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
     # Over several tokens the filter, the window and the addresses stay.
     if not problem.state_v_first:  # of S q a thread keeps one column's after the exchange, and addresses of sums instead
         return more + 92 + 19 * state // 16 + 4 * max(0, config.rows - 4)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gdn.cli.plain import print_json
-from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
+from gdn.runtime import cache_folder, compiled, env, registry, source, toolchain, tuned
 
 
 @dataclass(frozen=True)
@@ -190,18 +190,19 @@ def _tables() -> list[Finding]:
             except (ValueError, OSError) as error:
                 findings.append(Finding(label, "fail", str(error)))
                 continue
-            entries = sum(len(group.entries) for group in table.groups)
-            name = f"{path.parent.name}/{path.name}"
-            findings.append(Finding(label, "ok", f"{name}: {entries} entries, {table.header.date}{_age(table)}"))
+            name, stale = f"{path.parent.name}/{path.name}", _stale(table)
+            text = f"{name}: {table.num_entries()} entries, {max(table.header.runs, default='never measured')}"
+            findings.append(Finding(label, "warn" if stale else "ok", text + stale))
         if not paths:
             findings.append(Finding(label, "note", f"none in {folder}: kernels use their default tiles"))
     return findings
 
 
-def _age(table: tuned.Table) -> str:
-    """Says where a table was measured with another version of its kernel."""
+def _stale(table: tuned.Table) -> str:
+    """Says how many entries were measured with another version of the kernel; nothing where all are current."""
     module = registry.operator(table.header.op).modules.get(table.header.backend)
     spec = importlib.util.find_spec(module) if module is not None else None
     if spec is None or spec.origin is None:
         return ", of a kernel that is not here"
-    return "" if compiled.source_hash(spec.origin) == table.header.kernel_source else ", of another version of the kernel"
+    count = table.num_stale(source.source_hash(spec.origin))
+    return f", {count} stale: measured with another version of the kernel (`python -m autotune tune --restamp`)" if count else ""

@@ -103,7 +103,7 @@ def _attend(
         _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
     check_memory()
     is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
-    runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill")
+    runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill", device=device)
     if not has_memory():
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
         return torch.empty(q.shape, dtype=q.dtype, device=device) if out is None else out, lse

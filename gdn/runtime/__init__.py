@@ -7,21 +7,21 @@ import contextlib
 import functools
 import importlib
 import logging
-import math
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import compiled, devices, env, log, registry, select, toolchain, tuned
+from gdn.runtime import compiled, devices, env, log, registry, select, source, toolchain, tuned
 from gdn.runtime.select import Choice
-from gdn.runtime.tuned import Found
+from gdn.runtime.tuned import Entry, Found
 
 __all__ = [
     "Asked",
@@ -58,7 +58,7 @@ class KernelCandidate:
         self._module: types.ModuleType | None = None
         self._import_error: str | None = None
         self._lacking = toolchain.missing(backend)
-        self._usable: dict[tuple[str, str], list[Found]] = {}
+        self._usable: dict[tuple[str, str], list[list[Found]]] = {}  # (device, static fields) -> by folder
 
     @property
     def module(self) -> Any:
@@ -81,34 +81,42 @@ class KernelCandidate:
         return self._lacking
 
     def tuned(self, problem: Problem, device: DeviceSpec) -> Sequence[select.Tuned]:
+        """The entries that serve the problem, of the first folder that has any near enough; nearest first."""
         key = (device.key, problem.static_key())
-        usable = self._usable.get(key)
-        if usable is None:
-            usable = self._usable[key] = self._read(problem, device)
-        suits = getattr(self.module, "suits", None)
-        if suits is not None:
-            usable = [found for found in usable if suits(problem, found.config)]
-        return [
-            select.Tuned(found.config, tuple(sorted(found.entry.sizes.items())), found.entry.time_us, str(found.path))
-            for found in tuned.nearest_first(usable, problem.sizes(), getattr(self.module, "TUNED_WITHIN", math.inf))
-        ]
+        tables = self._usable.get(key)
+        if tables is None:
+            own = env.current().tuned_dir
+            folders = (tuned.SHIPPED,) if own is None else (own, tuned.SHIPPED)
+            tables = self._usable[key] = [self._usable_in(folder, problem, device) for folder in folders]
+        for usable in tables:
+            if near := near_enough(self.module, problem, usable):
+                return [self._as_tuned(found, distance) for distance, found in near]
+        return []
 
-    def _read(self, problem: Problem, device: DeviceSpec) -> list[Found]:
-        """The table entries of the problem's static fields whose configs the kernel still takes."""
-        switches = env.current()
-        found = tuned.usable(
-            (switches.tuned_dir, tuned.SHIPPED) if switches.tuned_dir is not None else (tuned.SHIPPED,),
-            device.key,
-            self.op,
-            self.backend,
-            problem.static_fields(),
-            frozenset(problem.sizes()),
-            self.module.Config,
-            lambda config: bool(self.module.fits(problem, config, device)),
+    def _usable_in(self, folder: Path, problem: Problem, device: DeviceSpec) -> list[Found]:
+        """A table's entries that the kernel takes for the problem's static fields; whether one fits does not depend on sizes."""
+        path = tuned.table_path(folder, device.key, self.op, self.backend)
+        usable = tuned.usable(path, problem, self.module.Config, lambda config: bool(self.module.fits(problem, config, device)))
+        if any(self._is_stale(found.entry) for found in usable):
+            log.once(f"{path}: tuned with another version of {self.module_name}")
+        return usable
+
+    def _as_tuned(self, found: Found, distance: float) -> select.Tuned:
+        entry = found.entry
+        return select.Tuned(
+            config=found.config,
+            sizes=found.sizes,
+            time_us=entry.time_us,
+            source=str(found.path),
+            distance=distance,
+            static=found.static,
+            others=found.others,
+            is_stale=self._is_stale(entry),
         )
-        if found and found[0].kernel_source != compiled.source_hash(self.module.__file__):
-            log.once(f"{found[0].path}: tuned with another version of {self.module_name}")
-        return found
+
+    def _is_stale(self, entry: Entry) -> bool:
+        current: str = source.source_hash(self.module.__file__)
+        return entry.kernel_source != current
 
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
         return self.module.default_config(problem, device)
@@ -118,9 +126,16 @@ class KernelCandidate:
         return None if of_module is None else of_module(problem)
 
 
+def near_enough(module: Any, problem: Problem, usable: Sequence[Found]) -> list[tuple[float, Found]]:
+    """Of a table's usable entries, those that a kernel takes for the problem's sizes, with their distances, nearest first."""
+    suits = getattr(module, "suits", None)
+    suitable = usable if suits is None else [found for found in usable if suits(problem, found.config)]
+    return tuned.nearest_first(suitable, problem.sizes(), getattr(module, "TUNED_WITHIN", tuned.WITHIN))
+
+
 @functools.cache
 def candidates(op: str) -> dict[str, KernelCandidate]:
-    """The kernel backends of an operator, in built-in order."""
+    """The kernel backends of an operator."""
     modules = registry.operator(op).modules
     return {backend: KernelCandidate(op, backend, name) for backend, name in modules.items()}
 
@@ -218,6 +233,7 @@ def prepare(problem: Problem, device: torch.device, backend: str | None = None, 
 def _prepare(problem: Problem, device: torch.device, backend: str | None, config: Any) -> Prepared:
     choice = _choose(problem, device, backend, config)
     _tell(choice, problem)
+    _warn(choice, *devices.describe(device))
     if choice.backend == "reference":
         return Prepared("reference", None, 0, None, choice)
     module = candidates(problem.op)[choice.backend].module
@@ -252,25 +268,45 @@ def _choose(problem: Problem, device: torch.device, backend: str | None, config:
 
 
 def _tell(choice: Choice, problem: Problem | None) -> None:
-    """Logs a decision once: per operator, static fields and outcome, not per size."""
+    """Logs a decision once: per operator, static fields and outcome, not per size. A conflict of switches is told once in all."""
     if not log.LOGGER.isEnabledFor(logging.INFO):
         return
+    for conflict in choice.conflicts:
+        log.once(conflict)
     static = problem.static_key() if problem is not None else ""
     key = (choice.op, static, choice.backend, choice.config, choice.decided_by)
-    log.once(str(choice) + (f"\n  problem: {static}" if static else ""), key=key)
+    told_apart = {*choice.conflicts, *choice.unmet}
+    rest = replace(choice, notes=tuple(note for note in choice.notes if note not in told_apart))
+    log.once(str(rest) + (f"\n  problem: {static}" if static else ""), key=key)
+
+
+def _warn(choice: Choice, spec: DeviceSpec | None, device_name: str) -> None:
+    """Warns once of what runs otherwise than asked, and of a Hopper GPU that runs the reference; whatever GDN_LOG says."""
+    for note in choice.unmet:
+        log.once(f"{choice.op}: {note}; {choice.backend} runs instead", logging.WARNING, key=("unmet", choice.op, note))
+    if spec is not None and choice.backend == "reference" and choice.decided_by in select.NO_KERNEL:
+        reasons = "".join(f"; {backend} {reason}" for backend, reason in choice.refusals)
+        message = f"{choice.op}: the reference runs on {device_name}, which is slow: {choice.decided_by}{reasons}"
+        log.once(message, logging.WARNING, key=("reference", choice.op, choice.decided_by, choice.refusals))
 
 
 @functools.lru_cache(maxsize=256)
-def _reference_choice(op: str, backend: str | None, phase: str | None, switches: env.Switches) -> Choice:
+def _reference_choice(
+    op: str, backend: str | None, phase: str | None, device: torch.device | None, switches: env.Switches
+) -> Choice:
     choice = select.choose_reference(op, switches, backend, phase=phase)
     _tell(choice, None)
+    _warn(choice, *((None, "") if device is None else devices.describe(device)))
     return choice
 
 
-def reference_only(op: str, backend: str | None = None, *, phase: str | None = None) -> Choice:
+def reference_only(
+    op: str, backend: str | None = None, *, phase: str | None = None, device: torch.device | None = None
+) -> Choice:
     """For operators without a kernel: checks `backend` and the switches as `prepare` does; always the reference.
 
-    phase: "prefill" or "decode" where the operator's switches tell them apart.
+    phase: "prefill" or "decode" where the operator's switches tell them apart. device: of the call's tensors; a Hopper GPU that
+    runs the reference is warned of.
     """
     switches = env.current()
     asked = _explaining.get()
@@ -278,4 +314,4 @@ def reference_only(op: str, backend: str | None = None, *, phase: str | None = N
         choice = select.choose_reference(op, switches, backend, phase=phase)
         asked.answers.append((choice, None))
         return choice
-    return _reference_choice(op, backend, phase, switches)
+    return _reference_choice(op, backend, phase, device, switches)

@@ -34,9 +34,8 @@ from typing import Any, Protocol
 import filelock
 import platformdirs
 
-from gdn import problems, recurrent_tiles
 from gdn.problems import Problem
-from gdn.runtime import cache_folder, env, log, toolchain
+from gdn.runtime import cache_folder, env, log, source, toolchain
 
 TARGET = "sm_90a"
 FORMAT = 1  # of the entry on disk
@@ -109,22 +108,6 @@ def cache_dir() -> Path:
 
 
 @functools.cache
-def source_hash(file: str, also: tuple[str, ...] = ()) -> str:
-    """SHA-256 over a kernel module, the `_*.py` beside it, and the leaves: all that decides what it compiles to.
-
-    also: other kernel modules beside it, whose kernels it runs."""
-    path = Path(file)
-    digest = hashlib.sha256()
-    others = [path.with_name(name) for name in also]
-    leaves = [Path(problems.__file__), Path(recurrent_tiles.__file__)]
-    for source in [path, *others, *sorted(path.parent.glob("_*.py")), *leaves]:
-        text = source.read_bytes()
-        digest.update(f"{source.name} {len(text)}\n".encode())
-        digest.update(text)
-    return digest.hexdigest()
-
-
-@functools.cache
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
@@ -158,7 +141,7 @@ def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, con
         "backend": backend,
         "problem": problem.static_fields(),
         "config": compiled_fields(config),
-        "source": source_hash(module.__file__, getattr(module, "RUNS", ())),
+        "source": source.source_hash(module.__file__),
         "versions": versions(backend),
         "target": TARGET,
     }

@@ -1,4 +1,4 @@
-"""The logger of the project: silent unless GDN_LOG asks, and each decision is told once."""
+"""The logger of the project: silent but for warnings unless GDN_LOG asks, and each decision is told once."""
 
 import logging
 from collections.abc import Hashable

@@ -25,7 +25,7 @@ class Operator:
 
     name: str
     functions: tuple[str, ...]  # public functions of gdn that run it
-    modules: Mapping[str, str] = field(default_factory=dict)  # kernel backend -> module, in built-in order of preference
+    modules: Mapping[str, str] = field(default_factory=dict)  # kernel backend -> module; which is faster: gdn.runtime.order
     preferences: tuple[Preference, ...] = ()
     composed_of: tuple[str, ...] = ()  # operators that this one calls, and whose kernels it therefore runs
 
@@ -46,7 +46,7 @@ _ATTENTION = {backend: backend for backend in BACKENDS}
 
 _OPERATORS = (
     Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
-    Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "tilelang", "cute"), (_BLADNN,)),
+    Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "cute", "tilelang"), (_BLADNN,)),
     Operator("gdn_decode", ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
     Operator("gating", ("fused_gdn_gating",), _modules("gating", "cute")),
     Operator("split", ("fused_qkvzba_split_reshape_cat",), _modules("split", "cute")),
@@ -59,11 +59,11 @@ _OPERATORS = (
     Operator("compress_indexer_keys", ("compress_indexer_keys",), _modules("compress_indexer_keys", "cute")),
     Operator("gather_indexer_cache", ("gather_indexer_cache",), _modules("gather_indexer_cache", "cute")),
     Operator("expand_topk_groups", ("expand_topk_groups",), _modules("expand_topk_groups", "cute")),
-    Operator("mqa_logits", ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits", "tilelang", "cute"), (_PREFILL_INDEXER,)),
+    Operator("mqa_logits", ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits", "cute", "tilelang"), (_PREFILL_INDEXER,)),
     Operator(
         "paged_mqa_logits",
         ("paged_mqa_logits", "fp8_paged_mqa_logits"),
-        _modules("paged_mqa_logits", "tilelang", "cute"),
+        _modules("paged_mqa_logits", "cute", "tilelang"),
         (_DECODE_INDEXER,),
     ),
     Operator("topk", ("topk_indices",), _modules("topk", "cute")),

@@ -3,6 +3,10 @@
 Precedence: argument > GDN_BACKEND_<OP> > the serving stack's switch > GDN_BACKEND > tuned table > built-in order. The
 first two are orders: they run or raise. The next two are preferences: where the preferred backend refuses, the next
 wish is tried. `reference` refuses nothing.
+
+A tuned table decides only where every kernel that could run was timed on one and the same problem near this one. An entry that
+the other kernels lack says nothing of them: the built-in order, which is measured too (`gdn.runtime.order`), decides then, and
+the entry is good for tiles alone.
 """
 
 import dataclasses
@@ -13,7 +17,7 @@ from typing import Any, Protocol
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import registry
+from gdn.runtime import order, registry
 from gdn.runtime.env import Switches
 
 # With GDN_BATCH_INVARIANT a configuration is chosen for these sizes, whatever the batch holds.
@@ -32,18 +36,32 @@ INVARIANT_SIZES = {
 _INVARIANT_SIZES_OF = {"chunk": {"num_tokens": 32768, "num_sequences": 1}}
 
 
+# How far (`gdn.runtime.tuned.distance`) a problem may be from the one on which the tables compare kernels: 1.4 times as large,
+# or as small, in all sizes together. Farther away another kernel may be the faster one.
+DECIDES_WITHIN = 0.5
+
+
+# Why the reference runs where nobody asked for it.
+_NO_GPU, _REFUSED, _NOT_YET = "no SM90 (Hopper) GPU", "no kernel serves this", "no kernel yet"
+NO_KERNEL = (_REFUSED, _NOT_YET)  # of these on a Hopper GPU
+
+
 class MissingTunedEntry(LookupError):
     """GDN_TUNED=strict, and no table entry serves the problem."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One entry of a tuned table."""
+    """One entry of a tuned table that serves a problem."""
 
     config: Any  # the kernel module's Config
     sizes: tuple[tuple[str, int], ...]
     time_us: float
-    source: str  # the table it stands in
+    source: str  # the table that holds it
+    distance: float = 0.0  # of its sizes from the problem's
+    static: str = ""  # the static fields that it was measured on, as text
+    others: tuple[str, ...] = ()  # the names of those that are not the problem's
+    is_stale: bool = False  # another version of the kernel was timed
 
 
 class Candidate(Protocol):
@@ -53,7 +71,7 @@ class Candidate(Protocol):
         """Why it does not serve the problem; None = it does."""
 
     def tuned(self, problem: Problem, device: DeviceSpec) -> Sequence[Tuned]:
-        """Table entries that serve the problem's static fields, nearest sizes first."""
+        """Table entries that serve the problem, nearest sizes first."""
 
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
         """The analytic choice."""
@@ -74,6 +92,8 @@ class Choice:
     refusals: tuple[tuple[str, str], ...] = ()  # (backend, reason) of every backend that was asked and refused
     notes: tuple[str, ...] = ()  # conflicts, preferences that fell through, which table entry
     switches: tuple[str, ...] = ()  # the switches that had a say, as NAME=value
+    conflicts: tuple[str, ...] = ()  # of the notes: a switch that a stronger one contradicts
+    unmet: tuple[str, ...] = ()  # of the notes: a preference that fell through
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}, by {self.decided_by}"]
@@ -146,16 +166,16 @@ def _invariant(problem: Problem) -> Problem:
 def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
     """The backend whose table entry is fastest, or None where the tables cannot say.
 
-    Times are compared at equal sizes only: of the sizes that all tables hold, those that come first in the first
-    backend's order, which is nearest first. A backend without any entry is unmeasured and loses to one that has some.
+    Times are compared on one and the same problem only: of those near enough that every backend was timed on with the kernel as
+    it is, the nearest.
     """
-    measured = {backend: found for backend, found in entries.items() if found}
-    if len(measured) < 2:
-        return next(iter(measured), None)
-    times = {backend: {entry.sizes: entry.time_us for entry in found} for backend, found in measured.items()}
-    for entry in next(iter(measured.values())):
-        if all(entry.sizes in of_backend for of_backend in times.values()):
-            return min(times, key=lambda backend: times[backend][entry.sizes])
+    times = {
+        backend: {(one.static, one.sizes): one.time_us for one in found if not one.is_stale} for backend, found in entries.items()
+    }
+    for one in next(iter(entries.values())):
+        measured = (one.static, one.sizes)
+        if one.distance <= DECIDES_WITHIN and all(measured in of_backend for of_backend in times.values()):
+            return min(times, key=lambda backend: times[backend][measured])
     return None
 
 
@@ -201,15 +221,15 @@ def choose(
 ) -> Choice:
     """What runs `problem` on `spec` (None = no Hopper GPU).
 
-    available: the operator's kernel backends in built-in order. backend: the argument of the public function, or the order of
-    the switch `ordered_by` of a combined operator for this part of it. config: tiles given by the caller, taken as they are;
-    they are some kernel's, so backend must name it.
+    available: the operator's kernel backends. backend: the argument of the public function, or the order of the switch
+    `ordered_by` of a combined operator for this part of it. config: tiles given by the caller, taken as they are; they are
+    some kernel's, so backend must name it.
     """
     if config is not None and backend not in registry.KERNEL_BACKENDS:
         raise ValueError(f"backend: expected {' or '.join(registry.KERNEL_BACKENDS)} beside a config, got {backend!r}")
     op = registry.operator(problem.op)
     wishes = _wishes(op, switches, backend, getattr(problem, "phase", None), ordered_by)
-    notes = _conflicts(wishes)
+    conflicts, unmet = _conflicts(wishes), []
     asked = _Asked(problem, spec, available, device_name)
     tune_problem = _invariant(problem) if switches.batch_invariant else problem
 
@@ -226,11 +246,12 @@ def choose(
         if wish.order:
             source = wish.text or wish.source
             raise ValueError(f"backend: {wish.backend!r} was ordered for {op.name} (by {source}), but it {reason}")
-        notes.append(f"{wish.text} prefers {wish.backend}, which {reason}")
+        unmet.append(f"{wish.text} prefers {wish.backend}, which {reason}")
     if not chosen:
-        able = [name for name in available if asked.accepts(name)]
+        # A choice that must not depend on the batch is made for the sizes that stand for all.
+        able = [name for name in order.fastest_first(tune_problem, available) if asked.accepts(name)]
         if not able:
-            chosen, decided_by = "reference", "no kernel serves this" if spec is not None else "no SM90 (Hopper) GPU"
+            chosen, decided_by = "reference", _REFUSED if spec is not None else _NO_GPU
         elif len(able) == 1:
             chosen = able[0]
             decided_by = "the only kernel" if len(available) == 1 else "the only kernel that serves this"
@@ -238,7 +259,7 @@ def choose(
             fastest = _fastest({name: entries(name) for name in able})
             chosen, decided_by = (fastest, "tuned table") if fastest is not None else (able[0], "built-in order")
 
-    source = "none"
+    notes, source = [*conflicts, *unmet], "none"
     if chosen != "reference":
         assert spec is not None
         if config is not None:
@@ -255,6 +276,8 @@ def choose(
         refusals=tuple(asked.refusals.items()),
         notes=tuple(notes),
         switches=tuple(wish.text for wish in wishes if wish.text),
+        conflicts=tuple(conflicts),
+        unmet=tuple(unmet),
     )
 
 
@@ -263,8 +286,11 @@ def _configure(
 ) -> tuple[Any, str, str | None]:
     """The tiles, where they came from, and a note."""
     if entries:
-        sizes = ", ".join(f"{name}={value}" for name, value in entries[0].sizes)
-        return entries[0].config, "table", f"tiles tuned at {sizes} ({entries[0].time_us:g} us), from {entries[0].source}"
+        found = entries[0]
+        sizes = ", ".join(f"{name}={value}" for name, value in found.sizes)
+        others = f" with another {', '.join(found.others)}" if found.others else ""
+        version = ", of another version of the kernel" if found.is_stale else ""
+        return found.config, "table", f"tiles tuned at {sizes}{others} ({found.time_us:g} us{version}), from {found.source}"
     if switches.tuned == "strict":
         raise MissingTunedEntry(
             f"{problem.op}: GDN_TUNED=strict, and no tuned entry of {backend} on {spec.key} serves {problem.static_key()} "
@@ -288,6 +314,6 @@ class _NoKernel(Problem):
 def choose_reference(op: str, switches: Switches, backend: str | None = None, *, phase: str | None = None) -> Choice:
     """The choice of an operator that has no kernel: the reference, or ValueError where something else was ordered."""
     choice = choose(_NoKernel(registry.operator(op).name, phase), None, {}, switches, backend)
-    if choice.decided_by == "no SM90 (Hopper) GPU":
-        return dataclasses.replace(choice, decided_by="no kernel yet")
+    if choice.decided_by == _NO_GPU:
+        return dataclasses.replace(choice, decided_by=_NOT_YET)
     return choice

@@ -1,10 +1,16 @@
 """Tuned tables: their schema, how an entry is found, and how the autotuner writes one.
 
-A table is `<device>/<op>.<backend>.json`, below GDN_TUNED_DIR and then below the tables that ship with the package. A
-group holds the entries of one set of static fields; a group serves a problem whose static fields are exactly its own.
-Among a group's entries the nearest sizes win: the smallest sum over sizes of |log2((a + 1) / (b + 1))|, ties to the
-smaller sizes (compared in the order of their names). A kernel that takes another design for other sizes bounds that sum
-(`TUNED_WITHIN`): beyond it its own default serves.
+A table is `<device>/<op>.<backend>.json`, below GDN_TUNED_DIR and then below the tables that ship with the package. A group
+holds the entries that were measured on one set of static fields. It serves every problem of the same tune key
+(`Problem.tune_fields`), if the kernel's `fits` takes the entry's configuration for that problem: dtypes of indices and gates,
+masks and flags may differ.
+
+Among the entries that serve, the nearest sizes win: the smallest sum over sizes of |log2((a + 1) / (b + 1))|, ties to the entry
+with more static fields of the problem's own, then to the smaller sizes (compared in the order of their names). An entry beyond
+the kernel's bound of that sum (`TUNED_WITHIN`, else WITHIN) does not serve: there the kernel's default does.
+
+Every entry names the kernel source that was timed. One of another source is stale: its configuration still serves, its time says
+nothing any more.
 """
 
 import dataclasses
@@ -14,16 +20,21 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gdn.problems import Problem
 from gdn.runtime import log
 
-SCHEMA = 1
+SCHEMA = 2
 SHIPPED = Path(__file__).resolve().parent.parent / "tuned"
+
+# Of a kernel that names no bound of its own: not quite twice as large, or half, in all sizes together. Shapes are tuned at powers
+# of two, and one that is not in the table because the default is the fastest there must not be served by its neighbour.
+WITHIN = 0.9
 
 
 class _Strict(BaseModel):
@@ -37,9 +48,7 @@ class Header(_Strict):
     device: str  # DeviceSpec.key
     op: str
     backend: str
-    date: str  # ISO, of the measurement
-    versions: dict[str, str]  # torch, the DSL, the driver, ...
-    kernel_source: str  # compiled.source_hash of the kernel that was timed
+    runs: dict[str, dict[str, str]]  # ISO date of a measurement -> versions: torch, the DSL, the driver, ...
 
 
 class Entry(_Strict):
@@ -47,6 +56,9 @@ class Entry(_Strict):
     config: dict[str, int | bool]
     time_us: float
     error: float | None = None  # relative error against the reference when it was timed
+    date: str  # of the measurement, ISO
+    kernel_source: str  # source.source_hash of the kernel that was timed, or of a later one with the same machine code
+    machine_code: str | None = None  # hash of the kernel's machine code; None where it could not be read
 
 
 class Group(_Strict):
@@ -58,26 +70,54 @@ class Table(_Strict):
     header: Header
     groups: list[Group]
 
+    def num_entries(self) -> int:
+        return sum(len(group.entries) for group in self.groups)
+
+    def num_stale(self, kernel_source: str) -> int:
+        """Entries that were measured with another version of the kernel."""
+        return sum(entry.kernel_source != kernel_source for group in self.groups for entry in group.entries)
+
 
 def table_path(folder: Path, device: str, op: str, backend: str) -> Path:
     return folder / device / f"{op}.{backend}.json"
 
 
 def read(path: Path) -> Table:
-    """The table of a file; ValueError where it is none of this schema."""
+    """The table of a file; ValueError where it is none of this schema or the one before."""
     try:
-        table = Table.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["header"]["schema_version"]
+        if version not in (1, SCHEMA):
+            raise ValueError(f"{path}: expected schema_version {SCHEMA} (or 1), got {version}")
+        return Table.model_validate(_of_schema_1(content) if version == 1 else content)
+    except (ValidationError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a tuned table: {error}") from error
-    if table.header.schema_version != SCHEMA:
-        raise ValueError(f"{path}: expected schema_version {SCHEMA}, got {table.header.schema_version}")
-    return table
+
+
+def _of_schema_1(content: dict[str, Any]) -> dict[str, Any]:
+    """A table whose header named one date and one kernel source for all entries."""
+    header = dict(content["header"])
+    date, versions, kernel_source = header.pop("date"), header.pop("versions"), header.pop("kernel_source")
+    own = {"date": date, "kernel_source": kernel_source}
+    groups = [{**group, "entries": [{**entry, **own} for entry in group["entries"]]} for group in content["groups"]]
+    return {"header": {**header, "schema_version": SCHEMA, "runs": {date: versions}}, "groups": groups}
 
 
 def write(path: Path, table: Table) -> None:
-    """Writes a table so that a reader sees the old one or the new one, never a part."""
+    """Writes a table so that a reader sees the old one or the new one, never a part; a table without entries is deleted."""
+    groups = [group for group in table.groups if group.entries]
+    dates = {entry.date for group in groups for entry in group.entries}
+    runs = {date: versions for date, versions in sorted(table.header.runs.items()) if date in dates}
+    table = Table(header=table.header.model_copy(update={"runs": runs}), groups=groups)
+    if groups:
+        _replace(path, json.dumps(table.model_dump(mode="json"), indent=1) + "\n")
+    else:
+        path.unlink(missing_ok=True)
+    forget()  # `prepare` sees the table after env.reload(): until then it keeps its decisions
+
+
+def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(table.model_dump(mode="json"), indent=1) + "\n"
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -87,29 +127,36 @@ def write(path: Path, table: Table) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    forget()  # `prepare` sees the table after env.reload(): until then it keeps its decisions
 
 
 @functools.cache
-def _groups(path: Path) -> tuple[str, Mapping[str, tuple[Entry, ...]]]:
-    """(kernel source hash, static fields as text -> entries) of a file, parsed once; no entries where it is not readable."""
+def _groups(path: Path) -> tuple[Group, ...]:
+    """The groups of a file, parsed once; none where it is not readable."""
     if not path.is_file():
-        return "", {}
+        return ()
     try:
-        table = read(path)
+        return tuple(read(path).groups)
     except (ValueError, OSError) as error:
         log.once(f"tuned table passed over: {error}", logging.WARNING)
-        return "", {}
-    grouped: dict[str, tuple[Entry, ...]] = {}
-    for group in table.groups:
-        key = static_text(group.static)
-        grouped[key] = grouped.get(key, ()) + tuple(group.entries)
-    return table.header.kernel_source, grouped
+        return ()
+
+
+@functools.cache
+def _by_tune_key(path: Path, names: tuple[str, ...]) -> Mapping[str, list[Group]]:
+    """The groups of a file by their values of these fields."""
+    found: dict[str, list[Group]] = {}
+    for group in _groups(path):
+        if missing := [name for name in names if name not in group.static]:
+            log.once(f"{path}: entries passed over, their problem lacks {', '.join(missing)}")
+            continue
+        found.setdefault(static_text({name: group.static[name] for name in names}), []).append(group)
+    return found
 
 
 def forget() -> None:
     """Files are read again at the next lookup."""
     _groups.cache_clear()
+    _by_tune_key.cache_clear()
 
 
 def static_text(static: Mapping[str, Any]) -> str:
@@ -132,49 +179,51 @@ def build_config(config_type: type, values: Mapping[str, int | bool]) -> Any | N
 
 @dataclasses.dataclass(frozen=True)
 class Found:
+    """An entry that serves a problem."""
+
     entry: Entry
     config: Any
     path: Path
-    kernel_source: str
+    sizes: tuple[tuple[str, int], ...]  # the entry's, sorted by name
+    static: str  # what it was measured on, as static_text
+    others: tuple[str, ...]  # static fields in which that is not the problem
 
 
-def usable(
-    folders: Sequence[Path],
-    device: str,
-    op: str,
-    backend: str,
-    static: Mapping[str, Any],
-    size_names: frozenset[str],
-    config_type: type,
-    fits: Callable[[Any], bool],
+def usable(path: Path, problem: Problem, config_type: type, fits: Callable[[Any], bool]) -> list[Found]:
+    """The entries of a table that serve the problem, whatever its sizes."""
+    groups = _by_tune_key(path, problem.tune_names()).get(static_text(problem.tune_fields()), ())
+    return usable_of(groups, path, problem, config_type, fits)
+
+
+def usable_of(
+    groups: Iterable[Group], path: Path, problem: Problem, config_type: type, fits: Callable[[Any], bool]
 ) -> list[Found]:
-    """The entries for these static fields, of the first folder that has any that can be used.
+    """Of these groups, which are of the problem's tune key.
 
     An entry that names other sizes than the problem, whose config has other fields than the kernel's Config, or whose
     config does not fit, counts as missing, and the log says so.
     """
-    key = static_text(static)
-    for folder in folders:
-        path = table_path(folder, device, op, backend)
-        kernel_source, groups = _groups(path)
-        found = []
-        for entry in groups.get(key, ()):
+    wanted, size_names = problem.static_fields(), problem.sizes().keys()
+    found = []
+    for group in groups:
+        others = tuple(name for name, value in wanted.items() if group.static.get(name, ...) != value)
+        for entry in group.entries:
             config = build_config(config_type, entry.config)
             if entry.sizes.keys() != size_names:
                 log.once(f"{path}: entry passed over, its sizes are {sorted(entry.sizes)}, the problem's {sorted(size_names)}")
             elif config is None:
                 log.once(f"{path}: entry passed over, {entry.config} are not the fields of the kernel's Config")
             elif not fits(config):
-                log.once(f"{path}: entry passed over, {config} does not fit")
+                log.once(f"{path}: entry passed over, {config} does not fit {problem.static_key()}")
             else:
-                found.append(Found(entry, config, path, kernel_source))
-        if found:
-            return found
-    return []
+                sizes = tuple(sorted(entry.sizes.items()))
+                found.append(Found(entry, config, path, sizes, static_text(group.static), others))
+    return found
 
 
-def nearest_first(found: Iterable[Found], sizes: Mapping[str, int], within: float = math.inf) -> list[Found]:
-    """Those at most so far from these sizes, sorted by distance; ties to the smaller sizes."""
-    measured = [(distance(item.entry.sizes, sizes), sorted(item.entry.sizes.items()), item) for item in found]
+def nearest_first(found: Iterable[Found], sizes: Mapping[str, int], within: float = math.inf) -> list[tuple[float, Found]]:
+    """Those at most so far from these sizes, with their distances and sorted by them; ties to more static fields in common, then
+    to smaller sizes."""
+    measured = ((distance(one.entry.sizes, sizes), one) for one in found)
     near = [one for one in measured if one[0] <= within]
-    return [item for _, _, item in sorted(near, key=lambda one: one[:2])]
+    return sorted(near, key=lambda item: (item[0], len(item[1].others), item[1].sizes))

@@ -5,6 +5,7 @@ figure comes from the cubin's own attributes or from nvdisasm's text; one that i
 is a launch argument and stands in no cubin: `static_shared_bytes` is what the code itself declares.
 """
 
+import hashlib
 import importlib.metadata
 import re
 import shutil
@@ -33,6 +34,11 @@ _ATTRIBUTE_REGISTERS = 0x2F
 _CODE_OF_FAMILY = 0x09  # of .nv.compat, which is laid out alike: 1 where the code is for one architecture alone, as sm_90a's
 _ABI_WITH_COMPAT = 8  # of CUDA 13's cubins, the ones whose target is read here
 _INSTRUCTION_BYTES = 16
+_CONSTANTS = (
+    ".nv.constant2",
+    ".nv.constant3",
+    ".nv.global.init",
+)  # that the code was compiled with; 0 holds the launch's arguments
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
@@ -117,6 +123,10 @@ class _Cubin:
         if found is None:
             raise MachineCodeError(f"cubin has no section {name}")
         return found
+
+    def content(self, name: str) -> bytes:
+        section = self.section(name)
+        return self.bytes[section.offset : section.offset + section.size]
 
     def kernels(self) -> list[str]:
         return [section.name.removeprefix(".text.") for section in self.sections if section.name.startswith(".text.")]
@@ -231,6 +241,25 @@ def kernels(library: bytes) -> list[MachineCode]:
 def undecoded(library: bytes) -> list[Undecoded]:
     """The same but for the instructions, which `decoded` counts: the disassembler takes longer to start than for a kernel."""
     return _read(library, may_wait=True)
+
+
+def code_hash(libraries: Sequence[bytes]) -> str:
+    """SHA-256 over what the device runs: instructions, constant tables, registers and threads of every kernel function.
+
+    The same where names, line tables or the host's part of the libraries alone differ. The launch (grid, dynamic shared memory)
+    is the host's.
+    """
+    parts = []
+    for cubin in (cubin for library in libraries for cubin in _cubins(library)):
+        registers = cubin.per_kernel(_ATTRIBUTE_REGISTERS)
+        for name in cubin.kernels():
+            figures = f"{_required(name, 'register count', registers)} {_max_threads(cubin, name)}".encode()
+            parts.append(b"text " + figures + b" " + cubin.content(f".text.{name}"))
+        parts += [b"data " + cubin.content(one.name) for one in cubin.sections if one.name.startswith(_CONSTANTS)]
+    if not parts:
+        raise MachineCodeError("the libraries hold no cubin")
+    digests = sorted(hashlib.sha256(part).hexdigest() for part in parts)  # the order in the file follows names
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _read(library: bytes, *, may_wait: bool) -> list[Undecoded]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autotune import accuracy, bench, cli, shapes, tuning
+from autotune import accuracy, bench, cli, shapes, tables, tuning
 from gdn.device import H100
-from gdn.runtime import registry
+from gdn.runtime import env, registry, tuned
 from tests.autotune import fake_kernel
 
 RUNNER = CliRunner()
@@ -43,6 +43,9 @@ def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPat
         (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of cute, tilelang"),
         (["tune", "chunk", "--shapes", "published", "--compile-only"], "expected part of one of"),
         (["bench", "chunk", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, got Nobody"),
+        (["tune"], "op: expected one of chunk, recurrent"),
+        (["tune", "chunk", "--search"], "search: expected with --stale"),
+        (["tune", "--restamp", "--backend", "cuda"], "backend: expected one of tilelang, cute, got 'cuda'"),
         (["accuracy", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, got Nobody"),
     ],
 )
@@ -153,12 +156,14 @@ def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(list(tmp_path.glob("chunk.tilelang/*/manifest.json"))) == 2
 
 
-def test_show_prints_a_table(tmp_path: Path) -> None:
+def test_show_prints_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_switches: None) -> None:
     kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
     shape = shapes.shapes("chunk", "16/32 4096")[0]
     winner = tuning.Winner(shape, fake_kernel.Config(7, True), 49.0, 0.004, None)
-    tuning.write_table(tmp_path, H100, kernel, [winner], {"torch": "2"})
-    done = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path)], terminal_width=200)
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
+    env.reload()
+    tables.write_winners(tmp_path / "tables", H100, kernel, [winner], {"torch": "2"})
+    done = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path / "tables")], terminal_width=200)
     assert done.exit_code == 0
     assert "chunk.tilelang on h100" in done.output and "49.0" in done.output
     (tmp_path / "empty").mkdir()
@@ -184,3 +189,72 @@ def test_shapes_are_of_operators_with_kernels_and_unique() -> None:
 def test_the_published_table_has_27_shapes() -> None:
     assert len(shapes.shapes("chunk", "published", measured=True)) == 27
     assert not any("published" in shape.name for shape in shapes.shapes("chunk"))
+
+
+@pytest.fixture
+def stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_switches: None) -> Path:
+    """Of the fake kernel: two entries of another source."""
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
+    env.reload()
+    kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
+    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [kernel])
+    near, far = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
+    winners = [tuning.Winner(shape, fake_kernel.Config(7, True), 49.0, 0.004, None) for shape in (near, far)]
+    path = tables.write_winners(tmp_path / "tables", H100, kernel, winners, {"torch": "2"})
+    table = tuned.read(path)
+    for group in table.groups:
+        group.entries[0].kernel_source = "of another day"
+    tuned.write(path, table)
+    return path
+
+
+def test_restamp_and_prune_need_no_gpu(stale_table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_gpu(monkeypatch)
+    folder = str(stale_table.parent.parent)
+    table = tuned.read(stale_table)
+    table.groups[1].entries[0].config = {"tile": fake_kernel.DEFAULT, "split": False}
+    tuned.write(stale_table, table)
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--restamp", "--prune", "--out", folder, "--workers", "1"])
+    assert done.exit_code == 1, done.output  # the fake kernel has no machine code to compare
+    output = " ".join(done.output.split())
+    assert "0 of 2 entries stamped anew, 2 stale" in output and "its machine code was not recorded" in output
+    assert "1 entries that repeat the default dropped" in output
+    assert tuned.read(stale_table).num_entries() == 1
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--stale", "--out", folder])
+    assert done.exit_code == 2 and "SM90" in done.output
+
+
+class _Runner:
+    """The stored tiles take 60 us, the default 50."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def check(self, shape: shapes.Shape, config: fake_kernel.Config) -> float:
+        return 0.003
+
+    def time_us(self, shape: shapes.Shape, config: fake_kernel.Config) -> float:
+        return 50.0 if config.tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST) else 60.0
+
+    def interleaved_us(self, shape: shapes.Shape, configs: list[fake_kernel.Config]) -> list[float]:
+        return [49.0 if config.tile == fake_kernel.FASTEST else self.time_us(shape, config) for config in configs]
+
+
+@pytest.mark.parametrize(("search", "left"), [([], []), (["--search"], [fake_kernel.FASTEST])])
+def test_stale_entries_are_timed_against_the_default(
+    search: list[str], left: list[int], stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The stored tiles lose against the default, and their entry goes; a search finds others that win."""
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(cli, "_versions", lambda backend: {"torch": "3"})
+    monkeypatch.setattr(tuning, "GpuRunner", _Runner)
+    good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]
+    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
+    monkeypatch.setattr(tuned, "SHIPPED", stale_table.parent.parent)
+    options = ["--stale", *search, "--shapes", "16/32", "--journals", str(tmp_path / "journals"), "--workers", "1"]
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", *options])
+    assert done.exit_code == 0, done.output
+    entries = {group.static["num_k_heads"]: group.entries[0] for group in tuned.read(stale_table).groups}
+    assert [entries[16].config["tile"]] == left if left else 16 not in entries
+    assert all(entries[16].kernel_source != "of another day" for _ in left)
+    assert entries[4].kernel_source == "of another day"  # which --shapes left out

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from autotune import shapes, tuning
+from autotune import shapes, tables, tuning
 from autotune.cases import WrongResult
 from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from gdn.device import H100
-from gdn.runtime import KernelCandidate
+from gdn.runtime import tuned
 from tests.autotune import fake_kernel
 from tests.autotune.fake_kernel import Config
 
@@ -79,15 +79,20 @@ def test_plan_samples_a_large_space_and_starts_with_every_default() -> None:
     assert len(tuning.plan(KERNEL, [SHAPE], H100, limit=1).candidates) == 1
 
 
-def test_plan_keeps_what_ships_in_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_keeps_what_ships_in_the_sample(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = Config(fake_kernel.FASTEST, False)  # of the space, but for the default
-    monkeypatch.setattr(tuning.tuned, "SHIPPED", tmp_path)
-    tuning.write_table(tmp_path, H100, KERNEL, [tuning.Winner(SHAPE, last, 49.0, error=0.004, default_us=None)], {})
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+    tables.write_winners(tmp_path, H100, KERNEL, [tuning.Winner(SHAPE, last, 49.0, error=0.004, default_us=None)], {})
     sampled = tuning.plan(KERNEL, [SHAPE, OTHER], H100, limit=3)
     assert last not in sampled.configs[OTHER.name]
     assert sampled.configs[SHAPE.name][1] == last and len(sampled.configs[SHAPE.name]) == 3
     assert len(tuning.plan(KERNEL, [SHAPE], H100).configs[SHAPE.name]) == 7
     assert len(tuning.plan(KERNEL, [SHAPE], H100, limit=1).configs[SHAPE.name]) == 1
+    stored = tuning.plan(KERNEL, [SHAPE, OTHER], H100, stored_only=True)
+    assert stored.configs == {
+        SHAPE.name: [Config(fake_kernel.DEFAULT, False), last],
+        OTHER.name: [Config(fake_kernel.DEFAULT, False)],
+    }
 
 
 def test_plan_says_who_is_refused() -> None:
@@ -185,40 +190,3 @@ def test_a_spent_budget_stops_the_search(plan: tuning.Plan, tmp_path: Path) -> N
     runner = FakeRunner()
     assert tuning.search(plan, SHAPE, runner, _journal(tmp_path), deadline=0.0) is None
     assert runner.checked == []
-
-
-def _winner(shape: shapes.Shape, tile: int, time_us: float) -> tuning.Winner:
-    return tuning.Winner(shape, Config(tile, True), time_us, error=0.004, default_us=None)
-
-
-def _lookup(shape: shapes.Shape) -> list[tuple[Config, float]]:
-    """As the runtime looks a problem up, nearest sizes first."""
-    candidate = KernelCandidate("chunk", "tilelang", KERNEL.module_name)
-    return [(item.config, item.time_us) for item in candidate.tuned(shape.problem, H100)]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, switch: Callable[..., Any]) -> Path:
-    switch(GDN_TUNED_DIR=str(tmp_path))
-    return tmp_path
-
-
-def test_the_runtime_reads_what_the_tuner_writes(folder: Path) -> None:
-    longer = shapes.shapes("chunk", "16/32 32768")[0]
-    path = tuning.write_table(folder, H100, KERNEL, [_winner(SHAPE, 7, 49.0), _winner(longer, 8, 400.0)], {"torch": "2"})
-    assert path == folder / "h100" / "chunk.tilelang.json"
-    assert _lookup(SHAPE) == [(Config(7, True), 49.0), (Config(8, True), 400.0)]  # the nearest first
-    assert _lookup(longer)[0] == (Config(8, True), 400.0)
-    assert _lookup(OTHER) == []
-    # A later run replaces its shapes and keeps the others.
-    tuning.write_table(folder, H100, KERNEL, [_winner(SHAPE, 6, 45.0), _winner(OTHER, 5, 20.0)], {"torch": "2"})
-    assert _lookup(SHAPE) == [(Config(6, True), 45.0), (Config(8, True), 400.0)]
-    assert _lookup(OTHER) == [(Config(5, True), 20.0)]
-
-
-def test_entries_of_another_kernel_source_do_not_survive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.write_table(folder, H100, KERNEL, [_winner(SHAPE, 7, 49.0)], {})
-    monkeypatch.setattr(tuning.compiled, "source_hash", lambda file: "changed")
-    tuning.write_table(folder, H100, KERNEL, [_winner(OTHER, 5, 20.0)], {})
-    assert _lookup(SHAPE) == []
-    assert _lookup(OTHER) == [(Config(5, True), 20.0)]

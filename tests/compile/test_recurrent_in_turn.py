@@ -1,6 +1,7 @@
 """The recurrent kernel without a token ahead: which calls get it, and that 64 values of the state a thread spill nothing."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from gdn import recurrent_tiles, runtime
 from gdn.device import H100
 from gdn.problems import RecurrentProblem
 from gdn.recurrent_tiles import Config
+from gdn.runtime import tuned
 from tests.compile import checks, session
 
 MAIN = RecurrentProblem(
@@ -58,12 +60,12 @@ def test_choice(problem: RecurrentProblem, batch: int, tokens: int, ahead: bool)
 
 
 def test_a_tuned_entry_of_single_tokens_serves_single_tokens() -> None:
-    candidate = runtime.candidates("recurrent")["cute"]
-    if candidate.refusal(MAIN) is not None:
-        pytest.skip("needs the DSL")
-    assert not candidate.tuned(MAIN, H100)[0].config.ahead
-    more = candidate.tuned(replace(MAIN, num_tokens=12), H100)
-    assert all(entry.config.ahead for entry in more)
+    module = pytest.importorskip("kernels_cute.recurrent")
+    entry = tuned.Entry(sizes=MAIN.sizes(), config=vars(WAVE), time_us=1.0, date="2026-11-20", kernel_source="")
+    found = tuned.Found(entry, WAVE, Path("table.json"), tuple(sorted(MAIN.sizes().items())), "", ())
+    assert runtime.near_enough(module, MAIN, [found])
+    assert runtime.near_enough(module, replace(MAIN, num_tokens=9, num_sequences=9), [found])
+    assert not runtime.near_enough(module, replace(MAIN, num_tokens=12), [found])
 
 
 def test_the_wave_is_chosen_for_it() -> None:

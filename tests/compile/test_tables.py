@@ -1,58 +1,48 @@
-"""Every entry of every shipped table names a kernel, a problem and a configuration that compile and fit the device."""
+"""Every entry of every shipped table names a kernel, a problem and a configuration that compile and fit the device; every entry
+is of the kernel as it is, and says what the default does not."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune import tables, tuning
 from autotune.shapes import shapes
-from gdn import problems, runtime
+from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import registry, tuned
+from gdn.runtime import env, registry, select, tuned
 from tests.compile import checks
 
 TABLES = sorted(tuned.SHIPPED.glob("**/*.json"))
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
-PROBLEMS: dict[str, Any] = {
-    cls.op: cls
-    for cls in (
-        problems.ChunkProblem,
-        problems.RecurrentProblem,
-        problems.Conv1dProblem,
-        problems.Conv1dUpdateProblem,
-        problems.GdnDecodeProblem,
-        problems.SplitProblem,
-        problems.GatingProblem,
-        problems.RmsNormGatedProblem,
-        problems.MqaLogitsProblem,
-        problems.PagedMqaLogitsProblem,
-        problems.TopkProblem,
-        problems.QuantizeFp8Problem,
-        problems.WriteIndexerCacheProblem,
-        problems.PrepareIndexerProblem,
-        problems.CompressIndexerKeysProblem,
-        problems.GatherIndexerCacheProblem,
-        problems.ExpandTopkGroupsProblem,
-    )
-}
+every_table = pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 
 
 def test_a_table_ships() -> None:
     assert TABLES
 
 
+def _kernel(path: Path) -> tuning.Kernel:
+    header = tuned.read(path).header
+    (kernel,) = tuning.kernels(header.op, header.backend)
+    return kernel
+
+
+def _rows(path: Path) -> list[tables.Row]:
+    table = tuned.read(path)
+    found = list(tables.rows(_kernel(path), table))
+    assert len(found) == table.num_entries(), "an entry has other fields than the operator's problem"
+    return found
+
+
 def _entries(path: Path) -> list[tuple[Problem, Any]]:
     """The problem and the configuration of every entry, None where that has other fields than the kernel's."""
-    table = tuned.read(path)
-    module = importlib.import_module(_module_name(path))
-    return [
-        (PROBLEMS[table.header.op](**group.static, **entry.sizes), tuned.build_config(module.Config, entry.config))
-        for group in table.groups
-        for entry in group.entries
-    ]
+    config_type = _kernel(path).module.Config
+    return [(row.problem, tuned.build_config(config_type, row.entry.config)) for row in _rows(path)]
 
 
 def _module_name(path: Path) -> str:
@@ -61,7 +51,7 @@ def _module_name(path: Path) -> str:
 
 
 @checks.compiles(lambda path: checks.tasks_of(_module_name(path), _entries(path)))
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@every_table
 def test_entries_compile(path: Path) -> None:
     header = tuned.read(path).header
     assert path == tuned.table_path(tuned.SHIPPED, header.device, header.op, header.backend)
@@ -75,82 +65,243 @@ def test_entries_compile(path: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("path", [path for path in TABLES if path.stem.startswith("chunk.")], ids=lambda path: path.stem)
-def test_a_chunk_entry_serves_sizes_near_its_own(path: Path) -> None:
-    """One more sequence may ask for another design (segments, four SMs a head), which the default knows."""
-    candidate = runtime.candidates("chunk")[tuned.read(path).header.backend]
-    if candidate.refusal(one := _problem(16, 32, 8192, 1)) is not None:
-        pytest.skip("needs the DSL")
-    assert candidate.tuned(one, H100)[0].sizes == (("num_sequences", 1), ("num_tokens", 8192))
-    assert candidate.tuned(_problem(16, 32, 8000, 1), H100) and candidate.tuned(_problem(16, 32, 8192, 9), H100)
-    for tokens, sequences in ((8192, 2), (8192, 3), (4000, 4), (100, 1), (70000, 1)):
-        assert not candidate.tuned(_problem(16, 32, tokens, sequences), H100)
+@every_table
+def test_entries_are_of_the_kernel_as_it_is(path: Path) -> None:
+    """After an edit of a kernel: `python -m autotune tune --restamp`, which needs no GPU where the machine code is the same."""
+    table, source = tuned.read(path), _kernel(path).source
+    assert table.num_stale(source) == 0
+    for row in _rows(path):
+        assert row.entry.machine_code is not None and row.entry.date in table.header.runs
 
 
-# op, sizes with an entry near enough, sizes without one: of the groups that hold an entry of the first.
-REACH: list[tuple[str, dict[str, int], list[dict[str, int]], list[dict[str, int]]]] = [
+@every_table
+def test_no_entry_repeats_the_default(path: Path) -> None:
+    """After an edit of a default: `python -m autotune tune --prune`."""
+    kernel, table = _kernel(path), tuned.read(path)
+    assert tables.pruned(kernel, table, DEVICES[table.header.device])[1] == 0
+
+
+@every_table
+def test_an_entry_serves_its_own_problem_first(path: Path) -> None:
+    header = tuned.read(path).header
+    candidate = runtime.candidates(header.op)[header.backend]
+    for row in _rows(path):
+        first = candidate.tuned(row.problem, DEVICES[header.device])[0]
+        assert (first.config, dict(first.sizes), first.others) == (row.config, row.entry.sizes, ())
+        assert (first.distance, first.is_stale) == (0.0, False)
+
+
+@every_table
+def test_an_entry_serves_no_sizes_far_from_its_own(path: Path) -> None:
+    """Where another design may be the choice, which the default knows: one more sequence for the chunk kernels."""
+    header = tuned.read(path).header
+    candidate = runtime.candidates(header.op)[header.backend]
+    within = getattr(candidate.module, "TUNED_WITHIN", tuned.WITHIN)
+    assert within <= 1.5
+    for row in _rows(path):
+        for factor in (5, 0.19):  # of one size alone: log2(5) is 2.3
+            for name, value in row.entry.sizes.items():
+                problem: Problem = replace(row.problem, **{name: max(1, round(value * factor))})  # type: ignore[type-var]
+                for found in candidate.tuned(problem, DEVICES[header.device]):
+                    assert tuned.distance(dict(found.sizes), problem.sizes()) <= within
+
+
+# Sizes that a table tuned at these would serve, and sizes that it would not, each in the kernel's own bound.
+REACH: list[tuple[str, str, dict[str, int], list[dict[str, int]], list[dict[str, int]]]] = [
     (
-        "gdn_decode",  # drafts: large batches alone are tuned
-        {"num_tokens": 128, "num_sequences": 32},
-        [{"num_tokens": 96, "num_sequences": 24}, {"num_tokens": 640, "num_sequences": 160}],
+        "chunk",
+        "16/32 8192",
+        {"num_tokens": 8192, "num_sequences": 1},
+        [{"num_tokens": 8000, "num_sequences": 1}],
+        [{"num_tokens": n, "num_sequences": m} for n, m in ((8192, 2), (8192, 3), (4000, 1), (70000, 1))],
+    ),
+    (
+        "chunk",
+        "16/32 8 x 1024",
+        {"num_tokens": 8192, "num_sequences": 8},
+        [{"num_tokens": 8192, "num_sequences": 9}],
+        [{"num_tokens": 8192, "num_sequences": 1}],
+    ),
+    (
+        "gdn_decode",  # drafts
+        "16/32 batch 128 f32, 4 tokens each",
+        {"num_tokens": 512, "num_sequences": 128},
+        [{"num_tokens": 640, "num_sequences": 160}],
         [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 32, "num_sequences": 8}],
     ),
     (
         "conv1d",
-        {"num_tokens": 8192, "num_sequences": 128},
-        [{"num_tokens": 8000, "num_sequences": 1}, {"num_tokens": 9000, "num_sequences": 8}],
+        "16/32 8192",
+        {"num_tokens": 8192, "num_sequences": 1},
+        [{"num_tokens": 8000, "num_sequences": 1}],
         [{"num_tokens": 4096, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 1}],
     ),
     (
         "conv1d_update",
+        "16/32 batch 128, 4 tokens each",
         {"num_tokens": 512, "num_sequences": 128},
         [{"num_tokens": 600, "num_sequences": 150}],
         [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 16}],
     ),
     (
         "recurrent",
+        "16/32 batch 128 f32, 4 tokens each",
         {"num_tokens": 512, "num_sequences": 128},
         [{"num_tokens": 600, "num_sequences": 150}],
         [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 8, "num_sequences": 2}],
     ),
     (
         "topk",  # as many columns as the entry's bitmap has; more would be selected without one
+        "64 x 131072",
         {"num_rows": 64, "num_columns": 131072, "k": 2048},
         [{"num_rows": 64, "num_columns": 100000, "k": 2048}],
         [{"num_rows": 64, "num_columns": 131073, "k": 2048}],
     ),
+    (
+        "mqa_logits",  # tiles for many queries: few would leave most of them empty
+        "4096 x 32768, 16 heads, fp8",
+        {"num_queries": 4096, "num_keys": 32768, "num_columns": 32768},
+        [{"num_queries": 3000, "num_keys": 32768, "num_columns": 32768}],
+        [{"num_queries": 8, "num_keys": 32768, "num_columns": 32768}],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("op", "tuned_at", "near", "far"), REACH, ids=[row[0] for row in REACH])
-def test_an_entry_serves_sizes_near_its_own(
-    op: str, tuned_at: dict[str, int], near: list[dict[str, int]], far: list[dict[str, int]]
+@pytest.mark.parametrize(("op", "shape", "tuned_at", "near", "far"), REACH, ids=[f"{row[0]}-{row[1]}" for row in REACH])
+def test_how_far_an_entry_reaches(
+    op: str,
+    shape: str,
+    tuned_at: dict[str, int],
+    near: list[dict[str, int]],
+    far: list[dict[str, int]],
+    tmp_path: Path,
+    switch: Callable[..., env.Switches],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    candidate = runtime.candidates(op)["cute"]
-    table = tuned.read(tuned.table_path(tuned.SHIPPED, "h100", op, "cute"))
-    group = next(group for group in table.groups if any(entry.sizes == tuned_at for entry in group.entries))
+    """By a table of its own, which holds the default: the shipped ones change with every measurement."""
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "none")
+    switch(GDN_TUNED_DIR=str(tmp_path))
+    kernel = tuning.Kernel(op, "cute", f"kernels_cute.{op}")
+    problem = replace(shapes(op, shape, tuned=True)[0].problem, **tuned_at)  # type: ignore[type-var]
+    entry = tuned.Entry(
+        sizes=tuned_at,
+        config=vars(kernel.module.default_config(problem, H100)),
+        time_us=1.0,
+        date="2026-11-20",
+        kernel_source=kernel.source,
+    )
+    header = tuned.Header(device="h100", op=op, backend="cute", runs={"2026-11-20": {}})
+    group = tuned.Group(static=problem.static_fields(), entries=[entry])
+    tuned.write(tuned.table_path(tmp_path, "h100", op, "cute"), tuned.Table(header=header, groups=[group]))
+    candidate = runtime.KernelCandidate(op, "cute", kernel.module_name)
 
-    def problem(sizes: dict[str, int]) -> Problem:
-        made: Problem = PROBLEMS[op](**group.static, **sizes)
-        return made
+    def serves(sizes: dict[str, int]) -> bool:
+        return bool(candidate.tuned(replace(problem, **sizes), H100))  # type: ignore[type-var]
 
-    if candidate.refusal(problem(tuned_at)) is not None:
-        pytest.skip("needs the DSL")
-    assert candidate.tuned(problem(tuned_at), H100)[0].sizes == tuple(sorted(tuned_at.items()))
-    assert all(candidate.tuned(problem(sizes), H100) for sizes in near)
-    assert not any(candidate.tuned(problem(sizes), H100) for sizes in far)
-
-
-def test_few_queries_do_not_run_wide_tiles() -> None:
-    candidate = runtime.candidates("mqa_logits")["cute"]
-    shape = shapes("mqa_logits", "4096 x 32768, 16 heads, fp8")[0]
-    if candidate.refusal(shape.problem) is not None:
-        pytest.skip("needs the DSL")
-    assert candidate.tuned(shape.problem, H100)[0].config.columns == 256
-    few = replace(shape.problem, num_queries=8)  # type: ignore[call-arg]
-    assert all(entry.config.columns < 256 for entry in candidate.tuned(few, H100))
+    assert serves(tuned_at) and all(map(serves, near)) and not any(map(serves, far))
 
 
-def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int) -> Problem:
-    shape = next(one for one in shapes("chunk") if one.name == f"{num_k_heads}/{num_v_heads} 8192")
-    return replace(shape.problem, num_tokens=num_tokens, num_sequences=num_sequences)  # type: ignore[call-arg]
+# What a problem of the same tune key may have instead; a field that its operator lacks, or that is part of the key, is left out.
+OTHER_FIELDS: tuple[dict[str, Any], ...] = (
+    {
+        "cu_seqlens_dtype": "int64", "index_dtype": "int64", "gate_dtype": "float32", "beta_dtype": "float32",
+        "use_qk_l2norm": False, "use_gate": False, "use_beta_sigmoid": False, "has_final_indices": True, "has_mask": True,
+        "has_checkpoints": True, "has_rounding": True, "clean": False, "packed": True, "weights_dtype": "bfloat16",
+        "per_draft_lengths": True, "weight_dtype": "float32", "bias_dtype": "float32", "checkpoint_dtype": "int64",
+        "A_log_dtype": "bfloat16", "dt_bias_dtype": "bfloat16", "ba_dtype": "float32", "sigmoid": True, "z_dtype": "float32",
+        "a_dtype": "float32", "b_dtype": "float32", "norm_dtype": "float32", "conv_dtype": "float32", "gate_sigmoid": True,
+        "slot_dtype": "int32", "zero_centred": False, "position_dtype": "int32", "cos_sin_dtype": "bfloat16",
+        "k_norm_dtype": "float32", "q_norm_dtype": "float32", "ring_slot_dtype": "int64", "starts_dtype": "int64",
+    },
+    {
+        "gate_dtype": None, "beta_dtype": None, "use_gate": False, "use_beta_sigmoid": False, "has_final_state": False,
+        "has_mask": False, "weights_dtype": None, "clean": False, "bias_dtype": "bfloat16", "has_accepted": False,
+        "starts_dtype": None, "ends_dtype": None, "packed": True,
+    },
+    {
+        "cu_seqlens_dtype": "int64", "gate_dtype": "float32", "beta_dtype": "float32", "has_final_indices": True, "silu": False,
+        "has_rounding": True, "weights_dtype": "float32", "slot_dtype": "int32", "position_dtype": "int32",
+    },
+)  # fmt: skip
+
+
+def _with_others(problem: Problem, others: dict[str, Any]) -> Problem:
+    fields = vars(problem)
+    changes = {name: value for name, value in others.items() if name in fields and name not in problem.tune_names()}
+    if fields.get("state_dtype") == "float32":
+        changes.pop("has_rounding", None)  # of bf16 states
+    if fields.get("cu_seqlens_dtype", "") is None:
+        changes.pop("cu_seqlens_dtype", None)  # another form of call, one token a sequence
+    return replace(problem, **changes)  # type: ignore[type-var]
+
+
+def _borrowed(path: Path, every: bool) -> list[tuple[Problem, Any]]:
+    """Each configuration of a table with a problem that it was not measured on and that it fits; every: with all of them."""
+    kernel, device = _kernel(path), DEVICES[tuned.read(path).header.device]
+    found: dict[Any, tuple[Problem, Any]] = {}
+    distinct = {(row.problem.static_key(), row.config): row for row in _rows(path)}
+    for number, row in enumerate(distinct.values()):
+        for others in OTHER_FIELDS if every else (OTHER_FIELDS[number % len(OTHER_FIELDS)],):
+            problem = _with_others(row.problem, others)
+            if kernel.module.refusal(problem) is None and kernel.module.fits(problem, row.config, device):
+                found[problem.static_key(), row.config] = (problem, row.config)
+    return list(found.values())
+
+
+@checks.compiles(lambda path: checks.tasks_of(_module_name(path), _borrowed(path, every=False)))
+@every_table
+def test_tiles_serve_problems_that_they_were_not_measured_on(path: Path) -> None:
+    """What `fits` takes compiles without spills, whatever the fields that are not part of the tune key."""
+    header = tuned.read(path).header
+    failed = checks.failures(_module_name(path), header.backend, _borrowed(path, every=False), DEVICES[header.device])
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.full
+@every_table
+def test_tiles_serve_every_problem_that_they_were_not_measured_on(path: Path) -> None:
+    header = tuned.read(path).header
+    failed = checks.failures(_module_name(path), header.backend, _borrowed(path, every=True), DEVICES[header.device])
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("path", [path for path in TABLES if path.stem == "gating.cute"], ids=lambda path: path.parent.name)
+def test_restamp_compares_machine_code(path: Path, tmp_path: Path) -> None:
+    """The machine code that a table records is what its entries compile to; another one is told from it."""
+    kernel, table = _kernel(path), tuned.read(path)
+    entries = [entry for group in table.groups for entry in group.entries]
+    for entry in entries:
+        entry.kernel_source = "of another day"
+    entries[0].machine_code = "of another kernel"
+    copy = tuned.table_path(tmp_path, "h100", "gating", "cute")
+    tuned.write(copy, table)
+    found = tables.restamp(copy, kernel, num_workers=1, timeout_s=300)
+    assert found.stamped == len(entries) - 1
+    assert len(found.left) == 1 and "its machine code is another one" in found.left[0]
+    assert tuned.read(copy).num_stale(kernel.source) == 1
+
+
+@pytest.mark.parametrize("op", sorted({path.stem.split(".")[0] for path in TABLES} | {"topk", "write_indexer_cache"}))
+def test_batch_invariance_with_the_shipped_tables(op: str) -> None:
+    """One backend and one configuration, legal for whatever else is in the batch; without the switch there are several."""
+    switches = env.Switches(batch_invariant=True)
+    module_of = registry.operator(op).modules
+    several = 0
+    for shape in {shape.problem.static_key(): shape for shape in shapes(op, tuned=True)}.values():
+        problems = [shape.problem, *_other_sizes(shape.problem)]
+        choices = [select.choose(one, H100, runtime.candidates(op), switches) for one in problems]
+        assert {(choice.backend, choice.config, choice.config_source) for choice in choices} == {
+            (choices[0].backend, choices[0].config, choices[0].config_source)
+        }
+        assert choices[0].backend != "reference"
+        module = importlib.import_module(module_of[choices[0].backend])
+        assert all(module.fits(one, choices[0].config, H100) for one in problems)
+        free = {select.choose(one, H100, runtime.candidates(op), env.Switches()).config for one in problems}
+        several = max(several, len(free))
+    assert several > 1
+
+
+def _other_sizes(problem: Problem) -> list[Problem]:
+    sizes = problem.sizes()
+    scaled = [{name: max(1, round(value * factor)) for name, value in sizes.items()} for factor in (1 / 512, 1 / 37, 0.3, 1.7, 3)]
+    return [replace(problem, **one) for one in scaled]  # type: ignore[type-var]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gdn.runtime import compiled, env, toolchain
+from gdn.runtime import compiled, env, source, toolchain
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
 
@@ -169,13 +169,13 @@ def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch:
     module = types.ModuleType("somewhere")
     module.__file__ = str(tmp_path / "kernel.py")
     helper, stranger = tmp_path / "_helper.py", tmp_path / "other.py"
-    for path, text in ((tmp_path / "kernel.py", "a = 1"), (helper, "b = 1"), (stranger, "c = 1")):
+    for path, text in ((tmp_path / "kernel.py", "import _helper"), (helper, "b = 1"), (stranger, "c = 1")):
         path.write_text(text)
-        compiled.source_hash.cache_clear()
+        source.forget()
         keys.add(key(module=module))
-    assert len(keys) == 9  # the stranger, which is not a helper, changed nothing
+    assert len(keys) == 9  # the stranger, which it does not import, changed nothing
     helper.write_text("b = 2")
-    compiled.source_hash.cache_clear()
+    source.forget()
     keys.add(key(module=module))
     compiled.versions.cache_clear()
     monkeypatch.setattr(compiled, "_version", lambda distribution: "99")
@@ -191,7 +191,7 @@ def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch:
     keys.add(key(module=module))
     assert len(keys) == 14
     assert key(problem=problem.sizes_only(5)) == key()
-    compiled.source_hash.cache_clear()
+    source.forget()
     compiled.versions.cache_clear()
 
 

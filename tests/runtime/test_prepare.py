@@ -12,7 +12,8 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.runtime import compiled, devices, env, registry, select, toolchain, tuned
+from gdn.problems import Problem, size
+from gdn.runtime import compiled, devices, env, registry, select, source, toolchain, tuned
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
 
@@ -40,13 +41,20 @@ def problem(tmp_path: Path) -> FakeProblem:
     return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 100)
 
 
-def store(folder: Path, backend: str, problem: FakeProblem, *entries: tuple[int, int, float]) -> None:
+def store(
+    folder: Path, backend: str, problem: FakeProblem, *entries: tuple[int, int, float], kernel_source: str | None = None
+) -> None:
     """Entries are (num_tokens, tile, time_us)."""
-    header = tuned.Header(
-        device="h100", op="recurrent", backend=backend, date="2026-11-20", versions={}, kernel_source="of another day"
-    )
+    header = tuned.Header(device="h100", op="recurrent", backend=backend, runs={"2026-11-20": {}})
+    kernel_source = kernel_source or source.source_hash(fake_kernel.__file__)
     rows = [
-        tuned.Entry(sizes={"num_tokens": tokens}, config={"tile": tile, "wide": False}, time_us=time_us)
+        tuned.Entry(
+            sizes={"num_tokens": tokens},
+            config={"tile": tile, "wide": False},
+            time_us=time_us,
+            date="2026-11-20",
+            kernel_source=kernel_source,
+        )
         for tokens, tile, time_us in entries
     ]
     group = tuned.Group(static=problem.static_fields(), entries=rows)
@@ -55,7 +63,7 @@ def store(folder: Path, backend: str, problem: FakeProblem, *entries: tuple[int,
 
 def test_prepare_and_launch(problem: FakeProblem):
     prepared = runtime.prepare(problem, CPU, None)
-    assert (prepared.backend, prepared.config, prepared.workspace_bytes) == ("tilelang", Config(64, False), 6400)
+    assert (prepared.backend, prepared.config, prepared.workspace_bytes) == ("cute", Config(64, False), 6400)
     assert prepared.choice.config_source == "default"
     results: list[int] = []
     assert prepared.launch is not None
@@ -70,7 +78,7 @@ def test_repeats_are_remembered(problem: FakeProblem):
     other = runtime.prepare(problem.sizes_only(101), CPU, None)
     assert other is not first and other.workspace_bytes == 6464
     assert compiled.compilations() == before  # the same kernel
-    assert runtime.prepare(problem, CPU, "cute").backend == "cute"
+    assert runtime.prepare(problem, CPU, "tilelang").backend == "tilelang"
     assert runtime.prepare(problem, CPU, None) is first
 
 
@@ -84,11 +92,11 @@ def test_the_memory_of_decisions_is_bounded(problem: FakeProblem, monkeypatch: p
 
 
 def test_reload_changes_what_runs(problem: FakeProblem, switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch):
-    assert runtime.prepare(problem, CPU, None).backend == "tilelang"
-    monkeypatch.setenv("VLLM_GDN_USE_BLADNN", "1")
-    assert runtime.prepare(problem, CPU, None).backend == "tilelang"  # not read yet
-    switch(VLLM_GDN_USE_BLADNN="1")
     assert runtime.prepare(problem, CPU, None).backend == "cute"
+    monkeypatch.setenv("VLLM_GDN_USE_BLADNN", "0")
+    assert runtime.prepare(problem, CPU, None).backend == "cute"  # not read yet
+    switch(VLLM_GDN_USE_BLADNN="0")
+    assert runtime.prepare(problem, CPU, None).backend == "tilelang"
     switch(GDN_BACKEND_RECURRENT="reference")
     prepared = runtime.prepare(problem, CPU, None)
     assert (prepared.backend, prepared.launch, prepared.config) == ("reference", None, None)
@@ -125,20 +133,66 @@ def test_refusals_of_the_module(problem: FakeProblem):
 
 
 def test_tables_decide(problem: FakeProblem, switch: Callable[..., env.Switches], tmp_path: Path):
-    store(tuned.SHIPPED, "tilelang", problem, (1, 1, 5.0), (128, 2, 50.0))
-    store(tuned.SHIPPED, "cute", problem, (1, 3, 7.0), (128, 4, 20.0))
+    store(tuned.SHIPPED, "tilelang", problem, (1, 1, 5.0), (100, 2, 50.0))
+    store(tuned.SHIPPED, "cute", problem, (1, 3, 7.0), (100, 4, 20.0))
     env.reload()
-    small, large = runtime.prepare(problem.sizes_only(2), CPU, None), runtime.prepare(problem, CPU, None)
+    small, large = runtime.prepare(problem.sizes_only(1), CPU, None), runtime.prepare(problem, CPU, None)
     assert (small.backend, small.config.tile) == ("tilelang", 1)
     assert (large.backend, large.config.tile) == ("cute", 4)
     assert small.choice.decided_by == large.choice.decided_by == "tuned table"
     assert runtime.prepare(problem, CPU, "tilelang").config.tile == 2
-    store(tmp_path / "own", "tilelang", problem, (128, 8, 1.0))
-    switch(GDN_TUNED_DIR=str(tmp_path / "own"))
-    prepared = runtime.prepare(problem, CPU, None)
-    assert (prepared.backend, prepared.config.tile) == ("tilelang", 8)
+    far = runtime.prepare(problem.sizes_only(150), CPU, None)  # near enough for tiles, not for who is faster
+    assert (far.backend, far.config.tile, far.choice.decided_by) == ("cute", 4, "built-in order")
+    assert runtime.prepare(problem.sizes_only(10), CPU, None).choice.config_source == "default"  # near to neither
     switch(GDN_TUNED="off")
     assert runtime.prepare(problem, CPU, None).config == Config(64, False)
+
+
+def test_own_tables_come_first_where_they_have_an_entry_near_enough(
+    problem: FakeProblem, switch: Callable[..., env.Switches], tmp_path: Path
+):
+    store(tuned.SHIPPED, "cute", problem, (1, 3, 7.0), (100, 4, 20.0))
+    store(tmp_path / "own", "cute", problem, (100, 8, 1.0))
+    switch(GDN_TUNED_DIR=str(tmp_path / "own"))
+    assert runtime.prepare(problem, CPU, None).config.tile == 8
+    assert runtime.prepare(problem.sizes_only(1), CPU, None).config.tile == 3  # at a7eedda the own table hid the shipped one
+
+
+def test_fields_of_the_compile_key_alone_do_not_veto_an_entry(problem: FakeProblem, tmp_path: Path):
+    store(tuned.SHIPPED, "cute", problem, (100, 4, 20.0))
+    env.reload()
+    prepared = runtime.prepare(dataclasses.replace(problem, journal=str(tmp_path / "other")), CPU, None)
+    assert (prepared.config.tile, prepared.choice.config_source) == (4, "table")
+    assert "with another journal" in prepared.choice.notes[0]
+    other = runtime.prepare(dataclasses.replace(problem, dtype="float16"), CPU, None)
+    assert other.choice.config_source == "default"
+
+
+def test_an_entry_that_does_not_fit_the_problem_is_passed_over(problem: FakeProblem, tmp_path: Path):
+    """`fits` sees the problem of the call, not the one that was measured."""
+    store(tuned.SHIPPED, "cute", problem, (100, 100, 20.0))
+    env.reload()
+    slow = dataclasses.replace(problem, seconds=fake_kernel.SMALL_TILES_S)
+    assert runtime.prepare(slow, CPU, None).config == Config(64, False)
+    assert runtime.prepare(problem, CPU, None).config.tile == 100
+
+
+def test_a_field_that_does_not_say_whether_it_tunes_is_an_error():
+    made = dataclasses.make_dataclass("Undecided", [("dtype", str), ("num_tokens", int, size())], bases=(Problem,), frozen=True)
+    with pytest.raises(TypeError, match=r"Undecided: expected metadata=TUNES.*, got none on dtype"):
+        made("bfloat16", 1).tune_key()
+
+
+def test_stale_entries_serve_their_tiles_and_decide_nothing(
+    problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]
+):
+    store(tuned.SHIPPED, "tilelang", problem, (100, 2, 5.0), kernel_source="of another day")
+    store(tuned.SHIPPED, "cute", problem, (100, 4, 20.0))
+    switch(GDN_LOG="info")
+    prepared = runtime.prepare(problem, CPU, None)
+    assert (prepared.backend, prepared.config.tile, prepared.choice.decided_by) == ("cute", 4, "built-in order")
+    assert runtime.prepare(problem, CPU, "tilelang").config.tile == 2
+    assert "recurrent.tilelang.json: tuned with another version of" in capsys.readouterr().err
 
 
 def test_strict(problem: FakeProblem, switch: Callable[..., env.Switches]):
@@ -151,7 +205,7 @@ def test_strict(problem: FakeProblem, switch: Callable[..., env.Switches]):
         runtime.prepare(problem, CPU, None)
     store(tuned.SHIPPED, "cute", problem, (1, 100, 5.0))
     env.reload()
-    assert runtime.prepare(problem, CPU, None).config.tile == 100
+    assert runtime.prepare(problem.sizes_only(1), CPU, None).config.tile == 100
 
 
 @pytest.mark.parametrize("with_table", [False, True])
@@ -161,11 +215,11 @@ def test_batch_invariance(problem: FakeProblem, switch: Callable[..., env.Switch
         store(tuned.SHIPPED, "cute", problem, (1, 3, 1.0), (8192, 4, 60.0))
     sizes = (1, 16, 100, 100_000)
     env.reload()
-    free = {(p.backend, p.config) for p in (runtime.prepare(problem.sizes_only(n), CPU, None) for n in sizes)}
-    assert len(free) == 2
+    free = {p.config for p in (runtime.prepare(problem.sizes_only(n), CPU, None) for n in sizes)}
+    assert len(free) == (3 if with_table else 2)
     switch(GDN_BATCH_INVARIANT="1")
     prepared = [runtime.prepare(problem.sizes_only(n), CPU, None) for n in sizes]
-    assert {(p.backend, p.config.tile) for p in prepared} == {("tilelang", 2 if with_table else 64)}
+    assert {(p.backend, p.config.tile) for p in prepared} == {("tilelang", 2) if with_table else ("cute", 64)}
     assert [p.workspace_bytes for p in prepared] == [n * prepared[0].config.tile for n in sizes]  # of the real sizes
 
 
@@ -177,34 +231,35 @@ def test_a_given_config(problem: FakeProblem):
 def test_a_module_that_cannot_be_imported(
     problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    broken = {"tilelang": "tests.runtime.not_there", "cute": fake_kernel.__name__}
+    broken = {"tilelang": fake_kernel.__name__, "cute": "tests.runtime.not_there"}
     monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=broken))
     runtime.candidates.cache_clear()
     prepared = runtime.prepare(problem, CPU, None)
-    assert prepared.backend == "cute"
-    assert "requires tests.runtime.not_there to be importable" in dict(prepared.choice.refusals)["tilelang"]
+    assert prepared.backend == "tilelang"
+    assert "requires tests.runtime.not_there to be importable" in dict(prepared.choice.refusals)["cute"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # even with GDN_LOG=off
 
 
 def test_a_machine_that_cannot_compile_runs_what_is_cached(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc, got none" if backend == "tilelang" else None)
+    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc, got none" if backend == "cute" else None)
     runtime.candidates.cache_clear()
-    assert runtime.prepare(problem, CPU, None).backend == "cute"
+    assert runtime.prepare(problem, CPU, None).backend == "tilelang"
     monkeypatch.setattr(toolchain, "missing", lambda backend: None)
     env.reload()
-    runtime.prepare(problem, CPU, "tilelang")
-    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc, got none" if backend == "tilelang" else None)
+    runtime.prepare(problem, CPU, "cute")
+    monkeypatch.setattr(toolchain, "missing", lambda backend: "requires nvcc, got none" if backend == "cute" else None)
     env.reload()
-    assert runtime.prepare(problem, CPU, None).backend == "tilelang"
+    assert runtime.prepare(problem, CPU, None).backend == "cute"
 
 
 def test_decisions_are_told_once(problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]):
     switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
     for num_tokens in (64, 65, 66):
         runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
+        runtime.prepare(dataclasses.replace(problem, dtype="float16"), CPU, None)  # another decision, the same conflict
     told = capsys.readouterr().err
     assert told.count("VLLM_GDN_USE_BLADNN=1 (cute) overrides GDN_BACKEND=tilelang (tilelang)") == 1
-    assert told.count("recurrent: cute, by VLLM_GDN_USE_BLADNN=1") == 1
+    assert told.count("recurrent: cute, by VLLM_GDN_USE_BLADNN=1") == 2
 
 
 def test_explaining_notes_choices_and_compiles_nothing(problem: FakeProblem):
@@ -225,7 +280,7 @@ def test_explaining_is_of_one_thread(problem: FakeProblem):
         thread = threading.Thread(target=lambda: found.append(runtime.prepare(problem, CPU, None)))
         thread.start()
         thread.join(60)
-    assert found[0].backend == "tilelang"
+    assert found[0].backend == "cute"
 
 
 def test_operators_without_a_kernel(switch: Callable[..., env.Switches]):

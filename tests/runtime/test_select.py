@@ -2,14 +2,15 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from gdn.device import H100
+from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import Problem, size
-from gdn.runtime import env, registry, select
+from gdn.runtime import env, order, registry, select
 from gdn.runtime.select import Choice, MissingTunedEntry, Tuned, choose
 
 
@@ -96,11 +97,12 @@ def test_the_strongest_level_that_asks_decides(wishes: tuple[str | None, ...]):
             variables[name] = BLADNN[asked[name]] if name == "VLLM_GDN_USE_BLADNN" else asked[name]
     available = both()
     if asked["table"] is not None:
-        available[asked["table"]].entries = [entry("tuned", 1.0)]
+        for name, fake in available.items():
+            fake.entries = [entry("tuned", 1.0 if name == asked["table"] else 2.0)]
     choice = pick(variables, asked["argument"], available=available)
     strongest = next((name for name in LEVELS if asked[name] is not None), None)
     if strongest is None:
-        assert (choice.backend, choice.decided_by) == ("tilelang", "built-in order")
+        assert (choice.backend, choice.decided_by) == ("cute", "built-in order")
     else:
         assert choice.backend == asked[strongest]
         shown = {"argument": "the argument", "table": "tuned table"}
@@ -108,7 +110,7 @@ def test_the_strongest_level_that_asks_decides(wishes: tuple[str | None, ...]):
     # A note for each switch that the strongest switch contradicts.
     switches = [asked[name] for name in LEVELS[1:4] if asked[name] is not None]
     conflicts = sum(wish != switches[0] for wish in switches[1:])
-    assert sum("overrides" in note for note in choice.notes) == conflicts
+    assert sum("overrides" in note for note in choice.notes) == len(choice.conflicts) == conflicts
     assert len(choice.switches) == len(switches)
 
 
@@ -139,6 +141,7 @@ def test_a_preference_that_cannot_run_falls_through_with_a_note(source: str):
     assert (choice.backend, choice.config, choice.config_source) == ("tilelang", "tilelang default", "default")
     assert choice.refusals == (("cute", "requires head_dim 64, got 96"),)
     (note,) = choice.notes
+    assert choice.unmet == (note,) and not choice.conflicts
     assert note.startswith(source) and "prefers cute, which requires head_dim 64, got 96" in note
 
 
@@ -240,25 +243,88 @@ def test_the_faster_table_entry_wins_and_brings_its_config():
         assert choice.decided_by == "tuned table" and "table.json" in choice.notes[-1]
 
 
-def test_times_are_compared_at_equal_sizes_only():
+def test_times_are_compared_on_one_and_the_same_problem():
     available = both()
     # Nearest first: TileLang's nearest entry is small and therefore quick; at the shared size CuTe is faster.
     available["tilelang"].entries = [entry("small", 1.0, 8), entry("shared", 9.0, 64)]
     available["cute"].entries = [entry("shared", 5.0, 64)]
     assert pick(available=available).backend == "cute"
-    available["cute"].entries = [entry("elsewhere", 0.1, 4096)]  # nothing in common: the tables cannot say
+    available["cute"].entries = [entry("shared", 50.0, 64)]
+    assert pick(available=available).backend == "tilelang"
+    available["cute"].entries = [dataclasses.replace(entry("shared", 50.0, 64), static="of other dtypes")]
+    choice = pick(available=available)  # nothing in common: the tables cannot say
+    assert (choice.backend, choice.decided_by, choice.config) == ("cute", "built-in order", "shared")
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent", "mqa_logits", "paged_mqa_logits"])
+@pytest.mark.parametrize("spec", [H100, H200], ids=["h100", "h200"])
+def test_the_built_in_order_is_what_was_measured(op: str, spec: DeviceSpec):
+    """In whatever order the kernels are listed."""
+    problem = dataclasses.make_dataclass("Other", [("dtype", str, "bfloat16")], bases=(Problem,), frozen=True)
+    problem.op = op
+    for names in (("cute", "tilelang"), ("tilelang", "cute")):
+        choice = choose(problem(), spec, {name: Fake(name) for name in names}, env.parse({}))
+        assert (choice.backend, choice.decided_by) == ("cute", "built-in order")
+    assert order.fastest_first(problem(), ["other", "tilelang", "cute"]) == ["cute", "tilelang", "other"]
+
+
+def test_every_operator_of_two_kernels_has_a_statement_with_its_numbers():
+    for operator in registry.OPERATORS.values():
+        found = [one for one in order.STATEMENTS if one.op == operator.name]
+        assert bool(found) == (len(operator.modules) > 1)
+        for one in found:
+            assert set(one.order) == set(operator.modules)
+            assert re.match(r"H[12]00, 20\d\d-\d\d-\d\d, ", one.measured) and re.search(r"\d\.\d+ ", one.measured)
+
+
+def test_the_first_statement_that_holds_counts(monkeypatch: pytest.MonkeyPatch):
+    narrow = order.Statement("recurrent", ("tilelang", "cute"), "", "head_dim 64", lambda problem: problem.head_dim == 64)
+    monkeypatch.setattr(order, "STATEMENTS", (narrow, *order.STATEMENTS))
+    assert pick(problem=FakeProblem(head_dim=64)).backend == "tilelang"
+    assert pick(problem=FakeProblem(head_dim=128)).backend == "cute"
+
+
+@pytest.mark.parametrize("slower", ["tilelang", "cute"])
+def test_an_entry_that_the_other_kernel_lacks_decides_nothing(slower: str):
+    """At a7eedda the one kernel with an entry ran, however slow."""
+    available = both(**{slower: {"entries": [entry("tuned", 1.0, 7)]}})
     choice = pick(available=available)
-    assert (choice.backend, choice.decided_by, choice.config) == ("tilelang", "built-in order", "small")
+    assert (choice.backend, choice.decided_by) == ("cute", "built-in order")
+    assert choice.config == ("tuned" if slower == "cute" else "cute default")
+
+
+def test_entries_of_far_sizes_decide_nothing():
+    def entries(time_us: float, distance: float) -> dict[str, Any]:
+        return {"entries": [dataclasses.replace(entry("tuned", time_us, 64), distance=distance)]}
+
+    for distance, backend in ((0.0, "tilelang"), (select.DECIDES_WITHIN, "tilelang"), (select.DECIDES_WITHIN + 0.01, "cute")):
+        choice = pick(available=both(tilelang=entries(1.0, distance), cute=entries(2.0, distance)))
+        assert (choice.backend, choice.config) == (backend, "tuned")
+
+
+def test_the_time_of_another_version_of_the_kernel_decides_nothing():
+    """Its tiles serve on."""
+    stale = dataclasses.replace(entry("stale", 1.0, 7), is_stale=True)
+    available = both(tilelang={"entries": [stale]}, cute={"entries": [entry("tuned", 2.0, 7)]})
+    assert pick(available=available).backend == "cute"
+    choice = pick(backend="tilelang", available=available)
+    assert choice.config == "stale" and "of another version of the kernel" in choice.notes[-1]
+
+
+def test_the_note_names_what_else_the_entry_was_measured_with():
+    tuned = dataclasses.replace(entry("tuned", 1.0, 7), others=("gate_dtype", "index_dtype"))
+    choice = pick(available=both(cute={"entries": [tuned]}))
+    assert choice.notes == ("tiles tuned at num_tokens=7 with another gate_dtype, index_dtype (1 us), from table.json",)
 
 
 def test_tuned_off_ignores_tables():
-    available = both(cute={"entries": [entry("tuned", 1.0)]})
+    available = both(tilelang={"entries": [entry("tuned", 1.0)]}, cute={"entries": [entry("tuned", 2.0)]})
     choice = pick({"GDN_TUNED": "off"}, available=available)
-    assert (choice.backend, choice.config, choice.config_source) == ("tilelang", "tilelang default", "default")
+    assert (choice.backend, choice.config, choice.config_source) == ("cute", "cute default", "default")
 
 
 def test_tuned_strict_raises_where_there_is_no_entry():
-    with pytest.raises(MissingTunedEntry, match="GDN_TUNED=strict.*tilelang on h100.*head_dim=128.* at num_"):
+    with pytest.raises(MissingTunedEntry, match="GDN_TUNED=strict.*cute on h100.*head_dim=128.* at num_"):
         pick({"GDN_TUNED": "strict"})
     available = both(cute={"entries": [entry("tuned", 1.0)]})
     assert pick({"GDN_TUNED": "strict"}, available=available).config == "tuned"
@@ -276,7 +342,7 @@ def test_batch_invariance_hides_the_sizes_from_every_choice_of_tiles():
     assert seen == {FakeProblem(num_tokens=select.INVARIANT_SIZES["num_tokens"])}
     available = both()
     pick(available=available)
-    assert set(available["tilelang"].seen) == {FakeProblem(num_tokens=7)}
+    assert set(available["cute"].seen) == {FakeProblem(num_tokens=7)}
 
 
 def test_invariant_sizes_name_every_size_there_is():

@@ -1,0 +1,227 @@
+"""Tables as the tuner keeps them: winners written next to what is there, entries stamped anew, repeats of the default dropped."""
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autotune import shapes as shape_list
+from autotune import workers
+from autotune.shapes import Shape
+from autotune.tuning import Kernel, Winner
+from gdn import problems, runtime
+from gdn.device import H100, H200, DeviceSpec
+from gdn.problems import Problem
+from gdn.runtime import compiled, tuned
+from gdn.testing import machine_code
+
+PROBLEMS: dict[str, Any] = {
+    kind.op: kind
+    for kind in vars(problems).values()
+    if isinstance(kind, type) and issubclass(kind, Problem) and "op" in vars(kind)
+}
+DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An entry of a table, with what it says about which problem."""
+
+    group: tuned.Group
+    entry: tuned.Entry
+    problem: Problem
+    config: Any  # None where the kernel's Config cannot be made of the entry's fields
+
+
+def rows(kernel: Kernel, table: tuned.Table) -> Iterator[Row]:
+    """The entries of a kernel's table; those of a problem that no longer has these fields are passed over."""
+    kind = PROBLEMS[kernel.op]
+    for group in table.groups:
+        for entry in group.entries:
+            try:
+                problem = kind(**group.static, **entry.sizes)
+            except TypeError:
+                continue
+            yield Row(group, entry, problem, _config_now(kernel.module.Config, entry.config))
+
+
+def _config_now(config_type: type, values: dict[str, int | bool]) -> Any | None:
+    """The Config of an entry, without the fields that it has no more. At run time such an entry does not serve: whether the tiles
+    are the same without them, the machine code tells (`restamp`)."""
+    names = {one.name for one in fields(config_type)}
+    try:
+        return config_type(**{name: value for name, value in values.items() if name in names})
+    except TypeError:  # a field is new, and has no default
+        return None
+
+
+def paths(folder: Path, kernel: Kernel) -> list[Path]:
+    """The kernel's tables in a folder, one for each device that has any."""
+    return sorted(folder.glob(f"*/{kernel.op}.{kernel.backend}.json"))
+
+
+# --- writing winners -------------------------------------------------------------------------------------------------
+
+
+def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Sequence[Winner], versions: dict[str, str]) -> Path:
+    """Puts the winners into the kernel's table, where they replace the entries of their own problems and nothing else.
+
+    A winner that the default would choose anyway is left out, and with it the entry that it replaces.
+    """
+    path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
+    today = datetime.date.today().isoformat()
+    before = tuned.read(path) if path.is_file() else None
+    header = tuned.Header(
+        device=spec.key,
+        op=kernel.op,
+        backend=kernel.backend,
+        runs={**(before.header.runs if before is not None else {}), today: versions},
+    )
+    groups = {tuned.static_text(group.static): group for group in (before.groups if before is not None else [])}
+    for winner in winners:
+        problem = winner.shape.problem
+        static = problem.static_fields()
+        group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
+        kept = [entry for entry in group.entries if entry.sizes != problem.sizes()]
+        entry = tuned.Entry(
+            sizes=problem.sizes(),
+            config=asdict(winner.config),
+            time_us=round(winner.time_us, 3),
+            error=float(f"{winner.error:.2e}"),
+            date=today,
+            kernel_source=kernel.source,
+            machine_code=code_of(kernel, problem, winner.config),
+        )
+        group.entries = sorted([*kept, entry], key=lambda one: sorted(one.sizes.items()))
+    table = tuned.Table(header=header, groups=list(groups.values()))
+    tuned.write(path, pruned(kernel, table, spec)[0])
+    return path
+
+
+def code_of(kernel: Kernel, problem: Problem, config: Any) -> str | None:
+    """The hash of the machine code of a kernel, compiled where the disk cache lacks it; None where it cannot be read."""
+    place = compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config)
+    libraries = sorted(compiled.libraries_of(place).items())
+    try:
+        return machine_code.code_hash([path.read_bytes() for _, path in libraries])
+    except machine_code.MachineCodeError:
+        return None
+
+
+# --- entries of another source ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Restamped:
+    """What became of the stale entries of a table."""
+
+    stamped: int = 0
+    left: list[str] = field(default_factory=list)  # why an entry stays stale
+
+
+def restamp(
+    path: Path,
+    kernel: Kernel,
+    *,
+    num_workers: int,
+    timeout_s: float,
+    on_done: Callable[[], None] = lambda: None,
+) -> Restamped:
+    """Compiles the stale entries of a table; those whose machine code is what was timed name the present source from then on."""
+    table, found = tuned.read(path), Restamped()
+    stale = [row for row in rows(kernel, table) if row.entry.kernel_source != kernel.source]
+    legal = [row for row in stale if _is_legal(kernel, row, table.header.device)]
+    found.left += [f"{_label(row)}: the kernel no longer takes {row.entry.config}" for row in stale if row not in legal]
+    found.left += [f"{_label(row)}: its machine code was not recorded" for row in legal if row.entry.machine_code is None]
+    known = [row for row in legal if row.entry.machine_code is not None]
+    same_code: dict[tuple[Any, ...], list[Row]] = {}
+    for row in known:
+        key = (row.problem.static_key(), *compiled.compiled_fields(row.config).items())
+        same_code.setdefault(key, []).append(row)
+    kinds = list(same_code.values())
+    tasks = [(kernel, kind[0].problem, kind[0].config) for kind in kinds]
+    for outcome in workers.run(code_of, tasks, workers=num_workers, timeout_s=timeout_s):
+        on_done()
+        for row in kinds[outcome.index]:
+            if outcome.failure is not None:
+                found.left.append(f"{_label(row)}: did not compile: {outcome.failure}")
+            elif outcome.value != row.entry.machine_code:
+                found.left.append(f"{_label(row)}: its machine code is another one")
+            else:
+                row.entry.kernel_source = kernel.source
+                row.entry.config = asdict(row.config)
+                found.stamped += 1
+    if found.stamped:
+        tuned.write(path, table)
+    return found
+
+
+def _is_legal(kernel: Kernel, row: Row, device: str) -> bool:
+    spec = DEVICES.get(device, H100)
+    if row.config is None or kernel.module.refusal(row.problem) is not None:
+        return False
+    return bool(kernel.module.fits(row.problem, row.config, spec))
+
+
+def _label(row: Row) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.entry.sizes.items())
+
+
+def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
+    """The problems of a table's stale entries, as shapes: the tuner's own where it has them."""
+    if not path.is_file():
+        return []
+    known = {shape.problem: shape for shape in shape_list.shapes(kernel.op, measured=True, tuned=True)}
+    stale = [row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source]
+    unknown = (Shape(f"entry {number}: {_label(row)}", row.problem, _even(row.problem)) for number, row in enumerate(stale))
+    return [known.get(row.problem, shape) for row, shape in zip(stale, unknown, strict=True)]
+
+
+def _even(problem: Problem) -> tuple[int, ...]:
+    """Lengths of a problem that says how many tokens in how many sequences, and no more."""
+    sizes = problem.sizes()
+    total, count = sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0)
+    return tuple(total * (n + 1) // count - total * n // count for n in range(count))
+
+
+# --- repeats of the default ------------------------------------------------------------------------------------------
+
+
+def pruned(kernel: Kernel, table: tuned.Table, spec: DeviceSpec) -> tuple[tuned.Table, int]:
+    """The table without the entries that repeat the default, and how many those were.
+
+    An entry that repeats the default stays where another entry would otherwise serve its problem, with other tiles.
+    """
+    repeats = [row for row in rows(kernel, table) if row.config == kernel.module.default_config(row.problem, spec)]
+    while True:
+        dropped = [id(row.entry) for row in repeats]
+        groups = [
+            tuned.Group(static=group.static, entries=[entry for entry in group.entries if id(entry) not in dropped])
+            for group in table.groups
+        ]
+        needed = [row for row in repeats if _serves(kernel, groups, row.problem, spec) not in (None, row.config)]
+        if not needed:
+            break
+        repeats = [row for row in repeats if row not in needed]
+    kept = [group for group in groups if group.entries]
+    return tuned.Table(header=table.header, groups=kept), len(repeats)
+
+
+def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: DeviceSpec) -> Any:
+    """The tiles that these entries have for a problem; None for none."""
+    key = problem.tune_fields()
+    own = [group for group in groups if {name: group.static.get(name, ...) for name in key} == key]
+    module = kernel.module
+    usable = tuned.usable_of(own, Path(kernel.op), problem, module.Config, lambda config: module.fits(problem, config, spec))
+    near = runtime.near_enough(module, problem, usable)
+    return near[0][1].config if near else None
+
+
+def prune(path: Path, kernel: Kernel) -> int:
+    """Drops the entries of a table that repeat the default, and the table where none is left; says how many."""
+    table = tuned.read(path)
+    made, count = pruned(kernel, table, DEVICES.get(table.header.device, H100))
+    if count:
+        tuned.write(path, made)
+    return count

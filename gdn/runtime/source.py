@@ -1,0 +1,228 @@
+"""The hash of a kernel's sources: equal where comments, docstrings or formatting alone differ.
+
+It covers the kernel module, every module of its package that it imports (inside functions too) or that its `RUNS` names, and what
+these take from the leaves: the problem class with its bases, not the problems of other operators. An edit elsewhere changes no
+hash, so tuned tables stay current and compiled kernels stay in the cache.
+
+Sources are parsed, nothing is imported. The largest kernel takes 0.2 s, once a process.
+"""
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Modules outside of the kernel's package that decide what it compiles to. gdn.device does not: its limits and peaks choose a
+# configuration, and the configuration is part of every key.
+LEAVES = ("gdn.problems", "gdn.recurrent_tiles")
+ROOT = Path(__file__).resolve().parents[2]  # of the leaves: the folder that holds gdn/
+
+_EVERYTHING = "*"  # of a leaf that is imported as a module
+
+Taken = tuple[str, str]  # a leaf, and the name taken from it
+
+
+@functools.cache
+def source_hash(file: str) -> str:
+    """SHA-256 over all that decides what a kernel module compiles to."""
+    modules = _closure(*_place(Path(file).resolve()))
+    digest = hashlib.sha256()
+    for name in sorted(modules):
+        digest.update(f"{name} {modules[name].normal}\n".encode())
+    for text in _definitions({taken for module in modules.values() for taken in module.taken}):
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()
+
+
+def forget() -> None:
+    """Files are read again at the next question."""
+    for cached in (source_hash, _module, _leaf):
+        cached.cache_clear()
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What the hash needs to know of one file; its syntax tree is large and not kept."""
+
+    normal: str
+    imports: tuple[str, ...]  # of anything; names taken from modules too, which may be modules themselves
+    taken: tuple[Taken, ...]
+
+
+@functools.cache
+def _module(name: str, path: Path) -> _Module:
+    tree = ast.parse(path.read_bytes())
+    parts = name.split(".")
+    package = parts if path.name == "__init__.py" else parts[:-1]
+    imports = [*_imports(tree, package), *(".".join([*package, Path(run).stem]) for run in _runs(tree))]
+    return _Module(_normal(tree.body), tuple(imports), tuple(_taken(tree)))
+
+
+def _place(path: Path) -> tuple[str, Path]:
+    """A module's dotted name, and the folder that its first part lies in."""
+    parts = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), folder
+
+
+def _path(name: str, base: Path) -> Path | None:
+    """The file of a module; None where there is none below the base."""
+    stem = base.joinpath(*name.split("."))
+    return next((path for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if path.is_file()), None)
+
+
+def _closure(kernel: str, base: Path) -> dict[str, _Module]:
+    """The kernel's module and all of its package that it imports, by name."""
+    package, _, inside = kernel.partition(".")
+    found: dict[str, _Module] = {}
+    waiting = [kernel]
+    while waiting:
+        name = waiting.pop()
+        # Without a package, the modules next to the kernel's are its own.
+        if name in found or (inside and name.partition(".")[0] != package):
+            continue
+        path = _path(name, base)
+        if path is None:
+            continue
+        module = found[name] = _module(name, path)
+        parts = name.split(".")
+        waiting += [".".join(parts[:count]) for count in range(1, len(parts))]  # importing a module runs its packages
+        waiting += module.imports
+    return found
+
+
+def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
+    """Every name that is imported, wherever the statement stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _runs(tree: ast.Module) -> tuple[str, ...]:
+    """The kernel modules of the same folder that this one says it runs."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == ["RUNS"]:
+            return tuple(ast.literal_eval(node.value))
+    return ()
+
+
+# --- leaves ----------------------------------------------------------------------------------------------------------
+
+
+def _taken(tree: ast.AST) -> Iterator[Taken]:
+    """What is imported from leaves, wherever the statement stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, _EVERYTHING) for alias in node.names if _is_leaf(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                if _is_leaf(node.module):
+                    yield node.module, alias.name
+                elif _is_leaf(f"{node.module}.{alias.name}"):
+                    yield f"{node.module}.{alias.name}", _EVERYTHING
+
+
+def _is_leaf(module: str) -> bool:
+    return any(module == leaf or module.startswith(f"{leaf}.") for leaf in LEAVES)
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """One top-level name of a leaf."""
+
+    normal: str  # "" of an import: what it takes stands elsewhere
+    uses: frozenset[str]  # names; those of the same leaf count
+    taken: tuple[Taken, ...] = ()  # of an import
+
+
+@functools.cache
+def _leaf(name: str) -> dict[str, _Definition]:
+    """The top-level names of a leaf."""
+    path = _path(name, ROOT)
+    found: dict[str, _Definition] = {}
+    for node in ast.parse(path.read_bytes()).body if path is not None else []:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                one = type(node)(**{**vars(node), "names": [alias]})
+                found[alias.asname or alias.name] = _Definition("", frozenset(), tuple(_taken(one)))
+        else:
+            used = frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name))
+            found |= dict.fromkeys(_names(node), _Definition(_normal([node]), used))
+    return found
+
+
+def _names(node: ast.stmt) -> Iterable[str]:
+    """What a top-level statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+
+
+def _definitions(taken: Iterable[Taken]) -> list[str]:
+    """The definitions that are taken from leaves and all that they use there: names with normal forms, sorted."""
+    found: dict[Taken, str] = {}
+    waiting = list(taken)
+    while waiting:
+        leaf, name = waiting.pop()
+        if (leaf, name) in found:
+            continue
+        found[leaf, name] = ""
+        defined = _leaf(leaf)
+        if name == _EVERYTHING:
+            waiting += [(leaf, one) for one in defined]
+        elif name in defined:
+            one = defined[name]
+            found[leaf, name] = one.normal
+            waiting += one.taken
+            waiting += [(leaf, used) for used in one.uses if used in defined]
+        else:  # a module of a leaf that is a package
+            waiting += [(f"{leaf}.{name}", _EVERYTHING)] if _path(f"{leaf}.{name}", ROOT) is not None else []
+    return sorted(f"{leaf}.{name} {normal}" for (leaf, name), normal in found.items() if normal)
+
+
+# --- normal form -----------------------------------------------------------------------------------------------------
+
+# Fields that say how a program was written, or follow from where a node stands.
+_ASIDE = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
+
+
+def _normal(statements: Iterable[ast.stmt]) -> str:
+    """SHA-256 of statements without comments, docstrings and formatting; the same for every version of Python."""
+    words: list[str] = []
+    for statement in statements:
+        _spell(statement, words)
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _spell(node: ast.AST, words: list[str]) -> None:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return  # a docstring
+    words.append(type(node).__name__)
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if name in _ASIDE or (value in (None, []) and not isinstance(node, ast.Constant)):
+            continue  # nothing to spell; and a newer Python has fields that an older one lacks
+        words.append(name)
+        if isinstance(value, ast.AST):
+            _spell(value, words)
+        elif isinstance(value, list):
+            words.append("[")
+            for one in value:
+                if isinstance(one, ast.AST):
+                    _spell(one, words)
+                else:
+                    words.append(repr(one))
+            words.append("]")
+        else:
+            words.append(repr(value))

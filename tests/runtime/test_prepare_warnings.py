@@ -1,0 +1,110 @@
+"""Warnings of what runs otherwise than asked, and of a Hopper GPU that runs the reference: once each, with GDN_LOG=off too."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gdn import runtime
+from gdn.device import H100
+from gdn.runtime import devices, env
+from tests.runtime.fake_kernel import FakeProblem
+from tests.runtime.test_prepare import CPU, a_hopper, problem
+
+__all__ = ["a_hopper", "problem"]  # fixtures
+
+Switch = Callable[..., env.Switches]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.name == "gdn" for record in caplog.records)
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_preference_that_falls_through_warns_once(problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture):
+    switch(GDN_BACKEND="cute", GDN_BACKEND_RECURRENT="auto")
+    odd = dataclasses.replace(problem, head_dim=96)
+    for num_tokens in (1, 2, 3):
+        runtime.prepare(odd.sizes_only(num_tokens), CPU, None)
+    fell, slow = _warnings(caplog)
+    assert fell == ("recurrent: GDN_BACKEND=cute prefers cute, which requires head_dim 64 or 128, got 96; reference runs instead")
+    assert slow.startswith("recurrent: the reference runs on NVIDIA H100 (SM90), which is slow: no kernel serves this; ")
+    assert "; cute requires head_dim 64 or 128, got 96" in slow and "; tilelang requires head_dim 64 or 128, got 96" in slow
+    runtime.prepare(dataclasses.replace(problem, head_dim=32), CPU, None)  # another reason
+    assert len(_warnings(caplog)) == 4
+    runtime.prepare(problem, CPU, None)  # served
+    assert len(_warnings(caplog)) == 4
+
+
+def test_a_preference_for_a_backend_without_a_kernel_warns(switch: Switch, caplog: pytest.LogCaptureFixture):
+    switch(VLLM_QSA_DECODE_ATTN_BACKEND="pai-fa3")
+    for _ in range(2):
+        runtime.reference_only("sparse_attention", phase="decode")
+        runtime.reference_only("sparse_attention", phase="prefill")
+    (found,) = _warnings(caplog)
+    assert found.startswith("sparse_attention: VLLM_QSA_DECODE_ATTN_BACKEND=cute prefers cute, which has no kernel")
+
+
+def test_an_operator_without_a_kernel_warns_on_a_hopper_alone(
+    switch: Switch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    switch()
+    specs = {"cuda": (H100, "NVIDIA H100 (SM90)"), "cpu": (None, "device cpu")}
+    monkeypatch.setattr(devices, "describe", lambda device: specs[device.type])
+    runtime.reference_only("sparse_attention")
+    runtime.reference_only("sparse_attention", device=torch.device("cpu"))
+    assert _warnings(caplog) == []
+    for _ in range(2):
+        runtime.reference_only("sparse_attention", device=torch.device("cuda"))
+    assert _warnings(caplog) == ["sparse_attention: the reference runs on NVIDIA H100 (SM90), which is slow: no kernel yet"]
+
+
+@pytest.mark.parametrize("asked", ["argument", "GDN_BACKEND", "GDN_BACKEND_RECURRENT"])
+def test_a_reference_that_was_asked_for_warns_of_nothing(
+    asked: str, problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture
+):
+    switch(**({} if asked == "argument" else {asked: "reference"}))
+    backend = "reference" if asked == "argument" else None
+    assert runtime.prepare(dataclasses.replace(problem, head_dim=96), CPU, backend).backend == "reference"
+    assert _warnings(caplog) == []
+
+
+def test_without_a_hopper_the_reference_warns_of_nothing(
+    problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(devices, "describe", lambda device: (None, "device cpu"))
+    switch()
+    assert runtime.prepare(problem, CPU, None).backend == "reference"
+    assert _warnings(caplog) == []
+
+
+def test_a_conflict_is_logged_once_for_all_decisions(problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "gdn")
+    switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+        runtime.prepare(dataclasses.replace(problem, dtype=dtype), CPU, None)
+    assert sum("overrides" in record.message for record in caplog.records) == 1
+    assert sum(record.message.startswith("recurrent: cute") for record in caplog.records) == 3
+    assert _warnings(caplog) == []
+
+
+def test_warnings_reach_stderr_where_nobody_set_up_logging():
+    """GDN_LOG is off, and the process has no handler at all."""
+    code = (
+        "from gdn import runtime\n"
+        "runtime.reference_only('sparse_attention', phase='prefill')\n"
+        "runtime.reference_only('sparse_attention', phase='prefill')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_QSA_PREFILL_ATTN_BACKEND": "tilelang", "GDN_LOG": "off"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("prefers tilelang, which has no kernel of sparse_attention") == 1

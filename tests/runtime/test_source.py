@@ -1,0 +1,202 @@
+"""The hash of a kernel's sources: what changes it and what does not."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gdn.runtime import registry, source
+
+KERNEL = '''
+"""Adds."""
+from package import _shared
+from package._build import library  # helper
+RUNS = ("other.py",)
+
+def compile(problem, config):
+    """Compiles."""
+    from package._late import tail
+    from gdn.problems import AddProblem
+    return library(_shared.WIDTH, tail, "text")
+'''
+PROBLEMS = '''
+from gdn.recurrent_tiles import Tiles
+LIMITS = {"a": 1}
+UNUSED = 1
+class Problem:
+    """A base."""
+    def key(self): return LIMITS
+class AddProblem(Problem):
+    width: int
+class OtherProblem(Problem):
+    height: int
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A kernel package of its own, and leaves of its own."""
+    files = {
+        "package/__init__.py": "",
+        "package/add.py": KERNEL,
+        "package/_shared.py": "WIDTH = 1\n",
+        "package/_build.py": "from . import _deep\ndef library(*a): return a\n",
+        "package/_deep.py": "DEPTH = 1\n",
+        "package/_late.py": "tail = 1\n",
+        "package/other.py": "from package._of_other import X\n",
+        "package/_of_other.py": "X = 1\n",
+        "package/stranger.py": "Y = 1\n",
+        "package/_stranger.py": "Z = 1\n",
+        "gdn/problems.py": PROBLEMS,
+        "gdn/recurrent_tiles.py": "class Tiles: pass\n",
+        "gdn/device.py": "H100 = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    yield tmp_path
+    source.forget()
+
+
+def hash_of(folder: Path) -> str:
+    source.forget()
+    return source.source_hash(str(folder / "package" / "add.py"))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("package/add.py", '"text"', '"words"'),
+        ("package/__init__.py", "", "import os"),
+        ("package/_shared.py", "1", "2"),
+        ("package/_build.py", "return a", "return list(a)"),
+        ("package/_deep.py", "1", "2"),  # imported by what is imported, by a relative import
+        ("package/_late.py", "1", "2"),  # imported inside a function
+        ("package/other.py", "X", "X, Y"),  # named by RUNS
+        ("package/_of_other.py", "1", "2"),
+        ("gdn/problems.py", "width: int", "width: bool"),
+        ("gdn/problems.py", "def key(self): return LIMITS", "def key(self): return 0"),  # of the base
+        ("gdn/problems.py", '{"a": 1}', '{"a": 2}'),  # used by the base
+    ],
+)
+def test_what_changes_the_hash(package: Path, file: str, old: str, new: str) -> None:
+    before = hash_of(package)
+    text = (package / file).read_text()
+    (package / file).write_text(text.replace(old, new) if old else new)
+    assert hash_of(package) != before
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("package/add.py", "  # helper", ""),
+        ("package/add.py", '"""Adds."""', '"""Adds two tensors.\n\n    At length.\n    """'),
+        ("package/add.py", '    """Compiles."""\n', ""),
+        ("package/add.py", '_shared.WIDTH, tail, "text"', "\n        _shared.WIDTH,\n        tail,\n        'text',\n    "),
+        ("package/stranger.py", "1", "2"),
+        ("package/_stranger.py", "1", "2"),  # at a7eedda every `_*.py` of the folder counted
+        ("gdn/problems.py", "height: int", "height: bool"),  # another operator's problem
+        ("gdn/problems.py", "UNUSED = 1", "UNUSED = 2"),
+        ("gdn/problems.py", '"""A base."""', '"""What all problems share."""'),
+        ("gdn/recurrent_tiles.py", "pass", "width = 1"),  # imported by the problems, used by none of the definitions taken
+        ("gdn/device.py", "1", "2"),
+    ],
+)
+def test_what_does_not_change_the_hash(package: Path, file: str, old: str, new: str) -> None:
+    before = hash_of(package)
+    text = (package / file).read_text()
+    assert old in text
+    (package / file).write_text(text.replace(old, new))
+    assert hash_of(package) == before
+
+
+def test_the_tiles_count_where_they_are_imported(package: Path) -> None:
+    add, tiles = package / "package" / "add.py", package / "gdn" / "recurrent_tiles.py"
+    for statement in ("from gdn.recurrent_tiles import Tiles as Config\n", "from gdn import recurrent_tiles\n"):
+        add.write_text(statement + KERNEL)
+        tiles.write_text("class Tiles: pass\n")
+        before = hash_of(package)
+        tiles.write_text("class Tiles: width = 1\n")
+        assert hash_of(package) != before
+    # As a module, all of it may be used.
+    before = hash_of(package)
+    tiles.write_text("class Tiles: width = 1\nMORE = 1\n")
+    assert hash_of(package) != before
+
+
+def test_leaves_may_be_packages(package: Path) -> None:
+    problems = package / "gdn" / "problems.py"
+    family = package / "gdn" / "problems" / "adding.py"
+    family.parent.mkdir()
+    family.write_text("class Problem: pass\nclass AddProblem(Problem): width: int\nclass Third(Problem): pass\n")
+    problems.unlink()
+    (family.parent / "__init__.py").write_text("from gdn.problems.adding import AddProblem as AddProblem\n")
+    before = hash_of(package)
+    family.write_text(family.read_text().replace("class Third(Problem): pass", ""))
+    assert hash_of(package) == before
+    family.write_text(family.read_text().replace("width: int", "width: bool"))
+    assert hash_of(package) != before
+
+
+def test_a_module_without_a_package_takes_what_lies_next_to_it(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text("import _helper\n")
+    (tmp_path / "_helper.py").write_text("b = 1\n")
+
+    def hashed() -> str:
+        source.forget()
+        return source.source_hash(str(tmp_path / "kernel.py"))
+
+    before = hashed()
+    (tmp_path / "_helper.py").write_text("b = 2\n")
+    assert hashed() != before
+    source.forget()
+
+
+@pytest.mark.parametrize(
+    "text", ["x = None", "x = []", "x = 0", "x = False", "x = ''", "x = 1", "x = 1.0", "x = '1'", "x = [[]]"]
+)
+def test_constants_are_told_apart(package: Path, text: str) -> None:
+    def hashed(line: str) -> str:
+        (package / "package" / "_shared.py").write_text(f"WIDTH = 1\n{line}\n")
+        return hash_of(package)
+
+    others = {"x = None", "x = []", "x = 0", "x = False", "x = ''", "x = 1", "x = 1.0", "x = '1'", "x = [[]]"} - {text}
+    assert hashed(text) not in {hashed(other) for other in others}
+
+
+def _files() -> dict[str, Path]:
+    modules = {module for operator in registry.OPERATORS.values() for module in operator.modules.values()}
+    return {module: source.ROOT / (module.replace(".", "/") + ".py") for module in sorted(modules)}
+
+
+def test_an_edit_of_one_family_leaves_the_others_alone() -> None:
+    """A chunk kernel's helper is no part of the logits' hash, and the other way round; each is of its own package alone."""
+
+    def closure(module: str) -> set[str]:
+        return set(source._closure(module, source.ROOT))
+
+    assert "kernels_cute._chunk_fused" in closure("kernels_cute.chunk")
+    assert not any("_chunk" in name or "_topk" in name for name in closure("kernels_cute.mqa_logits"))
+    assert not any("_logits" in name for name in closure("kernels_cute.chunk"))
+    assert "kernels_cute.recurrent" in closure("kernels_cute.chunk")  # it runs that kernel for other head dims
+    for module in _files():
+        assert {name.split(".")[0] for name in closure(module)} == {module.split(".")[0]}
+
+
+def test_hashing_every_kernel_imports_no_dsl_and_is_quick() -> None:
+    code = f"""
+        import sys, time
+        from gdn.runtime import source
+        start = time.process_time()
+        hashes = [source.source_hash(file) for file in {[str(path) for path in _files().values()]}]
+        assert time.process_time() - start < 6, time.process_time() - start  # 0.9 s; the machine may be busy
+        assert len(set(hashes)) == len(hashes)
+        found = [name for name in sys.modules if name.split(".")[0] in ("kernels_cute", "kernels_tl", "cutlass", "tilelang")]
+        assert not found, found
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
