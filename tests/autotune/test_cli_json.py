@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autotune import accuracy, cli, selection, shapes, tuning
+from autotune import accuracy, cli, selection, shapes, tables, tuning
 from gdn.device import H100
 from tests.autotune import fake_kernel
 
@@ -28,7 +28,7 @@ def winner() -> tuning.Winner:
 
 
 def test_show(tmp_path: Path) -> None:
-    path = tuning.write_table(tmp_path, H100, KERNEL, [winner()], {"torch": "2"})
+    path = tables.write_winners(tmp_path, H100, KERNEL, [winner()], {"torch": "2"})
     (table,) = run("show", "chunk", "--folder", str(tmp_path))
     assert table["path"] == str(path) and table["header"]["device"] == "h100"
     (group,) = table["groups"]
@@ -54,7 +54,7 @@ def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = tuning.Plan(KERNEL, refusals={"odd": "requires more"}, configs={"16/32 4096": [fake_kernel.Config(7, True)]})
     monkeypatch.setattr(cli, "_spec", lambda: H100)
     monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
-    monkeypatch.setattr(tuning, "plan", lambda *_: made)
+    monkeypatch.setattr(tuning, "plan", lambda *_, **__: made)
     monkeypatch.setattr(tuning, "search", lambda *_, **__: winner())
     monkeypatch.setattr(cli, "_versions", lambda backend: {"torch": "2"})
     out = tmp_path / "tables"
@@ -100,7 +100,7 @@ def test_what_follows_json_prints_on_stdout_again(tmp_path: Path) -> None:
         (["show", "chunky"], "op: expected one of chunk"),
         (["show", "--folder", "/nowhere/tables"], "folder: expected a folder of tables, got /nowhere/tables"),
         (["tune", "chunks"], "expected one of chunk"),
-        (["tune"], "Missing argument"),
+        (["tune"], "op: expected one of chunk"),
         (["tune", "chunk", "--limit", "0"], "Invalid value for '--limit'"),
         (["bench", "chunky"], "expected one of chunk"),
         (["bench", "--readme", "/nowhere/README.md"], "readme: expected a file, got /nowhere/README.md"),

@@ -46,8 +46,9 @@ def test_a_preference_for_a_backend_without_a_kernel_warns(switch: Switch, caplo
     for _ in range(2):
         runtime.reference_only("sparse_attention", phase="decode")
         runtime.reference_only("sparse_attention", phase="prefill")
-    (found,) = _warnings(caplog)
-    assert found.startswith("sparse_attention: VLLM_QSA_DECODE_ATTN_BACKEND=cute prefers cute, which has no kernel")
+    (of_switch, of_call) = _warnings(caplog)  # when the switches are read, and when a call meets it
+    assert of_switch.startswith("VLLM_QSA_DECODE_ATTN_BACKEND")
+    assert of_call.startswith("sparse_attention: VLLM_QSA_DECODE_ATTN_BACKEND=cute prefers cute, which has no kernel")
 
 
 def test_an_operator_without_a_kernel_warns_on_a_hopper_alone(
