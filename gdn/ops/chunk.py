@@ -64,13 +64,14 @@ def chunk_gated_delta_rule(
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    Inference only: no gradient is recorded. `B` rows of `T` tokens each, or, with cu_seqlens, B = 1 and packed sequences.
+    Inference only: no gradient is recorded, whatever requires one, and autocast has no influence. `B` rows of `T` tokens each,
+    or, with cu_seqlens, B = 1 and packed sequences.
     `HS = max(Hq, HV)` state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk), v head s // (HS // HV).
 
     Arguments:
-        q, k [B, T, Hq | Hk, K], v [B, T, HV, V]: bfloat16 or float16 (float32, float64: reference), one dtype, last dim
-            contiguous, else any strides; Hq = Hk and HV = r Hk, or Hk = HV and Hq = r Hk. Where address or strides are not
-            multiples of 16 bytes, one contiguous copy is made and logged once. Kernels serve K = V of every multiple of 4 up
+        q, k [B, T, Hq | Hk, K], v [B, T, HV, V]: bfloat16 or float16 (float32, float64: reference), one dtype, any strides;
+            Hq = Hk and HV = r Hk, or Hk = HV and Hq = r Hk. Where the last dim is not contiguous, or address or strides are
+            not multiples of 16 bytes, one contiguous copy is made and logged once. Kernels serve K = V of every multiple of 4 up
             to 256: 64 and 128 as they are, less as the next of the two, more token by token; else the reference.
         g [B, T, HS]: natural log of the decay, <= 0, any float dtype and strides; None = no decay. With
             use_gate_in_kernel it is the raw gate a, and the log decay is -exp(A_log) softplus(a + dt_bias);
@@ -83,7 +84,7 @@ def chunk_gated_delta_rule(
         initial_state [N, HS, K, V], or [N, HS, V, K] with state_v_first: float32 or bfloat16; None = zeros.
         output_final_state: return the states after the last tokens.
         has_initial_state [>= N] bool: False = that sequence starts from zero; None = all True.
-        out [B, T, HS, V]: where o is written, last dim contiguous.
+        out [B, T, HS, V]: where o is written, last dim contiguous; it shares no element with any other argument, v included.
         backend: "tilelang" | "cute" | "reference" is an order, None leaves the choice to switches and tables.
     State pool, with state_indices [>= N] (int32 or int64, any stride):
         initial_state is the pool [slots, HS, K, V] (or V first) and is updated in place; inner three dims contiguous, slot
@@ -93,7 +94,7 @@ def chunk_gated_delta_rule(
         checkpoint_offsets, checkpoint_slots [>= N, C]: the state after that many tokens of this call (multiples of 64;
         0 = none; beyond the sequence = none) also goes to that slot.
     The caller's duty: two live sequences never share a slot, slots that are written are not read by others in the same
-    call, and indices lie within the pool (GDN_VALIDATE=1 checks the range).
+    call, and indices lie within the pool. Checked on the CPU always, on a GPU with GDN_VALIDATE=1.
 
     Returns (o, final_state): o [B, T, HS, V] in the dtype of v; final_state: the pool itself with state_indices, else a new
     float32 tensor [N, HS, ...]; None without output_final_state. The state is float32 within a call; only what is stored in

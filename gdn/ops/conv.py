@@ -52,8 +52,9 @@ def causal_conv1d_fn(
     """Causal depthwise convolution of packed prompts: y[t] = activation(bias + sum_j weight[:, j] x[t - (w - 1) + j]).
 
     Arguments:
-        x [tokens, dim]: any float dtype and strides; weight [dim, w], w >= 2, weight[:, -1] multiplies the current token;
-            bias [dim] or None. Sums are float32.
+        x [tokens, dim]: channels last. (Other packages take [dim, tokens]; where both sizes are equal, such a call cannot be told
+            from a right one.) Any float dtype; a last dim that is not contiguous is copied, logged once.
+        weight [dim, w], w >= 2, weight[:, -1] multiplies the current token; bias [dim] or None. Sums are float32.
         query_start_loc [N + 1] int32 or int64: token offsets of the sequences, starting at 0; None = one sequence. Rows at
             or beyond query_start_loc[-1] are padding: zero in y.
         conv_states [slots, dim, columns >= w - 1]: any strides (either order of the last two in memory), any float dtype;
@@ -62,16 +63,18 @@ def causal_conv1d_fn(
         cache_indices [>= N] int32 or int64: the slot of each sequence, None = 0, 1, 2, ... A slot <= null_slot is padding:
             zero rows, no slot read or written. An empty sequence touches nothing.
         has_initial_state [>= N] bool: False = zeros are to the left of that sequence; None = all True.
-        activation: "silu" (or "swish") | None. out [tokens, dim]: where y is written. backend: as in chunk_gated_delta_rule.
+        activation: "silu" (or "swish") | None. backend: as in chunk_gated_delta_rule.
+        out [tokens, dim], last dim contiguous: where y is written. It may be x itself (in place; that takes one more pass, as
+            blocks read the rows before their own), and shares no element with any other argument.
         checkpoint_offsets, checkpoint_slots [>= N, C]: the window after that many tokens (0 = none, beyond the sequence =
             none) also goes to that slot.
-    A sequence shorter than w - 1 leaves its inputs behind the newest of the old window (or of zeros). Columns from w - 1 on
+    A sequence shorter than w - 1 leaves its inputs after the newest of the old window (or of zeros). Columns from w - 1 on
     are untouched. The caller's duty: no two live sequences share a slot, and indices lie within the slots.
 
     Returns y [tokens, dim] in the dtype of x. Raises TypeError or ValueError, naming the argument, before anything is written.
     """
     check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
-    _check_filter(x.shape[1], x.device, weight, bias, activation)
+    _check_filter(x, weight, bias, activation)
     check_null_slot(null_slot)
     device = x.device
     count = 1
@@ -158,9 +161,11 @@ def causal_conv1d_update(
     """Causal depthwise convolution of a decode step, with its window in conv_state.
 
     Arguments:
-        x [tokens, dim] with query_start_loc [N + 1] (packed ragged tokens), or [B, dim] (one token each), or [B, dim, T].
+        x [tokens, dim] with query_start_loc [N + 1] (packed ragged tokens), or [B, dim] (one token each), or [B, dim, T]
+            (any strides; in the other forms a last dim that is not contiguous is copied, logged once).
         conv_state [slots, dim, columns >= w - 1]: any strides, any float dtype; raw inputs, oldest first; updated in place.
-        weight [dim, w], bias [dim] or None, activation "silu" (or "swish") | None, out like x, backend: as in causal_conv1d_fn.
+        weight [dim, w], bias [dim] or None, activation "silu" (or "swish") | None, backend: as in causal_conv1d_fn.
+        out like x: where y is written. It may be x itself (in place), and shares no element with any other argument.
         conv_state_indices: [>= N] slots, None = 0, 1, 2, ... A slot <= null_slot is padding: zero rows, nothing touched.
             The window of a sequence is columns 0..w-2, and afterwards the last w - 1 of [window | inputs] are there.
             [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]; with
@@ -181,7 +186,7 @@ def causal_conv1d_update(
     if x.dim() == 2:  # [B, dim, T] is taken by its strides
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
-    _check_filter(dim, device, weight, bias, activation)
+    _check_filter(x, weight, bias, activation)
     check_null_slot(null_slot)
     window = weight.shape[1] - 1
     count, num_tokens = x.shape[0], x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
@@ -301,10 +306,15 @@ def _static_fields(
     }
 
 
-def _check_filter(dim: int, device: torch.device, weight: Tensor, bias: Tensor | None, activation: object) -> None:
-    check_tensor("weight", weight, shape=(dim, "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
+def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+    device = x.device
+    check_tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
+    dim = weight.shape[0]
     if is_less(weight.shape[1], 2):
-        bad_value("weight", f"shape [{dim}, w >= 2]", f"shape {list(weight.shape)}")
+        bad_value("weight", "shape [dim, w >= 2]", f"shape {list(weight.shape)}")
+    if x.shape[1] != dim:
+        wanted = f"{dim} channels (weight's) in its second dimension: [tokens, dim], [B, dim] or [B, dim, T]"
+        bad_value("x", wanted, f"shape {list(x.shape)}")
     if bias is not None:
         check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
     if activation not in (None, "silu", "swish"):

@@ -62,7 +62,8 @@ def fused_gdn_decode(
         projection_layout "flat": mixed_qkv [tokens, 2 * H * K + HV * V], z [tokens, HV, V], b and a [tokens, HV];
             "interleaved": mixed_qkv is the whole in_proj_qkvz output [tokens, H * (2 * K + 2 * r * V)], b the whole
             in_proj_ba output [tokens, 2 * HV], both per key-head group as in fused_qkvzba_split_reshape_cat, z and a None.
-            Any row stride, last dim contiguous. bfloat16 or float16 (float32, float64: reference).
+            bfloat16 or float16 (float32, float64: reference). Any row stride; a last dim that is not contiguous is copied,
+            logged once.
         conv_state [slots, 2 * H * K + HV * V, columns >= w - 1], conv_weight [.., w], conv_bias [..]: as in
             causal_conv1d_update; channels always in flat order [q | k | v].
         A_log, dt_bias [HV], norm_weight [V]: any float dtype.
@@ -73,8 +74,10 @@ def fused_gdn_decode(
         query_start_loc [N + 1] int32 or int64: token offsets; None = one token per sequence.
         num_accepted_tokens [>= N] int32, with 2-D indices.
         rounding_seed [1] int64 on the device, advanced by the caller: stochastic rounding of a bfloat16 pool; None = nearest.
-        out [tokens, HV * V]: where the result is written.
-    The caller's duty: no two live sequences share a slot, indices in range (GDN_VALIDATE=1 checks the range).
+        out [tokens, HV * V]: where the result is written, last dim contiguous; it shares no element with any other argument.
+    The two pools may be strided views of one buffer of pages, as engines keep them, if they share no element.
+    The caller's duty: no two live sequences share a slot, indices in range. Checked on the CPU always, on a GPU with
+    GDN_VALIDATE=1.
 
     Returns [tokens, HV * V] in the dtype of mixed_qkv. Raises TypeError or ValueError, naming the argument, before anything
     is written.

@@ -89,7 +89,8 @@ def fused_recurrent_gated_delta_rule(
         parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
     rounding_seed [1] int64 on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
         `gdn.reference.rounding` defines; None = to nearest. No effect on float32 states.
-    The caller's duty: two live sequences never share a slot; indices lie within the pool (GDN_VALIDATE=1 checks the range).
+    The caller's duty: two live sequences never share a slot; indices lie within the pool. Checked on the CPU always, on a GPU
+    with GDN_VALIDATE=1.
 
     Returns (o, final_state): o [B, T, HS, V] in the dtype of v; final_state: initial_state itself where it is updated in
     place, else a new float32 tensor [N, HS, ...]; None without output_final_state, or where no state was to be written and
