@@ -119,6 +119,28 @@ REACH: list[tuple[str, dict[str, int], list[dict[str, int]], list[dict[str, int]
         [{"num_rows": 64, "num_columns": 100000, "k": 2048}],
         [{"num_rows": 64, "num_columns": 131073, "k": 2048}],
     ),
+    (
+        "mqa_logits",
+        {"num_queries": 8192, "num_keys": 8192, "num_columns": 8192},
+        [
+            {"num_queries": 7000, "num_keys": 8192, "num_columns": 8192},
+            {"num_queries": 8192, "num_keys": 9000, "num_columns": 9000},
+        ],
+        [
+            {"num_queries": 2048, "num_keys": 8192, "num_columns": 8192},
+            {"num_queries": 4096, "num_keys": 32768, "num_columns": 32768},
+        ],
+    ),
+    (
+        "paged_mqa_logits",  # long calls alone are tuned
+        {"batch": 64, "max_context_len": 32768},
+        [{"batch": 60, "max_context_len": 32768}, {"batch": 64, "max_context_len": 40000}],
+        [
+            {"batch": 1, "max_context_len": 131072},
+            {"batch": 32, "max_context_len": 8192},
+            {"batch": 256, "max_context_len": 4096},
+        ],
+    ),
 ]
 
 
@@ -139,16 +161,6 @@ def test_an_entry_serves_sizes_near_its_own(
     assert candidate.tuned(problem(tuned_at), H100)[0].sizes == tuple(sorted(tuned_at.items()))
     assert all(candidate.tuned(problem(sizes), H100) for sizes in near)
     assert not any(candidate.tuned(problem(sizes), H100) for sizes in far)
-
-
-def test_few_queries_do_not_run_wide_tiles() -> None:
-    candidate = runtime.candidates("mqa_logits")["cute"]
-    shape = shapes("mqa_logits", "4096 x 32768, 16 heads, fp8")[0]
-    if candidate.refusal(shape.problem) is not None:
-        pytest.skip("needs the DSL")
-    assert candidate.tuned(shape.problem, H100)[0].config.columns == 256
-    few = replace(shape.problem, num_queries=8)  # type: ignore[call-arg]
-    assert all(entry.config.columns < 256 for entry in candidate.tuned(few, H100))
 
 
 def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int) -> Problem:
