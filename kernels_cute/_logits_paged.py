@@ -57,7 +57,6 @@ class Registers:
 REGISTERS = {
     (1, 2): Registers(128, 56, 200),
     (2, 1): Registers(168, 56, 224),
-    (1, 3): Registers(80, 40, 120),
     (2, 2): Registers(80, 40, 96),
 }
 

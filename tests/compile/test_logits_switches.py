@@ -25,7 +25,7 @@ CHANGED = [
     (problem_of(64), {"even": 8, "tiles_per_item": 1, "segment": 32, "key_stages": 6}),
     (problem_of(32, packed=True), {"halves": 2, "handoff": 0, "even": 1, "segment": 32, "key_stages": 6}),
     (problem_of(4), {"even": 8, "segment": 32, "key_stages": 6, "relu_sum": True}),
-    (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 2, "even": 0}),
+    (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 0, "even": 0}),
     (problem_of(64, 4), {"even": 0, "segment": 32, "key_stages": 3}),
 ]
 
@@ -48,8 +48,8 @@ def test_changed_configurations_compile_without_spills() -> None:
         (problem_of(63), {"halves": 2}),  # an odd number of heads
         (problem_of(16, dtype="bfloat16"), {"relu_sum": True}),  # a product may be infinite
         (problem_of(64), {"even": 2}),
-        (problem_of(64), {"handoff": 2}),  # of two sets
-        (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 3}),
+        (problem_of(64), {"handoff": 2}),
+        (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 2}),
         (problem_of(64), {"segment": 16}),
     ],
 )
