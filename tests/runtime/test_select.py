@@ -302,6 +302,17 @@ def test_entries_of_far_sizes_decide_nothing():
         assert (choice.backend, choice.config) == (backend, "tuned")
 
 
+def test_times_of_other_flags_choose_tiles_but_no_kernel():
+    """Measured where states are written, asked for where they are only read: the order may be the other way round."""
+
+    def entries(time_us: float, others: tuple[str, ...]) -> dict[str, Any]:
+        return {"entries": [dataclasses.replace(entry("tuned", time_us, 64), others=others)]}
+
+    for others, backend in (((), "tilelang"), (("has_final_state",), "cute")):
+        choice = pick(available=both(tilelang=entries(1.0, others), cute=entries(2.0, others)))
+        assert (choice.backend, choice.config) == (backend, "tuned")
+
+
 def test_the_time_of_another_version_of_the_kernel_decides_nothing():
     """Its tiles serve on."""
     stale = dataclasses.replace(entry("stale", 1.0, 7), is_stale=True)
