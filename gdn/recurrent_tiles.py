@@ -154,11 +154,23 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False  # half of the lanes would hold nothing
     if not config.ahead and (problem.has_parent or config.resident != _RESIDENT[0]):
         return False  # the nodes of a tree are loaded in turn anyway; more registers than this form is made for spill as well
+    if not config.ahead and not _holds_drafts_in_turn(problem, config):
+        return False
     if k_per_thread(problem, config.lanes) * config.rows * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
         return False
     if _registers(problem, config) > min(device.registers_per_sm // config.resident // 8 * 8, 255):
         return False
     return config.block_v < 2 * problem.head_v_dim or config.threads == 32
+
+
+def _holds_drafts_in_turn(problem: RecurrentProblem, config: Config) -> bool:
+    """K first, without a token ahead and with a state stored for every token: 64 values a thread spill but in one kind."""
+    if problem.state_v_first or not problem.write_every_token:
+        return True
+    if k_per_thread(problem, config.lanes) * config.rows <= _MAX_STATE_REGISTERS // 2:
+        return True
+    is_bf16 = DTYPE_BYTES[problem.state_dtype] == 2
+    return is_bf16 and problem.use_beta_sigmoid and config.threads == 256 and config.block_v > _COLUMNS_OF_WARP
 
 
 def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec, blocks: float = 2) -> bool:
@@ -171,7 +183,8 @@ def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """The feasible configurations worth measuring: those with a token ahead, and for single tokens those without."""
     found = configs_ahead(problem, device)
     if not is_single(problem):
-        return found
+        whole = _drafts_in_turn(problem, device)
+        return found if whole is None else [*found, whole]
     least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
     shapes = [(t, n, r) for t, n, r in _shapes(problem, device) if k_per_thread(problem, n) * r >= least]
     made = [_most_resident(problem, *shape, device, ahead=False) for shape in shapes]
@@ -210,7 +223,8 @@ def _that_read_lines(problem: RecurrentProblem, device: DeviceSpec, space: list[
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """Without a token ahead where there is none and the whole state is then on the device at once, or K first reads wider."""
+    """Without a token ahead where there is none and the whole state is then on the device at once, or K first reads wider, as
+    it does with drafts too."""
     if is_single(problem):
         config = _choice(problem, device, ahead=False)
         blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)
@@ -218,7 +232,20 @@ def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
             return config
         if not problem.state_v_first and (wider := _wider_in_turn(problem, config, device)) is not None:
             return wider
+    elif (whole := _drafts_in_turn(problem, device)) is not None:
+        return whole
     return default_ahead(problem, device)
+
+
+def _drafts_in_turn(problem: RecurrentProblem, device: DeviceSpec) -> Config | None:
+    """K first, of a bfloat16 state that is stored for every token, blocks of 128 columns: with a token ahead they hold 64, half
+    of a row. The stores of a token's state cover the trip of the next one's inputs."""
+    if problem.state_v_first or not problem.write_every_token or DTYPE_BYTES[problem.state_dtype] != 2:
+        return None
+    config = Config(256, 16, 8, _RESIDENT[0], ahead=False)
+    enough = not _few_columns(problem, config.block_v, device, _NEARLY_TWO)
+    is_whole = reads_lines(problem.head_k_dim, problem.head_v_dim, config) and config.block_v <= problem.head_v_dim
+    return config if enough and is_whole and fits(problem, config, device) else None
 
 
 def _wider_in_turn(problem: RecurrentProblem, in_turn: Config, device: DeviceSpec) -> Config | None:
@@ -272,4 +299,10 @@ def _choice_k_first(problem: RecurrentProblem, device: DeviceSpec, ahead: bool, 
     fitting = [c for c in found if c is not None and _adds_few(k, v, c) and (c.threads == 32 or c.block_v <= _COLUMNS_OF_WARP)]
     feasible = [config for config in fitting if config.resident >= resident] or fitting
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device, _NEARLY_TWO)]
-    return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
+    chosen = enough[0] if enough else min(feasible, key=lambda config: config.block_v)
+    if ahead and not is_single(problem) and chosen.block_v < min(_COLUMNS_OF_WARP, v):
+        # So few columns wait for the arithmetic of token after token, not for memory: twice the threads, each with half of it.
+        finer = _most_resident(problem, 2 * chosen.threads, 2 * lanes, rows, device)
+        if finer is not None and _adds_few(k, v, finer):
+            return finer
+    return chosen

@@ -118,7 +118,7 @@ class InTurn:
             self.store_out(t, head, lane, v_start, zero, gOut)
 
         for token in cutlass.range(begin, begin + live_count, unroll=1):
-            if cutlass.const_expr(self.write_pool and self.every_token):
+            if cutlass.const_expr(self.write_pool and self.every_token and not self.stores_meanwhile):
                 write_slot = self.slot_to_write(sequence, token - begin, null_slot, gIndices, gFinalIndices)
             for r in cutlass.range_constexpr(rows):
                 rV[r] = rVIn[r].to(Float32)
@@ -126,16 +126,27 @@ class InTurn:
             own = anew(lane)  # what follows from it is made here too, not kept in predicates
             o_value = self.combine(rGates[0], rGates[1], scale, own, rV, rSums, rU, parts, token % 2)
             self.store_out(token, head, own, v_start, o_value, gOut)
+            if cutlass.const_expr(self.stores_meanwhile):
+                # Not before the exchange of sums, which needs the registers, and from nothing that would have to be kept.
+                at = anew(sequence)
+                node = anew(token) - Int32(gOffsets[at])
+                write_slot = self.slot_to_write(at, node, null_slot, gIndices, gFinalIndices)
             self.move_on(rGates[0], rU, rK, rState)
             if token + 1 < begin + live_count:
                 # Addresses are made here: from values known outside the loop they would take registers all along.
                 self.load_later(
                     anew(token + 1), anew(head), anew(lane), anew(v_start), gQ, gK, gV, gG, gBeta, rQ, rK, rVIn, rG, rBeta
                 )  # fmt: skip
-                rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
+                if cutlass.const_expr(not self.stores_meanwhile):
+                    rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
             if cutlass.const_expr(self.write_pool and self.every_token):
                 if write_slot > null_slot:
                     self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
+            if cutlass.const_expr(self.stores_meanwhile):
+                if cutlass.const_expr(self.use_gate and rows > 4):  # whose sums leave no registers for these either
+                    minus_decay = -cute.math.exp(gALog[anew(head)])
+                    bias = gBias[anew(head)]
+                rGates[0], rGates[1] = self.gates(rG, rBeta, minus_decay, bias)
 
         if cutlass.const_expr(not self.stores_after_loop):
             # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
@@ -148,6 +159,11 @@ class InTurn:
         if cutlass.const_expr(self.write_new):
             # Without a pool an empty sequence passes its state on.
             self.store_state(Int64(sequence), head, lane, v_start, self.new_width, gFinal, rState, seed)
+
+    @property
+    def stores_meanwhile(self) -> bool:
+        """K first, whether a token's state leaves while the inputs of the next one are under way, for which the gates wait."""
+        return not self.v_first and self.write_pool and self.every_token
 
     @cute.jit
     def start_of(self, gX: cute.Tensor, head: Int32, within: Int32):

@@ -46,8 +46,9 @@ __all__ = [
 
 
 def suits(problem: RecurrentProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here: without a token ahead each further token waits for its loads."""
-    return config.ahead or is_single(problem)
+    """Whether tiles tuned at other sizes are a choice here: without a token ahead each further token waits for its loads, which
+    K first the stores of the state cover."""
+    return config.ahead or is_single(problem) or not problem.state_v_first and problem.write_every_token
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:

@@ -151,7 +151,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     load_width = vec if v_first else min(rows, 16 // state_bytes)  # values per access, 16 bytes where dims allow
     final_store_width = min(load_width, 4)
     # In the larger code of these, the compiler takes `if lane == r: use u[r]` for u[lane], and keeps u in local memory.
-    selects_values = has_parent or rounds
+    selects_values = has_parent or rounds or not v_first
     num_sums = 2 * rows + (3 if use_l2norm else 1)  # S.k and S.q per column, k.q, and k.k, q.q for the norms
     qk_sum, kk_sum, qq_sum = 2 * rows, 2 * rows + 1, 2 * rows + 2
     num_parts = threads // 32 if warps_of_column > 1 else 0

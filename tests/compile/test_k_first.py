@@ -172,6 +172,36 @@ def test_measured_tiles(problem: RecurrentProblem, batch: int, config: Config) -
 
 
 @pytest.mark.parametrize(
+    ("problem", "batch", "config"),
+    [
+        (DRAFTS, 128, Config(128, 8, 4, 384)),
+        (replace(DRAFTS, **BF16), 8, Config(256, 16, 8, 512, ahead=False)),
+        (replace(DRAFTS, **BF16), 512, Config(256, 16, 8, 512, ahead=False)),
+        (replace(DRAFTS, **BF16, **QUARTER), 32, Config(256, 16, 8, 512, ahead=False)),
+        (replace(DRAFTS, **BF16, **QUARTER), 8, Config(128, 16, 4, 512)),
+        (replace(DRAFTS, **BF16), 1, Config(64, 16, 4, 512)),
+        (replace(DRAFTS, **QUARTER), 1, Config(64, 16, 4, 512)),
+        (replace(DRAFTS, **BF16, write_every_token=False, has_accepted=False), 512, Config(128, 8, 4, 384)),
+    ],
+)
+def test_tiles_of_drafts(problem: RecurrentProblem, batch: int, config: Config) -> None:
+    """Whole rows of bfloat16 where every state is stored, and more threads where a call has few columns."""
+    call = replace(problem, num_sequences=batch, num_tokens=4 * batch)
+    assert recurrent_tiles.default_config(call, H100) == config
+    assert config in recurrent_tiles.configs(call, H100)
+    assert recurrent_tiles.default_ahead(call, H100).ahead
+
+
+@pytest.mark.parametrize("changes", [{"state_dtype": "float32"}, {"use_beta_sigmoid": False}, {"has_rounding": True}], ids=str)
+def test_drafts_in_turn_that_would_spill_do_not_fit(changes: dict[str, Any]) -> None:
+    whole = Config(256, 16, 8, 512, ahead=False)
+    drafts = replace(DRAFTS, **BF16)
+    assert recurrent_tiles.fits(drafts, whole, H100)
+    assert not recurrent_tiles.fits(replace(drafts, **changes), whole, H100)
+    assert not recurrent_tiles.fits(drafts, Config(128, 8, 4, 512, ahead=False), H100)
+
+
+@pytest.mark.parametrize(
     ("problem", "batch", "tiles"),
     [
         (DECODE, 8, (256, 8, 4, 512)),
@@ -215,6 +245,7 @@ _CODE: list[dict[str, Any]] = [
     BF16,
     BF16 | {"has_rounding": True},
     {"write_every_token": True, "has_accepted": True, "num_tokens": 2048},
+    BF16 | {"write_every_token": True, "has_accepted": True, "num_tokens": 2048},
     BF16 | {"write_every_token": True, "has_accepted": True, "has_rounding": True, "num_tokens": 2048},
     BF16 | {"dtype": "float16", "gate_dtype": None, "use_gate": False},
     {"write_every_token": True, "has_accepted": True, "has_parent": True, "num_tokens": 2048},
