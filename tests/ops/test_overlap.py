@@ -75,7 +75,7 @@ def test_an_expanded_dim_does(tensor: torch.Tensor, dim: int) -> None:
 
 
 def test_an_answer_that_would_take_too_long_is_yes() -> None:
-    """A refusal costs the caller a copy; a wrong yes to a launch would cost the data."""
+    """A wrong yes is a refusal; a wrong no would cost the data."""
     dims = [7, 11, 13, 17, 19, 23, 29, 31]
     layout = [torch.empty_strided([2] * len(dims), dims, device="meta") for _ in range(2)]
     with mock.patch.object(_overlap, "_MAX_WORK", 1):
