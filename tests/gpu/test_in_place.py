@@ -181,7 +181,9 @@ def test_fused_decode_refuses_overlaps(backend: str, device: torch.device) -> No
     check_refused(gdn.fused_gdn_decode, arguments | {"out": rows, "backend": backend}, "^(out|conv_state): expected memory of")
     both = whole(ssm).view(conv.dtype)[: conv.numel()].view(conv.shape[0], conv.shape[2], conv.shape[1]).mT
     check_refused(
-        gdn.fused_gdn_decode, arguments | {"conv_state": both, "backend": backend}, "^(conv|ssm)_state: expected memory of its own"
+        gdn.fused_gdn_decode,
+        arguments | {"conv_state": both, "backend": backend},
+        "^(conv|ssm)_state: expected memory of its own",
     )
 
 

@@ -157,9 +157,7 @@ RECURRENT = {"pool": cases.MAIN_RECURRENT, "drafts": cases.MAIN_SPECULATIVE}
 @test_recurrent.LAYOUTS
 @pytest.mark.parametrize("backend", [*backends("recurrent"), "reference"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_states(
-    name: str, backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_states(name: str, backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     problem: RecurrentProblem = replace(RECURRENT[name], state_v_first=v_first)
     check_recurrent(test_recurrent.arguments_of(problem, device, **STEPS), backend, monkeypatch)
 
@@ -191,6 +189,8 @@ DECODES = {
 def test_fused_decode(name: str, backend: str, v_first: bool, device: torch.device) -> None:
     """Through a, whose softplus is itself where it is large: by A_log, not all heads decay by the same."""
     case = replace(DECODES[name], v_first=v_first)
+    if backend == "reference":  # it rounds what one step hands to the next to the dtype of its inputs
+        case = replace(case, **dict.fromkeys(("dtype", "other_dtype", "weight_dtype", "conv_dtype"), torch.float32))
     arguments, ignored = test_gdn_decode.make(case, device)
     forgetful(arguments["a"][None], torch.tensor(case.starts()), is_raw=True)
     arguments["a"][ignored] = torch.nan
