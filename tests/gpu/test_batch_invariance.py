@@ -190,7 +190,7 @@ def test_decode_convolution(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", [*test_mqa_logits.BACKENDS, "reference"])
 @pytest.mark.parametrize("variant", ["h64-fp8", "h16-bf16"])
-def test_mqa_logits(variant: str, backend: str, device: torch.device) -> None:
+def test_ragged_logits(variant: str, backend: str, device: torch.device) -> None:
     """Every sequence has rows and keys of its own; among others both begin elsewhere."""
     sizes = [(1 + 13 * n % 60, 60 + 29 * n % 300) for n in range(FORTY)]
     watched = {3: (1, 100), 11: (64, 64), 12: (100, 700), 29: (300, 1000)}
@@ -228,7 +228,7 @@ def test_mqa_logits(variant: str, backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", [*test_paged_mqa_logits.BACKENDS, "reference"])
 @pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-bf16-p544", "h16-fp8-p16-n4"])
-def test_paged_mqa_logits(variant: str, backend: str, device: torch.device) -> None:
+def test_paged_logits(variant: str, backend: str, device: torch.device) -> None:
     longest = 5000
     lengths = [(1 + 237 * n) % 1900 for n in range(FORTY)]
     watched = {3: 1, 11: 64, 12: 100, 29: longest}
