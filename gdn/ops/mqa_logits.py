@@ -24,9 +24,7 @@ from gdn.ops._modes import is_empty
 from gdn.problems import MqaLogitsProblem
 
 
-@operator(
-    reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights")
-)
+@operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,

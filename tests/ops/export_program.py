@@ -46,4 +46,3 @@ def inputs() -> tuple[torch.Tensor, ...]:
     cache = torch.zeros(4, 16, 20, dtype=torch.uint8)
     slots = torch.tensor([1], dtype=INT32)
     return normal(8, 32), normal(3, 32, 3), normal(3, 2, 16, 16), cache, normal(8, 16), torch.arange(8), slots
-

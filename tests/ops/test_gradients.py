@@ -49,9 +49,7 @@ def leaves(value: Any) -> list[Any]:
 def changed(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
     """Every float tensor, pools and weights too."""
     has_gradient = {torch.bfloat16, torch.float32}
-    return {
-        name: change(x) if isinstance(x, torch.Tensor) and x.dtype in has_gradient else x for name, x in arguments.items()
-    }
+    return {name: change(x) if isinstance(x, torch.Tensor) and x.dtype in has_gradient else x for name, x in arguments.items()}
 
 
 def same(found: Any, expected: Any, given: Arguments, plain: Arguments, graphs: dict[str, Any]) -> None:

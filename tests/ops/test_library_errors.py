@@ -85,7 +85,8 @@ def test_rows_of_the_table_of_spoilings(operator: str) -> None:
         names = {name.split("[")[0] for name in {row.argument} | spoiled.names}
         with spoiled.around(), pytest.raises(Exception) as error:
             compiled(getattr(gdn, operator), spoiled.call.arguments)
-        before_colons = re.findall(r"([\w\[\], ]+): expected", str(error.value))
-        named = {word for before in before_colons for word in re.findall(r"\w+", before)}
+        named = {
+            word for before in re.findall(r"([\w\[\], ]+): expected", str(error.value)) for word in re.findall(r"\w+", before)
+        }
         names |= {"k", "k_scale"} if "kv" in names else set()
         assert named & names, (row, str(error.value))

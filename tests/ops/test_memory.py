@@ -93,9 +93,7 @@ def test_out_between_the_rows_of_an_input(kernel: ContractKernel, name: str) -> 
 
 @pytest.mark.parametrize("guard", ["torch", "python"])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_plan_serves_no_overlap(
-    kernel: ContractKernel, name: str, guard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_serves_no_overlap(kernel: ContractKernel, name: str, guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Good calls at several addresses, then one of the same layout whose out shares one row with q; then a good one."""
     if guard == "python":
         monkeypatch.setattr(_memo, "_guard_maker", lambda: _memo._python_guard)
