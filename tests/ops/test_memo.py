@@ -157,8 +157,8 @@ def test_equal_is_not_the_same(kernel: Counting, good: Arguments, bad: Arguments
 def test_an_array_of_another_library_is_named(kernel: Counting) -> None:
     arguments = good_chunk()
     gdn.chunk_gated_delta_rule(**arguments)
-    with pytest.raises(TypeError, match="^out: expected a torch.Tensor, got ndarray"):
-        gdn.chunk_gated_delta_rule(**arguments, out=np.zeros((2, 3)))
+    with pytest.raises(TypeError, match="^A_log: expected a torch.Tensor, got ndarray"):
+        gdn.chunk_gated_delta_rule(**arguments, A_log=np.zeros((2, 3)))
     assert kernel.launches == 1
 
 
