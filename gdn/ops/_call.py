@@ -101,8 +101,14 @@ class Operator:
         self.library = _library.Registered(self.name, self.signature, self.writes, returns, self.run)
 
     def trace(self, *values: Any) -> Any:
-        """The call as a node of a compiler's graph. values: every argument, in the signature's order."""
-        return self.library.call(dict(zip(self.kinds, values, strict=True)))
+        """The call as a node of a compiler's graph. values: every argument, in the signature's order.
+
+        A schema would convert a flag of another kind (True to 1), and refuses an object without naming the argument.
+        """
+        arguments = dict(zip(self.kinds, values, strict=True))
+        for name, kind in self.kinds.items():
+            kind.check_type(name, arguments[name])
+        return self.library.call(arguments)
 
     def run(self, *values: Any) -> Any:
         """The ordinary path of a call."""
@@ -280,7 +286,8 @@ def take_contiguous(name: str, x: Tensor) -> Tensor:
 def check_memory() -> None:
     """Raises ValueError where a written argument overlaps itself or shares an element with another argument.
 
-    Called by `prepare`, after all other checks; by operators that are made of others, before the first of these.
+    Called by `prepare`, after all other checks; by operators that are made of others, before the first of these. While a
+    compiler traces there are no addresses: only overlaps of a tensor with itself are found.
     """
     call = _current.get()
     tensors = {
@@ -288,12 +295,12 @@ def check_memory() -> None:
         for name in call.operator.tensors
         if call.given[name] is not None and (found := _modes.real(call.given[name])) is not None
     }
-    for name in call.operator.written(call.given):
+    for name, tensor in call.operator.written(call.given).items():
+        if overlaps_itself(tensor):
+            bad_value(name, "elements that do not overlap each other", f"shape {list(tensor.shape)}, strides {tensor.stride()}")
         written = tensors.get(name)
         if written is None:
             continue
-        if overlaps_itself(written):
-            bad_value(name, "elements that do not overlap each other", f"shape {list(written.shape)}, strides {written.stride()}")
         for other, tensor in tensors.items():
             if other == name or tensor.device != written.device:
                 continue

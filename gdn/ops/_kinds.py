@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
@@ -33,44 +34,47 @@ class Kind:
         """A flag as the memo keys it."""
         return (value, type(value)) if self.is_typed else (value,)
 
+    def check_type(self, name: str, value: Any) -> None:
+        """Raises TypeError by name for a value of another type. A compiler can trace it."""
+        if value is None and self.is_optional:
+            return
+        if self.is_tensor:
+            check_layout(name, value)
+            return
+        is_one, expected = _TYPES[self.type]
+        if not is_one(value):
+            bad_type(name, expected, type(value).__name__)
+
     def check(self, name: str, value: Any) -> Any:
         """The value, numbers as Python's own. Raises TypeError or ValueError by name."""
-        if value is None and self.is_optional:
-            return None
-        if self.type is torch.Tensor:
-            check_layout(name, value)
+        self.check_type(name, value)
+        if value is None or isinstance(value, torch.SymInt | torch.SymFloat):
             return value
-        return _CHECKS[self.type](name, value)
+        if self.type is int:
+            return int(value)
+        return _finite(name, value) if self.type is float else value
 
 
 def kind_of(annotation: Any) -> Kind:
     """The kind of an annotation `X` or `X | None`."""
     arguments = typing.get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     types = [one for one in arguments if one is not NoneType]
-    if len(types) != 1 or types[0] not in (torch.Tensor, *_CHECKS):
+    if len(types) != 1 or types[0] not in (torch.Tensor, *_TYPES):
         raise TypeError(f"expected an annotation of one kind, got {annotation}")
     return Kind(types[0], NoneType in arguments)
 
 
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        bad_type(name, "a bool", type(value).__name__)
-    return value
+def _is_int(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def _int(name: str, value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        bad_type(name, "an int", type(value).__name__)
-    return int(value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.SymFloat | torch.SymInt) or (
+        isinstance(value, Real) and not isinstance(value, bool | Fraction)
+    )
 
 
-def _float(name: str, value: Any) -> Any:
-    if isinstance(value, torch.SymFloat | torch.SymInt):
-        return value
-    if isinstance(value, bool | Fraction) or not isinstance(value, Real):
-        bad_type(name, "a number", type(value).__name__)
+def _finite(name: str, value: Any) -> float:
     try:
         number = float(value)
     except OverflowError:  # an int that no float holds
@@ -80,16 +84,11 @@ def _float(name: str, value: Any) -> Any:
     return number
 
 
-def _str(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        bad_type(name, "a str", type(value).__name__)
-    return value
-
-
-def _dtype(name: str, value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        bad_type(name, "a torch.dtype", type(value).__name__)
-    return value
-
-
-_CHECKS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str, torch.dtype: _dtype}
+# Of each type that is no tensor: whether a value is one, and what an error says was expected.
+_TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "a bool"),
+    int: (_is_int, "an int"),
+    float: (_is_number, "a number"),
+    str: (lambda value: isinstance(value, str), "a str"),
+    torch.dtype: (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
+}

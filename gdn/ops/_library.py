@@ -11,6 +11,7 @@ never do. An operator of torch.library says in its schema what it writes, and re
 Shapes come from the operator itself: it runs on FakeTensors as it is, checks included, and launches nothing.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -86,7 +87,9 @@ class Registered:
         for name in self._sometimes:
             if self._writes[name](arguments):
                 given[name + _WRITTEN], given[name] = given[name], None
-        results = self._op(**given)
+        has_gradient = any(arguments[name] is not None and arguments[name].requires_grad for name in self._writes)
+        with torch.no_grad() if has_gradient else contextlib.nullcontext():  # a write is part of no graph of gradients
+            results = self._op(**given)
         kinds = self._returns(arguments)
         if self._num_results == 0:
             return None

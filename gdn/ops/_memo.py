@@ -47,8 +47,8 @@ class Plan:
     """How the launch of a kernel follows from a call's tensors."""
 
     __slots__ = (
-        "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_launch", "_makers",
-        "_pairs", "_results", "_spans", "_views", "_watched",
+        "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_last", "_launch",
+        "_makers", "_nothing", "_pairs", "_results", "_spans", "_views", "_watched",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +68,8 @@ class Plan:
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
         self._given = _tuple_of(given)
-        self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+        absent = [place for place, tensor in enumerate(tensors) if tensor is None]
+        self._absent, self._nothing = _tuple_of(absent), (None,) * len(absent)
         # Where nothing is written but new tensors, only addresses that must be aligned matter.
         watched = given if written else sorted(aligned)
         self._watched = _tuple_of(watched)
@@ -77,21 +78,11 @@ class Plan:
         ours = [watched.index(place) for place in written]
         self._pairs = [(a, b) for a in ours for b in range(len(watched)) if b != a and not (b in ours and b < a)]
         self._good: dict[tuple[int, ...], None] = {}
+        self._last: tuple[int, ...] | None = None  # of the good ones
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # a pair's places and the difference of addresses -> apart
         self._launch = launch
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
-
-    def serves(self, tensors: tuple[Any, ...]) -> bool:
-        """Whether the tensors are like those that the plan was made for."""
-        for place in self._absent:
-            if tensors[place] is not None:
-                return False
-        if not self._guard(*self._given(tensors)):
-            return False
-        watched = self._watched(tensors)
-        addresses = tuple(map(_address, watched))
-        return addresses in self._good or self._admit(watched, addresses)
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
         """Whether addresses are aligned, and what is written shares no element with another tensor."""
@@ -111,10 +102,20 @@ class Plan:
             self._good.clear()
             self._disjoint.clear()
         self._good[addresses] = None
+        self._last = addresses
         return True
 
     def run(self, tensors: tuple[Any, ...]) -> Any:
-        """Launches, and returns what the call returns."""
+        """Launches and returns what the call returns; None where the tensors are not like those the plan was made for."""
+        try:
+            if self._absent(tensors) != self._nothing or not self._guard(*self._given(tensors)):
+                return None
+        except ValueError:  # an array of another library, which compares with None by elements: the checks will name it
+            return None
+        watched = self._watched(tensors)
+        addresses = (*map(_address, watched),)
+        if addresses != self._last and addresses not in self._good and not self._admit(watched, addresses):
+            return None
         known = list(tensors)
         for maker, places in self._makers:
             known.append(maker(*[tensors[place] for place in places]))
@@ -141,13 +142,15 @@ class Memo:
         """
         if env.current() is not self._switches or is_explaining():
             return None
-        try:
-            plans = self._plans.get(_key(tensors, flags), ())
-        except TypeError:  # a flag without a hash: the checks will say what is wrong
+        second = tensors[1] if len(tensors) > 1 else None
+        try:  # as _key, without a call
+            plans = self._plans.get((tensors[0].shape, None if second is None else second.shape, flags), ())
+        except (TypeError, AttributeError):  # a flag without a hash, no tensor: the checks will say what is wrong
             return None
         for plan in plans:
-            if plan.serves(tensors):
-                return plan.run(tensors)
+            found = plan.run(tensors)
+            if found is not None:
+                return found
         return None
 
     def learn(
@@ -187,12 +190,15 @@ def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     """What takes these places of a sequence: itemgetter, which gives no tuple for fewer than two."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda sequence: tuple(sequence[place] for place in places)
+    if not places:
+        return lambda _: ()
+    place = places[0]
+    return lambda sequence: (sequence[place],)
 
 
 def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
-    second = tensors[1] if len(tensors) > 1 else None
-    return getattr(tensors[0], "shape", None), getattr(second, "shape", None), flags
+    first, second = tensors[0], tensors[1] if len(tensors) > 1 else None
+    return first.shape, None if second is None else second.shape, flags
 
 
 def _plan(

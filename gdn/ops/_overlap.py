@@ -49,11 +49,17 @@ def is_empty(tensor: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two of a tensor's elements are the same memory, for dims that nest (as slices and transposes of a buffer do)."""
+    """Whether two of a tensor's elements are the same memory, for dims that nest (as slices and transposes of a buffer do).
+
+    Of sizes and strides that a compiler keeps symbolic only a stride of 0 says so.
+    """
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    if not all(isinstance(stride, int) and isinstance(size, int) for stride, size in dims):
+        return any(isinstance(stride, int) and stride == 0 and not isinstance(size, int) for stride, size in dims)
     if tensor.numel() <= 1:
         return False
     reach = 1  # elements that the dims so far span
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(dims):
         if size > 1:
             if stride < reach:
                 return True

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from gdn.ops._modes import address
+from gdn.ops._modes import address, is_tracing
 from gdn.runtime import log
 
 Tensor = torch.Tensor
@@ -43,9 +43,11 @@ def contiguous(name: str, x: Tensor) -> Tensor:
 
 
 def copied(name: str, x: Tensor, why: str) -> Tensor:
-    log.once(
-        f"{name}: copied, because {why} (shape {list(x.shape)}, strides {x.stride()})", logging.WARNING, key=("copied", name)
-    )
+    """A contiguous copy, logged once; not while a compiler traces, since no kernel may run in the end."""
+    if not is_tracing():
+        log.once(
+            f"{name}: copied, because {why} (shape {list(x.shape)}, strides {x.stride()})", logging.WARNING, key=("copied", name)
+        )
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -57,12 +57,12 @@ def indexer_topk(
         check_at_least("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
     check_indices_out(out, num_rows, topk, device)
+    check_memory()
     if is_tracing():
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, 4 * width, num_rows), 4 * width, num_rows)
     if validates(device):  # of all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
-    check_memory()
     with _ordered(backend, "indexer_topk") as backend:
         q, k = _rows.contiguous("q", q), _rows.contiguous("k", k)  # once, not for every block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
@@ -152,11 +152,11 @@ def paged_indexer_topk(
     width = width if max_context_len is None else min(width, max_context_len)
     sequence_bytes = 4 * width * next_n
     check_indices_out(out, batch * next_n, topk, device)
+    check_memory()
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # of all sequences, before the first step writes
-    check_memory()
     with _ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = _rows.contiguous("q", q), contiguous_int32(context_lens)
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for

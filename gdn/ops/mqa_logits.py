@@ -7,6 +7,7 @@ from gdn.ops import _rows, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._delta_rule import contiguous_int32
+from gdn.ops._kinds import Kind
 from gdn.ops._logits_checks import (
     FP8,
     INDEX_DTYPES,
@@ -23,9 +24,7 @@ from gdn.ops._modes import is_empty
 from gdn.problems import MqaLogitsProblem
 
 
-@operator(
-    reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights")
-)
+@operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -164,6 +163,7 @@ def fp8_mqa_logits(
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)
     k, k_scale = kv
+    Kind(int, False).check_type("max_seqlen_k", max_seqlen_k)
     return mqa_logits(
         q,
         k,

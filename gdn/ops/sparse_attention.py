@@ -10,7 +10,7 @@ from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._checks import bad_type, bad_value, check_at_least, check_layout, check_tensor
 from gdn.ops._kinds import Kind
 from gdn.ops._logits_checks import INDEX_DTYPES
-from gdn.ops._modes import has_memory, is_empty
+from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,8 +102,9 @@ def _attend(
     if reads_values(device):
         _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
     check_memory()
-    is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
-    runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill", device=device)
+    if not is_tracing():  # else the graph would hold for one phase only
+        is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
+        runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill", device=device)
     if not has_memory():
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
         return torch.empty(q.shape, dtype=q.dtype, device=device) if out is None else out, lse

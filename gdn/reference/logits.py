@@ -22,6 +22,11 @@ def compute_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+# Products are made of tiles of this one shape, padded with zeros: a matrix product may add in another order for another shape,
+# and a row's scores are the same bits whatever else is in the batch.
+TILE_ROWS, TILE_KEYS = 64, 1024
+
+
 def scores(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -32,23 +37,45 @@ def scores(
 ) -> torch.Tensor:
     """Unmasked scores: q [m, H, D], k [n, kv_heads, D], k_scale [n, kv_heads], weights [m, H] -> [m, n]."""
     dtype = compute_dtype(q)
-    num_rows, num_heads, _ = q.shape
-    num_keys, num_kv_heads, _ = k.shape
-    group = num_heads // num_kv_heads
-    total = torch.zeros(num_rows, num_keys, dtype=dtype, device=q.device)
+    num_rows, num_keys = q.shape[0], k.shape[0]
+    total = torch.empty(num_rows, num_keys, dtype=dtype, device=q.device)
+    for low in range(0, num_rows, TILE_ROWS):
+        rows = slice(low, min(low + TILE_ROWS, num_rows))
+        queries = _padded(q[rows].to(dtype), TILE_ROWS)
+        row_weights = None if weights is None else _padded(weights[rows].to(dtype), TILE_ROWS)
+        for first in range(0, num_keys, TILE_KEYS):
+            keys = slice(first, min(first + TILE_KEYS, num_keys))
+            scales = None if k_scale is None else k_scale[keys].to(dtype)
+            tile = _tile(queries, _padded(k[keys].to(dtype), TILE_KEYS), row_weights, relu, scales)
+            total[rows, keys] = tile[: rows.stop - low, : keys.stop - first] * scale
+    return total
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [n, ...] with rows of zeros up to `size`."""
+    return x if x.shape[0] == size else torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
+
+
+def _tile(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool, k_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Sums over heads of one tile: q [TILE_ROWS, H, D], k [TILE_KEYS, kv_heads, D] -> [TILE_ROWS, the keys of k_scale or all]."""
+    num_kv_heads = k.shape[1]
+    group = q.shape[1] // num_kv_heads
+    count = k.shape[0] if k_scale is None else k_scale.shape[0]
+    total = q.new_zeros(q.shape[0], count)
     for kv_head in range(num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        products = torch.matmul(q[:, heads].to(dtype), k[:, kv_head].to(dtype).T)  # [m, group, n]
+        products = torch.matmul(q[:, heads], k[:, kv_head].T)  # [TILE_ROWS, group, TILE_KEYS]
         if relu:
             products = products.relu_()
         if weights is None:
             head_sum = products.sum(dim=1)
         else:
-            head_sum = torch.matmul(weights[:, None, heads].to(dtype), products)[:, 0]
-        if k_scale is not None:
-            head_sum = head_sum * k_scale[:, kv_head].to(dtype)
-        total += head_sum
-    return total * scale
+            head_sum = torch.matmul(weights[:, None, heads], products)[:, 0]
+        head_sum = head_sum[:, :count]
+        total += head_sum if k_scale is None else head_sum * k_scale[:, kv_head]
+    return total
 
 
 def rows_per_block(num_heads: int, num_keys: int, dtype: torch.dtype) -> int:

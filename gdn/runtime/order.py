@@ -8,7 +8,7 @@ and writes the numbers here.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gdn.problems import Problem
+from gdn.problems import Problem, RecurrentProblem
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,25 @@ class Statement:
 
 _CUTE_FIRST = ("cute", "tilelang")
 
+
+def _is_rounded_batch(problem: Problem) -> bool:
+    if not isinstance(problem, RecurrentProblem) or not problem.has_rounding:
+        return False
+    return problem.num_tokens <= problem.num_sequences and problem.num_sequences * problem.num_state_heads >= 1024
+
+
 STATEMENTS: tuple[Statement, ...] = (
     Statement(
         "chunk",
         _CUTE_FIRST,
         "H100, 2026-11-22, tuned medians: TileLang takes 1.11 to 1.47 times as long, on all 12 shapes of the benchmark",
+    ),
+    Statement(
+        "recurrent",
+        ("tilelang", "cute"),
+        "H100, 2026-11-22, one token each, defaults: CuTe takes 1.05 to 1.09 times as long at 32 to 512 sequences of 32 heads",
+        "stochastic rounding, one token a sequence, 1024 states or more",
+        _is_rounded_batch,
     ),
     # Where TileLang is ahead: by 0.17 us of 2.6 (one sequence, 8 heads), and by 1 to 3.4 % on float32 pools of 128 sequences or
     # more. Tables that hold both kernels' times decide there; it is too little to say it of other devices.

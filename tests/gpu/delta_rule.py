@@ -1,5 +1,6 @@
 """How GPU tests run a delta-rule operator and judge it: against the float64 oracle, allowing what torch itself would lose."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,21 +62,18 @@ def rounded_chunk(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch
     def chunk(
         state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        c = g.cumsum(-1)
-        lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
-        decay = torch.where(lower, c[:, :, None] - c[:, None, :], -torch.inf).exp()
+        decay = reference._decay_between(g)  # of strong decays too
         q, k = r(q), r(k)
         identity = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)
         strict_lower = (beta[:, :, None] * (k @ k.mT)).tril(-1)
         inverse = torch.linalg.solve_triangular(
             identity + strict_lower, identity.expand_as(strict_lower), upper=False, unitriangular=True
         )
-        grow = c.exp()[:, :, None]
+        grow = g.cumsum(-1).exp()[:, :, None]
         w = r(v - grow * (k @ r(state)))
         v_new = r(inverse * decay * beta[:, None, :]) @ w
         o = grow * (q @ r(state)) + r(decay * (q @ k.mT)) @ r(v_new)
-        rest = (c[:, -1:] - c).exp()[:, :, None]
-        return o, c[:, -1:].exp()[:, :, None] * state + k.mT @ r(rest * v_new)
+        return o, grow[:, -1:] * state + k.mT @ r(decay[:, -1, :, None] * v_new)
 
     return chunk
 
@@ -135,6 +133,7 @@ def judge(
 
 def _within(found: Error, of_torch: Error, floor: float, what: str) -> None:
     l2, peak = 2 * of_torch.l2 + floor, 2 * of_torch.peak + 2 * floor
+    assert math.isfinite(l2) and math.isfinite(peak), f"{what}: torch gives no number: {of_torch}"
     assert found.within(l2, peak), f"{what}: {found}, allowed l2 {l2:.3g} and peak {peak:.3g} (torch: {of_torch})"
 
 

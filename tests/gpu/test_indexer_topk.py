@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.mqa_logits import score_rows
-from gdn.ops.paged_mqa_logits import score_pages
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference.topk import list_short_rows
 from gdn.runtime import registry
@@ -138,7 +136,7 @@ def test_bounds_of_any_value(backend: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_short_rows_stay_unscored(packed: bool) -> None:
-    """Not a score of a row of at most `least` keys is written, and the others' are those of a call without."""
+    """Not a score of a row of at most `skip_rows_up_to` keys is written, and the others' are those of a call without."""
     q, k, weights, starts, ends, k_scale = ragged(400, 3000, "random")
     ends[::7] = starts[::7] + K
     ends[1::7] = starts[1::7] + K + 1
@@ -146,9 +144,9 @@ def test_short_rows_stay_unscored(packed: bool) -> None:
         q, k, weights, starts, ends, k_scale=k_scale, max_seqlen_k=3000 if packed else None, clean_logits=False, backend="cute",
         out=torch.full((400, 3000), 7.5, device="cuda"),
     )  # fmt: skip
-    got = score_rows(
-        q, k, weights, starts, ends, k_scale, 1.0, True, 3000 if packed else None, False, torch.float32,
-        torch.full((400, 3000), 7.5, device="cuda"), "cute", least=K,
+    got = gdn.mqa_logits(
+        q, k, weights, starts, ends, k_scale=k_scale, max_seqlen_k=3000 if packed else None, clean_logits=False, backend="cute",
+        out=torch.full((400, 3000), 7.5, device="cuda"), skip_rows_up_to=K,
     )  # fmt: skip
     short = visible(starts, ends, 3000) <= K
     assert bool(short.any()) and not bool(short.all())
@@ -158,7 +156,7 @@ def test_short_rows_stay_unscored(packed: bool) -> None:
 
 @pytest.mark.parametrize("per_draft", [False, True])
 def test_short_sequences_stay_unscored(per_draft: bool) -> None:
-    """The same of sequences whose longest draft sees at most `least` keys."""
+    """The same of sequences whose longest draft sees at most `skip_rows_up_to` keys."""
     lengths = [2000, 0, 5, K, K + 1, 1999, K + 2, 1300]
     given = [[max(0, n - 1), n] for n in lengths] if per_draft else lengths
     problem = PagedMqaLogitsProblem(
@@ -168,7 +166,7 @@ def test_short_sequences_stay_unscored(per_draft: bool) -> None:
     arguments = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables, 2000)
     plain, got = (torch.full((16, 2000), 7.5, device="cuda") for _ in range(2))
     gdn.paged_mqa_logits(*arguments, clean_logits=False, out=plain, backend="cute")
-    score_pages(*arguments, 1.0, True, False, torch.float32, got, "cute", least=K)
+    gdn.paged_mqa_logits(*arguments, clean_logits=False, out=got, backend="cute", skip_rows_up_to=K)
     short = torch.tensor([n <= K for n in lengths], device="cuda").repeat_interleave(2)
     assert torch.equal(got[~short], plain[~short]) and bool((got[short] == 7.5).all())
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,6 +151,14 @@ def test_equal_is_not_the_same(kernel: Counting, good: Arguments, bad: Arguments
     gdn.fused_recurrent_gated_delta_rule(**{**arguments, **good})
     with pytest.raises(error):
         gdn.fused_recurrent_gated_delta_rule(**{**arguments, **bad})
+    assert kernel.launches == 1
+
+
+def test_an_array_of_another_library_is_named(kernel: Counting) -> None:
+    arguments = good_chunk()
+    gdn.chunk_gated_delta_rule(**arguments)
+    with pytest.raises(TypeError, match="^A_log: expected a torch.Tensor, got ndarray"):
+        gdn.chunk_gated_delta_rule(**arguments, A_log=np.zeros((2, 3)))
     assert kernel.launches == 1
 
 

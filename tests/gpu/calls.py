@@ -1,0 +1,178 @@
+"""A call of every operator that runs a kernel, with the fields that the other tests have compiled: for rules that all keep."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from tests.gpu import (
+    cases,
+    chunk,
+    test_gdn_decode,
+    test_indexer_steps,
+    test_mqa_logits,
+    test_paged_mqa_logits,
+    test_recurrent,
+    test_steps,
+)
+from tests.gpu.delta_rule import Arguments, backends
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    function: str
+    op: str  # in the registry: of its kernels
+    make: Callable[[torch.device], Arguments]
+    pools: tuple[str, ...] = ()  # written, whatever else the call writes
+    weights: tuple[str, ...] = ()  # a model's parameters
+
+    @property
+    def backends(self) -> list[str]:
+        return [*backends(self.op), "reference"]
+
+
+def fused_decode(case: test_gdn_decode.Case, **changes: torch.dtype) -> Callable[[torch.device], Arguments]:
+    """changes: dtypes of arguments."""
+
+    def make(device: torch.device) -> Arguments:
+        arguments, _ = test_gdn_decode.make(case, device)
+        return arguments | {name: arguments[name].to(dtype) for name, dtype in changes.items()}
+
+    return make
+
+
+def _mqa(variant: str) -> Callable[[torch.device], Arguments]:
+    def make(device: torch.device) -> Arguments:
+        problem = test_mqa_logits.problem_of(variant, 67, 300)
+        inputs = make_mqa_inputs(problem, device, poison=False)
+        return {
+            "q": inputs.q, "k": inputs.k, "weights": inputs.weights, "cu_seqlen_ks": inputs.cu_seqlen_ks,
+            "cu_seqlen_ke": inputs.cu_seqlen_ke, "k_scale": inputs.k_scale, "scale": test_mqa_logits.SCALE,
+            "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu,
+        }  # fmt: skip
+
+    return make
+
+
+def _paged(variant: str) -> Callable[[torch.device], Arguments]:
+    def make(device: torch.device) -> Arguments:
+        problem = test_paged_mqa_logits.problem_of(variant, 5, 300)
+        inputs = make_paged_inputs(problem, device, lengths=[300, 0, 17, 64, 299])
+        return {
+            "q": inputs.q, "cache": inputs.cache, "weights": inputs.weights, "context_lens": inputs.context_lens,
+            "block_tables": inputs.block_tables, "max_context_len": 300, "scale": test_paged_mqa_logits.SCALE,
+            "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu,
+        }  # fmt: skip
+
+    return make
+
+
+def _topk(device: torch.device) -> Arguments:
+    source = torch.Generator(device).manual_seed(3)
+    return {"logits": torch.randn(20, 900, device=device, generator=source), "k": 512}
+
+
+def _gating(A_log: torch.dtype, bias: torch.dtype) -> Callable[[torch.device], Arguments]:
+    def make(device: torch.device) -> Arguments:
+        of = test_steps.Maker(test_steps.Case(), device)
+        a, b = of.normal(9, 32), of.normal(9, 32)
+        return {"A_log": of.normal(32, dtype=A_log), "a": a, "b": b, "dt_bias": of.normal(32, dtype=bias)}
+
+    return make
+
+
+def _norm(dtype: torch.dtype, z: torch.dtype, weight: torch.dtype) -> Callable[[torch.device], Arguments]:
+    def make(device: torch.device) -> Arguments:
+        of = test_steps.Maker(test_steps.Case(), device)
+        shape = (7, 4, 128)
+        return {"x": of.normal(*shape, dtype=dtype), "z": of.normal(*shape, dtype=z), "weight": of.normal(128, dtype=weight)}
+
+    return make
+
+
+def _split(device: torch.device) -> Arguments:
+    of = test_steps.Maker(test_steps.Case(), device)
+    sizes = {"num_heads_qk": 16, "num_heads_v": 32, "head_qk": 128, "head_v": 128}
+    return {"mixed_qkvz": of.normal(7, 2 * 16 * 128 + 2 * 32 * 128), "mixed_ba": of.normal(7, 64)} | sizes
+
+
+def _prepare(device: torch.device) -> Arguments:
+    arguments = test_indexer_steps.call_of(test_indexer_steps.Case())
+    arguments["positions"].clamp_(max=arguments["cos_sin"].shape[0] - 1)
+    return arguments
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+_CONV = ("weight", "bias")
+_DECODE = ("conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight")
+_POOLS = ("conv_state", "ssm_state")
+# Of those that the decode's own tests compile: weights, norm and gates in float32, with a bias.
+WIDE_DECODE = next(
+    case for case in test_gdn_decode.CASES
+    if case.weight_dtype == case.other_dtype == F32 and case.layout == "flat" and case.bias_dtype is not None
+)  # fmt: skip
+WIDE_CONV = next(case for case in test_steps.CASES if case.weight_dtype == F32 and case.bias_dtype is not None)
+_RAW_CHUNK = next(problem for problem in cases.chunk_problems() if problem.use_gate and problem.pooled)
+_RAW_RECURRENT = next(problem for problem in cases.recurrent_problems() if problem.use_gate and problem.pooled)
+
+CALLS = {
+    "chunk": Call(
+        chunk.FUNCTION, "chunk", lambda device: chunk.arguments_of(cases.MAIN_CHUNK, device, lengths=[65, 0, 130, 1]),
+        ("initial_state",),
+    ),
+    "chunk, raw gates": Call(
+        chunk.FUNCTION, "chunk", lambda device: chunk.arguments_of(_RAW_CHUNK, device, lengths=[65, 0, 130, 1]),
+        ("initial_state",), ("A_log", "dt_bias"),
+    ),
+    "recurrent": Call(
+        test_recurrent.FUNCTION, "recurrent", lambda device: test_recurrent.arguments_of(cases.MAIN_SPECULATIVE, device),
+        ("initial_state",),
+    ),
+    "recurrent, raw gates": Call(
+        test_recurrent.FUNCTION, "recurrent", lambda device: test_recurrent.arguments_of(_RAW_RECURRENT, device),
+        ("initial_state",), ("A_log", "dt_bias"),
+    ),
+    "decode": Call("fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case()), _POOLS, _DECODE),
+    "decode, float32": Call("fused_gdn_decode", "gdn_decode", fused_decode(WIDE_DECODE), _POOLS, _DECODE),
+    "decode, bfloat16": Call(
+        "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(), A_log=BF16), _POOLS, _DECODE
+    ),
+    "conv": Call(
+        "causal_conv1d_fn", "conv1d", lambda device: test_steps.prefill(test_steps.Case(), device), ("conv_states",), _CONV
+    ),
+    "conv, float32": Call(
+        "causal_conv1d_fn", "conv1d", lambda device: test_steps.prefill(WIDE_CONV, device), ("conv_states",), _CONV
+    ),
+    "update": Call(
+        "causal_conv1d_update", "conv1d_update",
+        lambda device: test_steps.decode(test_steps.Case(lengths=test_steps.DECODE), device, spec=4), ("conv_state",), _CONV,
+    ),
+    "update, float32": Call(
+        "causal_conv1d_update", "conv1d_update",
+        lambda device: test_steps.decode(
+            test_steps.replace(WIDE_CONV, lengths=test_steps.DECODE), device, spec=4
+        ), ("conv_state",), _CONV,
+    ),
+    "gating": Call("fused_gdn_gating", "gating", _gating(F32, F32), (), ("A_log", "dt_bias")),
+    "gating, bfloat16": Call("fused_gdn_gating", "gating", _gating(BF16, F32), (), ("A_log", "dt_bias")),
+    "split": Call("fused_qkvzba_split_reshape_cat", "split", _split),
+    "norm, float32": Call("rms_norm_gated", "rms_norm_gated", _norm(BF16, BF16, F32), (), ("weight",)),
+    "norm, bfloat16": Call("rms_norm_gated", "rms_norm_gated", _norm(F16, F32, BF16), (), ("weight",)),
+    "mqa, fp8": Call("mqa_logits", "mqa_logits", _mqa("h64-fp8")),
+    "mqa, bfloat16": Call("mqa_logits", "mqa_logits", _mqa("h16-bf16")),
+    "paged": Call("paged_mqa_logits", "paged_mqa_logits", _paged("h64-fp8-p64")),
+    "topk": Call("topk_indices", "topk", _topk),
+    "prepare": Call("prepare_indexer", "prepare_indexer", _prepare, ("cache",), ("q_norm", "k_norm")),
+    "quantize": Call(
+        "quantize_fp8", "quantize_fp8",
+        lambda device: {"x": test_indexer_steps.normal(9, 128, seed=1, device=device), "group_size": 128},
+    ),
+}  # fmt: skip
+
+
+def every_call() -> list[tuple[str, str]]:
+    """Names of calls, each with each backend that serves it."""
+    return [(name, backend) for name, call in CALLS.items() for backend in call.backends]

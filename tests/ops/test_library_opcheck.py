@@ -1,0 +1,33 @@
+"""torch.library.opcheck over every operator, in several forms each."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.library_calls import REGISTERED, of_schema, seeded
+
+SEEDS = range(40)
+FORMS = 2  # of a call, with FP8 tensors and without
+FP8 = torch.float8_e4m3fn
+# torch's check of the schema compares tensors with allclose, which has no FP8.
+WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+ALL = ("test_schema", *WITHOUT_SCHEMA)
+
+
+def has_fp8(operator: Any, arguments: dict[str, Any]) -> bool:
+    results = operator(**{key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()})
+    tensors = [*arguments.values(), *(results if isinstance(results, tuple) else [results])]
+    return any(isinstance(x, torch.Tensor) and x.dtype == FP8 for x in tensors)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_opcheck(name: str) -> None:
+    forms = {True: 0, False: 0}
+    for seed in SEEDS:
+        operator, arguments = of_schema(name, seeded(name, seed).arguments)
+        is_fp8 = has_fp8(operator, arguments)
+        if forms[is_fp8] < FORMS:
+            torch.library.opcheck(operator, (), arguments, test_utils=WITHOUT_SCHEMA if is_fp8 else ALL)
+            forms[is_fp8] += 1
+    assert forms[False] == FORMS or name == "quantize_fp8", "no call was held to the schema"
