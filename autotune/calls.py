@@ -110,7 +110,7 @@ def _delta_rule_fields(random: Random) -> dict[str, Any]:
 
 
 def _lengths(random: Random, most: int) -> list[int]:
-    """Of one to 64 sequences, even or ragged, so many tokens at most; often near lengths that a table knows."""
+    """Lengths of 1 to 64 sequences, even or ragged, up to a number of tokens; often near lengths that a table knows."""
     if random.random() < 0.3:
         return random.choice([[1000], [4096], [8000], [16000], [1024] * 8, [4096] * 4])
     count = random.choice([1, 1, 1, 2, 4, 8, 16, 64])

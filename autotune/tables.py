@@ -114,7 +114,7 @@ def code_of(kernel: Kernel, problem: Problem, config: Any) -> str | None:
 
 @dataclass
 class Restamped:
-    """What became of the stale entries of a table."""
+    """The outcome of a restamp: entries stamped anew, and those left stale."""
 
     stamped: int = 0
     left: list[str] = field(default_factory=list)  # why an entry stays stale

@@ -568,7 +568,7 @@ class GdnDecodeProblem(Problem):
     index_dtype: str = field(metadata=COMPILES)
     cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # None = one token per sequence
     interleaved: bool = field(metadata=TUNES)
-    silu: bool = field(metadata=COMPILES)  # behind the convolution
+    silu: bool = field(metadata=COMPILES)  # after the convolution
     gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
     has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given

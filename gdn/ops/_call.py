@@ -1,4 +1,4 @@
-"""What every public operator has in common: `@operator` over a function that checks, chooses and launches.
+"""The decorator that every public operator has in common: `@operator` over a function that checks, chooses and launches.
 
 The function below the decorator is the ordinary path. It reads its own arguments, calls the checks, `prepare`, makes what the
 kernel needs with `make`, and ends in `launch`, or in `run_reference` where no kernel serves the problem. The decorator puts

@@ -84,7 +84,7 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
-# Of each type that is no tensor: whether a value is one, and what an error says was expected.
+# By type, tensors apart: whether a value has it, and the words of an error for what was expected.
 _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "a bool"),
     int: (_is_int, "an int"),

@@ -35,7 +35,7 @@ class _Layout:
 def shares_element(first: Tensor, second: Tensor, first_address: int, second_address: int) -> bool:
     """Whether two tensors of one device, at these addresses, have a byte in common. Exact for strided views of one buffer."""
     first_end, second_end = first_address + span_bytes(first), second_address + span_bytes(second)
-    if first_end <= second_address or second_end <= first_address or is_empty(first) or is_empty(second):
+    if first_end <= second_address or second_end <= first_address or 0 in (first.numel(), second.numel()):
         return False
     try:
         a, b = np.asarray(_Layout(first, first_address)), np.asarray(_Layout(second, second_address))
@@ -44,14 +44,10 @@ def shares_element(first: Tensor, second: Tensor, first_address: int, second_add
         return True
 
 
-def is_empty(tensor: Tensor) -> bool:
-    return tensor.numel() == 0
-
-
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two of a tensor's elements are the same memory, for dims that nest (as slices and transposes of a buffer do).
 
-    Of sizes and strides that a compiler keeps symbolic only a stride of 0 says so.
+    Where a compiler keeps sizes or strides symbolic, only a stride of 0 counts.
     """
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     if not all(isinstance(stride, int) and isinstance(size, int) for stride, size in dims):

@@ -1,4 +1,4 @@
-"""Public operator: the gated RMS norm behind the recurrence."""
+"""Public operator: the gated RMS norm after the recurrence."""
 
 import torch
 

@@ -127,7 +127,7 @@ class KernelCandidate:
 
 
 def near_enough(module: Any, problem: Problem, usable: Sequence[Found]) -> list[tuple[float, Found]]:
-    """Of a table's usable entries, those that a kernel takes for the problem's sizes, with their distances, nearest first."""
+    """The usable entries that a kernel takes for the problem's sizes, with their distances, nearest first."""
     suits = getattr(module, "suits", None)
     suitable = usable if suits is None else [found for found in usable if suits(problem, found.config)]
     return tuned.nearest_first(suitable, problem.sizes(), getattr(module, "TUNED_WITHIN", tuned.WITHIN))
@@ -147,7 +147,7 @@ def _forget_tables() -> None:
 
 @dataclass
 class Asked:
-    """What `prepare` was asked for inside `explaining()`, in order: what would run, and for which problem."""
+    """Record of the choices inside `explaining()`, in order: what would run, and for which problem."""
 
     answers: list[tuple[Choice, Problem | None]] = field(default_factory=list)
 
