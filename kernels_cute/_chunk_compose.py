@@ -24,6 +24,7 @@ from kernels_cute._chunk_fused import FusedChunk
 from kernels_cute._chunk_segments import Segments
 from kernels_cute._chunk_shape import CHUNK
 from kernels_cute._chunk_summary import SummaryChunk
+from kernels_cute._memory import without_batch
 
 _BROUGHT, _USED, _COMPOSED = 0, 2, 4  # places among the barriers of `start`
 
@@ -43,7 +44,7 @@ class SplitChunk(Segments, FusedChunk):
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
         workspace, scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
-        q, k, v, g, beta, out = self.rows(q, k, v, g, beta, out)
+        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
         v_atom, v_tensor = self.copy_in(v, self.columns)

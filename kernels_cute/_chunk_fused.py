@@ -69,6 +69,7 @@ from kernels_cute._chunk_shape import (
 )
 from kernels_cute._chunk_state import StateRole
 from kernels_cute._chunk_tiles import TileRoles
+from kernels_cute._memory import without_batch
 
 
 class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
@@ -131,7 +132,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
         scale: Float32, null_slot: Int64, places: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
-        q, k, v, g, beta, out = self.rows(q, k, v, g, beta, out)
+        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
         q_atom, q_tensor = self.copy_in(q, self.dim)
         k_atom, k_tensor = self.copy_in(k, self.dim)
         v_atom, v_tensor = self.copy_in(v, self.columns)
@@ -147,14 +148,6 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
-
-    def rows(self, *tensors: Any) -> list[Any]:
-        """[1, tokens, ...] as [tokens, ...]. An absent one, for which cu_seqlens stands in, stays as it is."""
-        found = []
-        for x in tensors:
-            modes = list(range(1, cute.rank(x)))
-            found.append(cute.make_tensor(x.iterator, cute.select(x.layout, mode=modes)) if modes else x)
-        return found
 
     def copy_in(self, x: Any, columns: int) -> Any:
         """The bulk copy of a chunk's tile of columns into shared memory, and its tensor."""

@@ -137,11 +137,10 @@ def launch(
         )
     tokens = (inner_q, inner_k, inner_v, g, beta)
     inner = Inner(compiled.functions, instead, compiled.config)
-    if isinstance(instead, RecurrentProblem):  # a kernel without a batch dimension
+    if isinstance(instead, RecurrentProblem):
         kernel(problem).launch(
-            inner, *(None if x is None else x[0] for x in tokens), A_log, dt_bias, states, slots, None, states, None, cu_seqlens,
-            None, None, inner_out[0], scale, -1,
-        )  # fmt: skip
+            inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, None, None, inner_out, scale, -1
+        )
     else:
         kernel(problem).launch(
             inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, checkpoint_offsets, targets, inner_out,

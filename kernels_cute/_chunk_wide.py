@@ -66,6 +66,7 @@ from kernels_cute._chunk_fused import FusedChunk
 from kernels_cute._chunk_wide_cluster import ClusterForm
 from kernels_cute._chunk_wide_ring import CLEAR_THREADS, RingForm
 from kernels_cute._chunk_wide_shape import BLOCKS, WORDS_BYTES
+from kernels_cute._memory import without_batch
 
 
 class WideChunk(FusedChunk):
@@ -82,7 +83,7 @@ class WideChunk(FusedChunk):
         workspace, scale: Float32, null_slot: Int64, ringed: Int32, cut_above: Int32, stream,
     ):  # fmt: skip
         """ringed: sequences and heads whose tiles go through the ring, the last ones."""
-        q, k, v, g, beta, out = self.rows(q, k, v, g, beta, out)
+        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
         first_form = self.four if cutlass.const_expr(self.four is not None) else self.ring
         q_atom, q_tensor = first_form.copy_in(q, self.dim)
         k_atom, k_tensor = first_form.copy_in(k, self.dim)

@@ -32,6 +32,15 @@ def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) ->
     return make_fake_tensor(CUTE_DTYPES[dtype], shape, stride=tuple(strides), assumed_align=align)
 
 
+def without_batch(*tensors: Any) -> list[Any]:
+    """[1, tokens, ...] as [tokens, ...]. An absent one, for which cu_seqlens stands in, stays as it is."""
+    found = []
+    for x in tensors:
+        modes = list(range(1, cute.rank(x)))
+        found.append(cute.make_tensor(x.iterator, cute.select(x.layout, mode=modes)) if modes else x)
+    return found
+
+
 @cute.jit
 def pointer(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
     """gX + offset elements, known to be a multiple of align bytes."""

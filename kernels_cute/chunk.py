@@ -414,20 +414,20 @@ def launch(
         out,
     )
     for entry, way in zip((ENTRY, _CUT_ENTRY), _ways(compiled.config), strict=False):
-        scalars = _scalars(way, num_tokens, num_sequences, problem.num_state_heads)
+        scalars = _scalars(way, problem, num_tokens, num_sequences)
         if _uses_workspace(way):
             compiled.functions[entry](*tensors, workspace, scale, null_slot, *scalars)
         else:
             compiled.functions[entry](*tensors, scale, null_slot, *scalars)
 
 
-def _scalars(config: Config, num_tokens: int, num_sequences: int, heads: int) -> tuple[int, ...]:
+def _scalars(config: Config, problem: ChunkProblem, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
     """The last ones of a launch."""
     if config.segment:
         tokens = CHUNK * config.segment
         return tokens, num_slots(num_tokens, num_sequences, tokens), config.cut_above
     if config.makers:
-        return _ringed(heads * num_sequences, config), config.cut_above
+        return _ringed(problem.num_state_heads * num_sequences, config), config.cut_above
     return config.places or _ALL_PLACES, config.cut_above
 
 

@@ -9,8 +9,8 @@ Per state head, S [K, V] float32 in registers over all tokens of a sequence, a =
 q (times scale) and k are divided by their L2 norms on request; the norms are row scales, so they multiply the dot products
 and u, never the registers of q and k.
 
-Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16; g, beta [L, HS]; state [slots, HS, V, K] or
-[slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
+Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
+[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
 
 A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
 dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
@@ -32,7 +32,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.problems import RecurrentProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, is_single, refusal
-from kernels_cute._memory import CUTE_DTYPES, fake
+from kernels_cute._memory import CUTE_DTYPES, fake, without_batch
 from kernels_cute._opaque import anew
 from kernels_cute._recurrent_in_turn import InTurn
 from kernels_cute._recurrent_tree import DraftTree
@@ -82,7 +82,7 @@ def launch(
     null_slot: int,
 ) -> None:
     problem: RecurrentProblem = compiled.problem
-    if q.shape[0] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
+    if q.shape[1] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
         _launch_empty(problem, initial_state, final_state, out)
         return
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
@@ -141,7 +141,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
         return fake("float32", HS, last=1) if problem.use_gate else offsets()
 
     def gate(dtype: str | None) -> Any:
-        return offsets() if dtype is None else fake(dtype, num_tokens, HS)
+        return offsets() if dtype is None else fake(dtype, 1, num_tokens, HS)
 
     def state(dtype: str) -> Any:
         inner = (V, K) if problem.state_v_first else (K, V)
@@ -155,9 +155,9 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
         return fake(str(problem.index_dtype), *shape)
 
     return [
-        fake(problem.dtype, num_tokens, problem.num_q_heads, K, last=1),
-        fake(problem.dtype, num_tokens, problem.num_k_heads, K, last=1),
-        fake(problem.dtype, num_tokens, problem.num_v_heads, V, last=1),
+        fake(problem.dtype, 1, num_tokens, problem.num_q_heads, K, last=1),
+        fake(problem.dtype, 1, num_tokens, problem.num_k_heads, K, last=1),
+        fake(problem.dtype, 1, num_tokens, problem.num_v_heads, V, last=1),
         gate(problem.gate_dtype),
         gate(problem.beta_dtype),
         per_head(),
@@ -170,7 +170,7 @@ def _arguments(problem: RecurrentProblem) -> list[Any]:
         offsets(),
         fake("int32", num_tokens, last=1) if problem.has_parent else offsets(),
         fake("int64", 1, last=1) if problem.has_rounding else offsets(),
-        fake(problem.dtype, num_tokens, HS, V, last=1),
+        fake(problem.dtype, 1, num_tokens, HS, V, last=1),
         cutlass.Float32(1.0),
         cutlass.Int64(-1),
     ]
@@ -233,6 +233,7 @@ class _Recurrent(StateTile, StateSums, DraftTree, InTurn):
         stream: CUstream,
     ):
         blocks = (cu_seqlens.shape[0] - 1) * (self.HS * self.v_tiles)
+        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
         self.entry(
             q,
             k,

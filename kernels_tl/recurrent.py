@@ -9,8 +9,8 @@ Per state head, S [K, V] float32 in registers over all tokens of a sequence, a =
 q (times scale) and k are divided by their L2 norms on request; the norms are row scales, so they multiply the dot products
 and u, never the registers of q and k.
 
-Tensors: q [L, Hq, K], k [L, Hk, K], v and out [L, heads, V] bfloat16 | float16; g, beta [L, HS]; state [slots, HS, V, K] or
-[slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
+Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
+[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
 
 A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
 dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
@@ -73,7 +73,7 @@ def launch(
     null_slot: int,
 ) -> None:
     problem: RecurrentProblem = compiled.problem
-    if q.shape[0] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
+    if q.shape[1] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
         _launch_empty(problem, initial_state, final_state, out)
         return
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
@@ -160,6 +160,9 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
     L = T.dynamic("num_tokens")
     num_offsets = T.dynamic("num_offsets")  # num_sequences + 1
     slots, finals = T.dynamic("slots", "int64"), T.dynamic("finals", "int64")
+    # Strides of the batch, which is one row: torch may report anything.
+    q_batch, k_batch, v_batch, out_batch = (T.dynamic(s, "int64") for s in ("q_batch", "k_batch", "v_batch", "out_batch"))
+    g_batch, beta_batch = T.dynamic("g_batch", "int64"), T.dynamic("beta_batch", "int64")
     q_token, q_head, k_token, k_head = (T.dynamic(s, "int64") for s in ("q_token", "q_head", "k_token", "k_head"))
     v_token, v_head, out_token, out_head = (T.dynamic(s, "int64") for s in ("v_token", "v_head", "out_token", "out_head"))
     g_token, g_head, beta_token, beta_head = (T.dynamic(s, "int64") for s in ("g_token", "g_head", "beta_token", "beta_head"))
@@ -180,7 +183,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
         return T.Tensor((HS,), "float32") if use_gate else offsets_type()
 
     def gate_type(strides, gate):
-        return offsets_type() if gate is None else T.StridedTensor((L, HS), strides, gate)
+        return offsets_type() if gate is None else T.StridedTensor((1, L, HS), strides, gate)
 
     def state_type(present, shape, strides, state):
         if not present:
@@ -260,18 +263,18 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             if k_exists(k_entry(c, lane)):
                 for e in T.vectorized(vec):
                     unit = row_unit(token, q_token, head // q_group, q_head, vec) + c * lanes + lane
-                    q_next[c * vec + e] = q[0, 0, unit * vec + e]
+                    q_next[c * vec + e] = q[0, 0, 0, unit * vec + e]
                 for e in T.vectorized(vec):
                     unit = row_unit(token, k_token, head // k_group, k_head, vec) + c * lanes + lane
-                    k_next[c * vec + e] = k[0, 0, unit * vec + e]
+                    k_next[c * vec + e] = k[0, 0, 0, unit * vec + e]
         if v_exists(v_start):
             for e in T.vectorized(rows):
                 unit = row_unit(token, v_token, head // v_group, v_head, rows) + v_start // rows
-                v_next[e] = v[0, 0, unit * rows + e]
+                v_next[e] = v[0, 0, 0, unit * rows + e]
         if has_gate:
-            g_next[0] = g[token, head]
+            g_next[0] = g[0, token, head]
         if has_beta:
-            beta_next[0] = beta[token, head]
+            beta_next[0] = beta[0, token, head]
 
     @T.macro
     def load_state(slot, head, lane, v_start, pool, state):
@@ -403,7 +406,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             elif lane == r:
                 out_value = q_factor * (alpha * sums[2 * r + 1] + u[r] * sums[qk_sum])
         if lane < rows and v_exists(v_start) and is_wanted:
-            out[begin + t, head, v_start + lane] = T.cast(out_value, dtype)
+            out[0, begin + t, head, v_start + lane] = T.cast(out_value, dtype)
 
         for r in T.unroll(rows):
             for i in T.unroll(entries):
@@ -411,11 +414,11 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
 
     @T.prim_func
     def recurrent(
-        q: T.StridedTensor((L, problem.num_q_heads, K), (q_token, q_head, 1), dtype),
-        k: T.StridedTensor((L, problem.num_k_heads, K), (k_token, k_head, 1), dtype),
-        v: T.StridedTensor((L, problem.num_v_heads, V), (v_token, v_head, 1), dtype),
-        g: gate_type((g_token, g_head), problem.gate_dtype),
-        beta: gate_type((beta_token, beta_head), problem.beta_dtype),
+        q: T.StridedTensor((1, L, problem.num_q_heads, K), (q_batch, q_token, q_head, 1), dtype),
+        k: T.StridedTensor((1, L, problem.num_k_heads, K), (k_batch, k_token, k_head, 1), dtype),
+        v: T.StridedTensor((1, L, problem.num_v_heads, V), (v_batch, v_token, v_head, 1), dtype),
+        g: gate_type((g_batch, g_token, g_head), problem.gate_dtype),
+        beta: gate_type((beta_batch, beta_token, beta_head), problem.beta_dtype),
         A_log: head_type(),
         dt_bias: head_type(),
         pool: state_type(has_pool, slots, (slot_stride, slot_head), state_dtype),
@@ -426,7 +429,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
         cu_seqlens: offsets_type(),
         parent_token: parents_type(),
         rounding_seed: seed_type(),
-        out: T.StridedTensor((L, HS, V), (out_token, out_head, 1), dtype),
+        out: T.StridedTensor((1, L, HS, V), (out_batch, out_token, out_head, 1), dtype),
         scale: T.float32,
         null_slot: T.int64,
     ):
@@ -524,10 +527,10 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
             # Zero rows, while the state is on its way: after the tokens, their bounds would have taken registers all along.
             if lane < rows and v_exists(v_start):
                 for t in T.serial(count - live_count):
-                    out[begin + t, head, v_start + lane] = T.cast(0.0, dtype)
+                    out[0, begin + t, head, v_start + lane] = T.cast(0.0, dtype)
                 # Rows beyond the last sequence are dealt to all blocks of the head.
                 for t in T.serial(T.ceildiv(L - written_tokens - sequence, num_offsets - 1)):
-                    out[written_tokens + sequence + t * (num_offsets - 1), head, v_start + lane] = T.cast(0.0, dtype)
+                    out[0, written_tokens + sequence + t * (num_offsets - 1), head, v_start + lane] = T.cast(0.0, dtype)
 
             if has_parent:
                 for i in T.unroll(rows * entries):

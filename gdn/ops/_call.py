@@ -94,7 +94,10 @@ class Operator:
         self.kinds: dict[str, Kind] = {name: kind_of(p.annotation) for name, p in self.signature.parameters.items()}
         self.tensors = [name for name, kind in self.kinds.items() if kind.is_tensor]
         self.tensors.sort(key=lambda name: list(varies).index(name) if name in varies else len(varies))
-        self.flags = [name for name, kind in self.kinds.items() if not kind.is_tensor]
+        flags = {name: kind.key_source(name) for name, kind in self.kinds.items() if not kind.is_tensor}
+        self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # the memo's key, of these variables
+        self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
+        self.flags = list(flags)
         self.writes, self.in_place, self.contiguous = dict(writes), dict(in_place), tuple(contiguous)
         self.reference = reference
         self.reference_names = () if reference is None else tuple(inspect.signature(reference).parameters)
@@ -137,10 +140,10 @@ class Operator:
             _current.reset(token)
         if call.learned is not None and self.memo is not None and _modes.has_memory():
             tensors = tuple(given[name] for name in self.tensors)
-            flags = [x for name in self.flags for x in self.kinds[name].key(given[name])]
+            flags = self._flags_key(*[given[name] for name in self.flags])
             launched, handed, results, made, aligned = call.learned
             written = list(self.written(arguments).values())
-            self.memo.learn(tensors, tuple(flags), switches, launched, handed, results, made, aligned, written)
+            self.memo.learn(tensors, flags, switches, launched, handed, results, made, aligned, written)
         return result
 
     def _explain(self, arguments: Arguments) -> Any:
@@ -216,8 +219,7 @@ def _wrapper(operator: Operator) -> Callable[..., Any]:
     lines += ["    if is_compiling():", f"        return trace({every})"]
     if operator.memo is not None:
         tensors = "".join(f"{name}, " for name in operator.tensors)
-        flags = "".join(f"{name}, type({name}), " if operator.kinds[name].is_typed else f"{name}, " for name in operator.flags)
-        lines += [f"    found = plan(({tensors}), ({flags}))", "    if found is not None:"]
+        lines += [f"    found = plan(({tensors}), {operator.flags_source})", "    if found is not None:"]
         lines += [f"        return {'None' if operator.signature.return_annotation is None else 'found'}"]
     lines += [f"    return run({every})"]
     space: dict[str, Any] = {

@@ -25,14 +25,14 @@ class Kind:
     def is_tensor(self) -> bool:
         return self.type is torch.Tensor
 
-    @property
-    def is_typed(self) -> bool:
-        """Whether values of other types can equal one of this kind: 1, 1.0 and True do."""
-        return self.type in (bool, int, float)
+    def key_source(self, name: str) -> str:
+        """The flag `name` as the memo keys it, as Python source, for the function that every call goes through.
 
-    def key(self, value: Any) -> tuple[Any, ...]:
-        """A flag as the memo keys it."""
-        return (value, type(value)) if self.is_typed else (value,)
+        Values that are equal but of different types (1, 1.0 and True) have different keys.
+        """
+        if self.type is bool:
+            return f"{name} is False or type({name})"
+        return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
         """Raises TypeError by name for a value of another type. A compiler can trace it."""

@@ -47,8 +47,8 @@ class Plan:
     """How the launch of a kernel follows from a call's tensors."""
 
     __slots__ = (
-        "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_last", "_launch",
-        "_makers", "_nothing", "_pairs", "_results", "_spans", "_views", "_watched",
+        "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_is_plain", "_last",
+        "_launch", "_makers", "_nothing", "_pairs", "_results", "_spans", "_views", "_watched",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +72,7 @@ class Plan:
         self._absent, self._nothing = _tuple_of(absent), (None,) * len(absent)
         # Where nothing is written but new tensors, only addresses that must be aligned matter.
         watched = given if written else sorted(aligned)
-        self._watched = _tuple_of(watched)
+        self._watched = None if watched == given else _tuple_of([given.index(place) for place in watched])
         self._aligned = [watched.index(place) for place in aligned]
         self._spans = [span_bytes(tensor) for place in watched if (tensor := tensors[place]) is not None]
         ours = [watched.index(place) for place in written]
@@ -82,6 +82,7 @@ class Plan:
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # a pair's places and the difference of addresses -> apart
         self._launch = launch
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
+        self._is_plain = not makers and not views
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
@@ -107,15 +108,21 @@ class Plan:
 
     def run(self, tensors: tuple[Any, ...]) -> Any:
         """Launches and returns what the call returns; None where the tensors are not like those the plan was made for."""
+        given = self._given(tensors)
         try:
-            if self._absent(tensors) != self._nothing or not self._guard(*self._given(tensors)):
+            if self._absent(tensors) != self._nothing or not self._guard(*given):
                 return None
         except ValueError:  # an array of another library, which compares with None by elements: the checks will name it
             return None
-        watched = self._watched(tensors)
+        watched = given if self._watched is None else self._watched(given)
         addresses = (*map(_address, watched),)
         if addresses != self._last and addresses not in self._good and not self._admit(watched, addresses):
             return None
+        known: Any
+        if self._is_plain:
+            known = (*tensors, *self._constants)
+            self._launch(*self._arguments(known))
+            return self._results(known)
         known = list(tensors)
         for maker, places in self._makers:
             known.append(maker(*[tensors[place] for place in places]))

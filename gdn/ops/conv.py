@@ -276,9 +276,7 @@ def _check_update_slots(
         )
     if num_accepted_tokens is not None:
         first = indices if parent_token is not None or indices.dim() == 1 else indices[:, 0]
-        _values.check_accepted(
-            "num_accepted_tokens", num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict
-        )
+        _values.check_accepted("num_accepted_tokens", num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict)
     _values.check_slots(touched, conv_state.shape[0], null_slot)
     _values.check_unshared(touched, conv_state.shape[0])
 

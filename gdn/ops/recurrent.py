@@ -160,13 +160,12 @@ def fused_recurrent_gated_delta_rule(
         final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
     if not is_inplace and initial_state is not None:
         initial_state = _delta_rule.aligned_state(initial_state)
-    g, beta = (None if x is None else x[0] for x in (tokens.g, tokens.beta))
     arguments = (
-        tokens.q[0], tokens.k[0], tokens.v[0], g, beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
+        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
         None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens), final_state,
         final_state_indices,
         tokens.cu_seqlens, None if parent_token is None else parent_token.reshape(-1).contiguous(),
-        rounding_seed if is_rounded else None, written[0], sizes.k_dim**-0.5 if scale is None else scale, null_slot,
+        rounding_seed if is_rounded else None, written, sizes.k_dim**-0.5 if scale is None else scale, null_slot,
     )  # fmt: skip
     launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
