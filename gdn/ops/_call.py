@@ -288,33 +288,33 @@ def take_contiguous(name: str, x: Tensor) -> Tensor:
 def check_memory() -> None:
     """Raises ValueError where a written argument overlaps itself or shares an element with another argument.
 
-    Called by `prepare`, after all other checks; by operators that are made of others, before the first of these. While a
-    compiler traces there are no addresses: only overlaps of a tensor with itself are found.
+    Called by `prepare`, after all other checks; by operators that are made of others, before the first of these. A compiler
+    knows of views of one tensor, where it keeps no size or offset of them symbolic.
     """
     call = _current.get()
-    tensors = {
-        name: found
-        for name in call.operator.tensors
-        if call.given[name] is not None and (found := _modes.real(call.given[name])) is not None
-    }
-    for name, tensor in call.operator.written(call.given).items():
-        if overlaps_itself(tensor):
-            bad_value(name, "elements that do not overlap each other", f"shape {list(tensor.shape)}, strides {tensor.stride()}")
-        written = tensors.get(name)
-        if written is None:
-            continue
-        for other, tensor in tensors.items():
-            if other == name or tensor.device != written.device:
+    given = {name: call.given[name] for name in call.operator.tensors if call.given[name] is not None}
+    places = {name: place for name, tensor in given.items() if (place := _modes.place(tensor)) is not None}
+    for name, written in call.operator.written(call.given).items():
+        if overlaps_itself(written):
+            shape = f"shape {list(written.shape)}, strides {written.stride()}"
+            bad_value(name, "elements that do not overlap each other", shape)
+        for other, tensor in given.items():
+            if other == name or tensor.device != written.device or name not in places or other not in places:
                 continue
-            if call.operator.in_place.get(name) == other and _is_same(written, tensor) and call.arguments[other] is tensor:
+            (memory, address), (other_memory, other_address) = places[name], places[other]
+            if memory != other_memory:
                 continue
-            if shares_element(written, tensor, written.data_ptr(), tensor.data_ptr()):
+            is_whole = address == other_address and _is_same(written, tensor)
+            if is_whole and call.operator.in_place.get(name) == other and call.arguments[other] is tensor:
+                continue
+            if shares_element(written, tensor, address, other_address):
                 bad_value(name, "memory of its own", f"elements that it shares with {other}")
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are one: the same elements in the same order. The stride of a dimension of one says nothing."""
-    if first.data_ptr() != second.data_ptr() or first.shape != second.shape or first.dtype != second.dtype:
+    """Whether two tensors of one address are one: the same elements in the same order. The stride of a dimension of one says
+    nothing."""
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
     strides = zip(first.shape, first.stride(), second.stride(), strict=True)
     return all(size == 1 or one == other for size, one, other in strides)

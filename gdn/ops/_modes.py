@@ -84,6 +84,20 @@ def address(tensor: Tensor) -> int:
     return 0 if found is None else found.data_ptr()
 
 
+def place(tensor: Tensor) -> tuple[int, int] | None:
+    """A number of the memory that the tensor lies in, and the tensor's address there; None where a compiler does not know it.
+
+    While tracing, views of one tensor share its memory, and all else has memory of its own.
+    """
+    found = real(tensor)
+    if found is not None:
+        return 0, found.data_ptr()
+    offset = tensor.storage_offset()
+    if not all(isinstance(number, int) for number in (offset, *tensor.shape, *tensor.stride())):
+        return None
+    return tensor.untyped_storage()._cdata, offset * tensor.element_size()
+
+
 def is_empty(*sizes: int) -> bool:
     """Whether one of the sizes is known to be 0. A size that a compiler keeps symbolic is not."""
     return any(isinstance(size, int) and size == 0 for size in sizes)

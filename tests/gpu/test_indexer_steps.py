@@ -585,6 +585,7 @@ def test_a_graph_replays_with_changed_contents(device: torch.device, monkeypatch
 
 def test_repeated_calls_are_remembered(device: torch.device) -> None:
     """A call like an earlier one takes the short way, with other tensors, and gives the same."""
+
     def prepare(*_: Any, **__: Any) -> Any:
         raise AssertionError("a repeated call took the long way")
 

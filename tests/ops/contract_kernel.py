@@ -20,7 +20,6 @@ class ContractKernel:
     def __init__(self) -> None:
         self.problem: Any = None
         self.tensors: dict[str, Any] = {}
-        self.handed: dict[str, Any] = {}  # by the chunk operator, with their batch dimension
         self.launches = 0
 
     def prepare(self, problem: Problem, device: torch.device, backend: str | None) -> Prepared:
@@ -47,10 +46,8 @@ class ContractKernel:
             assert has_initial_state.dtype == torch.bool and has_initial_state.is_contiguous()
         if checkpoint_offsets is not None:
             assert checkpoint_offsets.dtype == torch.int32 and checkpoint_slots.dtype == state_indices.dtype
-        self.handed = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}
-        assert all(x is None or x.shape[0] == 1 for x in self.handed.values())
-        self._common(*(None if x is None else x[0] for x in (q, k, v, g, beta)), A_log, dt_bias, initial_state, state_indices,
-                     final_state, final_state_indices, cu_seqlens, out[0], scale, null_slot)  # fmt: skip
+        self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
+                     cu_seqlens, out, scale, null_slot)  # fmt: skip
         count = problem.num_sequences
         o, state = reference.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, problem.has_final_state, problem.use_qk_l2norm, cu_seqlens,
@@ -79,7 +76,7 @@ class ContractKernel:
         self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
                      cu_seqlens, out, scale, null_slot)  # fmt: skip
         o, state = reference.fused_recurrent_gated_delta_rule(
-            q[None], k[None], v[None], None if g is None else g[None], None if beta is None else beta[None], scale,
+            q, k, v, g, beta, scale,
             initial_state, None, cu_seqlens, state_indices, num_accepted_tokens, problem.use_qk_l2norm,
             state_v_first=problem.state_v_first, use_gate_in_kernel=problem.use_gate, A_log=A_log, dt_bias=dt_bias,
             use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, output_final_state=problem.has_final_state,
@@ -94,20 +91,22 @@ class ContractKernel:
     ) -> None:  # fmt: skip
         p = self.problem
         self.launches += 1
-        self.tensors = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "initial_state": initial_state, "out": out}
-        length, heads = q.shape[0], p.num_state_heads
+        self.tensors = {
+            "q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens, "initial_state": initial_state, "out": out,
+        }  # fmt: skip
+        length, heads = q.shape[1], p.num_state_heads
         assert length == p.num_tokens > 0 and cu_seqlens.shape == (p.num_sequences + 1,) and p.num_sequences > 0
-        assert q.shape == (length, p.num_q_heads, p.head_k_dim) and k.shape == (length, p.num_k_heads, p.head_k_dim)
-        assert v.shape == (length, p.num_v_heads, p.head_v_dim) and out.shape == (length, heads, p.head_v_dim)
+        assert q.shape == (1, length, p.num_q_heads, p.head_k_dim) and k.shape == (1, length, p.num_k_heads, p.head_k_dim)
+        assert v.shape == (1, length, p.num_v_heads, p.head_v_dim) and out.shape == (1, length, heads, p.head_v_dim)
         for x in (q, k, v, out):
             assert str(x.dtype) == f"torch.{p.dtype}" and x.stride(-1) == 1
             assert x.data_ptr() % 16 == 0
             access = 16 if x.shape[-1] * x.element_size() % 16 == 0 else 8
-            assert all(x.stride(i) * x.element_size() % access == 0 for i in (0, 1) if x.shape[i] > 1)
+            assert all(x.stride(i) * x.element_size() % access == 0 for i in (1, 2) if x.shape[i] > 1)
         for x, dtype in ((g, p.gate_dtype), (beta, p.beta_dtype)):
             assert (x is None) == (dtype is None)
             if x is not None:
-                assert x.shape == (length, heads) and str(x.dtype) == f"torch.{dtype}"
+                assert x.shape == (1, length, heads) and str(x.dtype) == f"torch.{dtype}"
         for x in (A_log, dt_bias):
             assert (x is not None) == p.use_gate
             if x is not None:
@@ -129,6 +128,6 @@ class ContractKernel:
         assert isinstance(scale, float) and isinstance(null_slot, int)
 
     def _finish(self, o: Any, state: Any, out: Any, final_state: Any) -> None:
-        out.copy_(o[0])
+        out.copy_(o)
         if final_state is not None and final_state is not state:
             final_state.copy_(state)

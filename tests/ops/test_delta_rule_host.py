@@ -44,7 +44,7 @@ def test_chunk(kernel: ContractKernel, fields: dict[str, Any]) -> None:
     assert kernel.launches == 1
     assert kernel.problem.static_fields() == problem.static_fields()
     # Strided views are taken as they are: no copy, nor another view, which the host would pay for in every call.
-    assert all(kernel.handed[name] is arguments[name] for name in ("q", "k", "v", "g", "beta") if name in arguments)
+    assert all(kernel.tensors[name] is arguments[name] for name in ("q", "k", "v", "g", "beta") if name in arguments)
     found = token_error(o, expected.o, expected.offsets)
     assert found.within(HALF), found
     if problem.pooled:

@@ -19,9 +19,6 @@ NOT_HELD = {
     "a numpy array",  # a tensor to torch.compile
     "sparse COO", "sparse CSR",  # torch.compile refuses them
     "on the meta device", "10**400",  # no number of torch's schemas
-    # No addresses while tracing, and compiled programs are functional: an overlapping `out` is written as a copy.
-    "overlaps another argument", "one row further than x", "is another argument", "x in the other memory order",
-    "in place on an x whose last dim is not contiguous",
 }  # fmt: skip
 PER_OPERATOR = 8
 
