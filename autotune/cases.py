@@ -102,7 +102,7 @@ class _DeltaCase:
         if not compare.same_bits(after[untouched], before[untouched]):
             raise WrongResult("a slot that belongs to no sequence was changed")
         assert expected.state is not None
-        output = compare.token_error(out, expected.o[0], expected.offsets)
+        output = compare.token_error(out, expected.o, expected.offsets)
         state = compare.error(after[written], expected.state[written], groups=2)
         op, problem = self._problem.op, self._problem
         for what, found, limit in (

@@ -161,14 +161,13 @@ def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace
 
 
 def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As chunk_tensors, for a recurrent kernel, which knows no batch dimension."""
+    """As chunk_tensors, for a recurrent kernel."""
     get = arguments.get
     final_state, out = _targets(problem, arguments)
-    tokens = [None if x is None else x[0] for x in map(get, _PER_TOKEN)]
     return (
-        *tokens, get("A_log"), get("dt_bias"), get("initial_state"), get("ssm_state_indices"), get("num_accepted_tokens"),
-        final_state, get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"), get("rounding_seed"), out[0],
-        problem.head_k_dim**-0.5, get("null_slot", -1),
+        *map(get, _PER_TOKEN), get("A_log"), get("dt_bias"), get("initial_state"), get("ssm_state_indices"),
+        get("num_accepted_tokens"), final_state, get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"),
+        get("rounding_seed"), out, problem.head_k_dim**-0.5, get("null_slot", -1),
     )  # fmt: skip
 
 

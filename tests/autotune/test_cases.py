@@ -103,9 +103,9 @@ def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
 def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
     (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, _, _, out, scale, null_slot) = tensors
     reference.fused_recurrent_gated_delta_rule(
-        q[None], k[None], v[None], g[None], beta[None], scale, state, True, cu_seqlens, slots, accepted, True,
+        q, k, v, g, beta, scale, state, True, cu_seqlens, slots, accepted, True,
         state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
-        null_slot=null_slot, out=out[None],
+        null_slot=null_slot, out=out,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ _OUT = {
 
 def _out_of(op: str, tensors: tuple[Any, ...]) -> torch.Tensor:
     out: torch.Tensor = tensors[_OUT[op]]
-    return out[0] if op == "chunk" else out  # which has a batch dimension
+    return out[0] if op in ("chunk", "recurrent") else out  # which have a batch dimension
 
 
 def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = lambda tensors: None) -> Prepared:

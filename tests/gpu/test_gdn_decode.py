@@ -464,7 +464,7 @@ def test_unaligned_rows(device: torch.device) -> None:
     ("changes", "pattern"),
     [
         ({"head_k_dim": 127}, r"^mixed_qkv: expected shape"),
-        ({"state_v_first": 1, "ssm_state": None}, r"^ssm_state: expected the state pool"),
+        ({"state_v_first": True, "ssm_state": None}, r"^ssm_state: expected a torch.Tensor, got NoneType"),
         ({"num_accepted_tokens": torch.ones(8, dtype=torch.int32)}, r"^num_accepted_tokens: expected .* on cuda"),
         ({"rounding_seed": torch.ones(1, dtype=torch.int64)}, r"^rounding_seed: expected .* on cuda"),
         ({"norm_weight": torch.ones(128)}, r"^norm_weight: expected .* on cuda"),

@@ -88,7 +88,13 @@ def test_accepted_beyond_a_warp_of_columns(device: torch.device, monkeypatch: py
     """The lanes of a warp hold the first columns of the index row, the others are loaded when the count is known."""
     force(monkeypatch, 0)
     arguments = arguments_of(DRAFTS, device, num_columns=40, null_sequences=[])
-    arguments["num_accepted_tokens"].copy_(torch.tensor([33, 41, 40, 32, 0, 2]))
+    counts = [33, 41, 40, 32, 0, 2]
+    arguments["num_accepted_tokens"].copy_(torch.tensor(counts))
+    source = torch.Generator(device).manual_seed(3)
+    for slots, count in zip(arguments["ssm_state_indices"].tolist(), counts, strict=True):
+        if 1 <= count <= len(slots):  # that slot is read; the others hold NaN
+            state = arguments["initial_state"][slots[count - 1]]
+            state.copy_(torch.randn(state.shape, generator=source, device=device))
     check(arguments, monkeypatch)
 
 
