@@ -300,9 +300,9 @@ def _choice_k_first(problem: RecurrentProblem, device: DeviceSpec, ahead: bool, 
     feasible = [config for config in fitting if config.resident >= resident] or fitting
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device, _NEARLY_TWO)]
     chosen = enough[0] if enough else min(feasible, key=lambda config: config.block_v)
-    if ahead and not is_single(problem) and chosen.block_v < min(_COLUMNS_OF_WARP, v):
-        # So few columns wait for the arithmetic of token after token, not for memory: twice the threads, each with half of it.
-        finer = _most_resident(problem, 2 * chosen.threads, 2 * lanes, rows, device)
+    if not (ahead and is_single(problem)) and chosen.block_v < min(_COLUMNS_OF_WARP, v):
+        # So few columns wait for latency, not for memory: each thread has half of the state and of the arithmetic.
+        finer = _most_resident(problem, 64, 2 * lanes, rows, device, ahead)
         if finer is not None and _adds_few(k, v, finer):
             return finer
     return chosen

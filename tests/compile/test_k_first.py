@@ -163,6 +163,8 @@ def test_shared_by_whole_warps(v: int, threads: int) -> None:
         (replace(SINGLE, **BF16), 8, Config(128, 8, 4, 512, ahead=False)),
         (replace(SINGLE, **BF16), 32, Config(256, 16, 8, 512, ahead=False)),
         (replace(SINGLE, **BF16), 512, Config(256, 16, 8, 512, ahead=False)),
+        (SINGLE, 1, Config(64, 16, 4, 512, ahead=False)),
+        (replace(SINGLE, **QUARTER), 8, Config(64, 16, 4, 512, ahead=False)),
     ],
 )
 def test_measured_tiles(problem: RecurrentProblem, batch: int, config: Config) -> None:
@@ -178,7 +180,7 @@ def test_measured_tiles(problem: RecurrentProblem, batch: int, config: Config) -
         (replace(DRAFTS, **BF16), 8, Config(256, 16, 8, 512, ahead=False)),
         (replace(DRAFTS, **BF16), 512, Config(256, 16, 8, 512, ahead=False)),
         (replace(DRAFTS, **BF16, **QUARTER), 32, Config(256, 16, 8, 512, ahead=False)),
-        (replace(DRAFTS, **BF16, **QUARTER), 8, Config(128, 16, 4, 512)),
+        (replace(DRAFTS, **BF16, **QUARTER), 8, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **BF16), 1, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **QUARTER), 1, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **BF16, write_every_token=False, has_accepted=False), 512, Config(128, 8, 4, 384)),
