@@ -95,7 +95,7 @@ def place(tensor: Tensor) -> tuple[int, int] | None:
     offset = tensor.storage_offset()
     if not all(isinstance(number, int) for number in (offset, *tensor.shape, *tensor.stride())):
         return None
-    return tensor.untyped_storage()._cdata, offset * tensor.element_size()
+    return tensor.untyped_storage()._cdata, int(offset) * tensor.element_size()
 
 
 def is_empty(*sizes: int) -> bool:
