@@ -79,7 +79,7 @@ def test_one_module_reads_the_environment() -> None:
             if name in ("environ", "getenv", "environb"):
                 readers.add(str(path.relative_to(ROOT)))
     # kernels_cute sets the DSL's target, which the DSL takes from its environment alone.
-    assert readers - {"kernels_cute/_build.py", "kernels_cute/__init__.py"} == {"gdn/runtime/env.py"}
+    assert readers - {"kernels_cute/common/build.py", "kernels_cute/__init__.py"} == {"gdn/runtime/env.py"}
 
 
 def test_no_star_imports_no_future_annotations_in_kernels_no_print_no_huge_files() -> None:

@@ -35,6 +35,7 @@ class Operator:
 
 
 def _modules(name: str, *backends: str) -> dict[str, str]:
+    """name: of the module within each backend's package."""
     packages = {"tilelang": "kernels_tl", "cute": "kernels_cute"}
     return {backend: f"{packages[backend]}.{name}" for backend in backends}
 
@@ -48,22 +49,27 @@ _OPERATORS = (
     Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
     Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "cute", "tilelang"), (_BLADNN,)),
     Operator("gdn_decode", ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
-    Operator("gating", ("fused_gdn_gating",), _modules("gating", "cute")),
-    Operator("split", ("fused_qkvzba_split_reshape_cat",), _modules("split", "cute")),
-    Operator("conv1d", ("causal_conv1d_fn",), _modules("conv1d", "cute")),
-    Operator("conv1d_update", ("causal_conv1d_update",), _modules("conv1d_update", "cute")),
-    Operator("rms_norm_gated", ("rms_norm_gated",), _modules("rms_norm_gated", "cute")),
-    Operator("quantize_fp8", ("quantize_fp8",), _modules("quantize_fp8", "cute")),
-    Operator("write_indexer_cache", ("write_indexer_cache",), _modules("write_indexer_cache", "cute")),
-    Operator("prepare_indexer", ("prepare_indexer",), _modules("prepare_indexer", "cute")),
-    Operator("compress_indexer_keys", ("compress_indexer_keys",), _modules("compress_indexer_keys", "cute")),
-    Operator("gather_indexer_cache", ("gather_indexer_cache",), _modules("gather_indexer_cache", "cute")),
-    Operator("expand_topk_groups", ("expand_topk_groups",), _modules("expand_topk_groups", "cute")),
-    Operator("mqa_logits", ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits", "cute", "tilelang"), (_PREFILL_INDEXER,)),
+    Operator("gating", ("fused_gdn_gating",), _modules("gdn_steps.gating", "cute")),
+    Operator("split", ("fused_qkvzba_split_reshape_cat",), _modules("gdn_steps.split", "cute")),
+    Operator("conv1d", ("causal_conv1d_fn",), _modules("conv1d.prefill", "cute")),
+    Operator("conv1d_update", ("causal_conv1d_update",), _modules("conv1d.update", "cute")),
+    Operator("rms_norm_gated", ("rms_norm_gated",), _modules("gdn_steps.rms_norm_gated", "cute")),
+    Operator("quantize_fp8", ("quantize_fp8",), _modules("indexer.quantize_fp8", "cute")),
+    Operator("write_indexer_cache", ("write_indexer_cache",), _modules("indexer.write_indexer_cache", "cute")),
+    Operator("prepare_indexer", ("prepare_indexer",), _modules("indexer.prepare_indexer", "cute")),
+    Operator("compress_indexer_keys", ("compress_indexer_keys",), _modules("indexer.compress_indexer_keys", "cute")),
+    Operator("gather_indexer_cache", ("gather_indexer_cache",), _modules("indexer.gather_indexer_cache", "cute")),
+    Operator("expand_topk_groups", ("expand_topk_groups",), _modules("indexer.expand_topk_groups", "cute")),
+    Operator(
+        "mqa_logits",
+        ("mqa_logits", "fp8_mqa_logits"),
+        _modules("mqa_logits.ragged", "cute", "tilelang"),
+        (_PREFILL_INDEXER,),
+    ),
     Operator(
         "paged_mqa_logits",
         ("paged_mqa_logits", "fp8_paged_mqa_logits"),
-        _modules("paged_mqa_logits", "cute", "tilelang"),
+        _modules("mqa_logits.paged", "cute", "tilelang"),
         (_DECODE_INDEXER,),
     ),
     Operator("topk", ("topk_indices",), _modules("topk", "cute")),

@@ -1,8 +1,8 @@
 """The hash of a kernel's sources: equal where comments, docstrings or formatting alone differ.
 
-It covers the kernel module, every module of its package that it imports (inside functions too) or that its `RUNS` names, and what
-these take from the leaves: the problem class with its bases, not the problems of other operators. An edit elsewhere changes no
-hash, so tuned tables stay current and compiled kernels stay in the cache.
+It covers the kernel module, every module of its DSL's package that it imports (inside functions too), and what these take from
+the leaves: the problem class with its bases, not the problems of other operators. An edit elsewhere changes no hash, so tuned
+tables stay current and compiled kernels stay in the cache.
 
 Sources are parsed, nothing is imported. The largest kernel takes 0.2 s, once a process.
 """
@@ -56,8 +56,7 @@ def _module(name: str, path: Path) -> _Module:
     tree = ast.parse(path.read_bytes())
     parts = name.split(".")
     package = parts if path.name == "__init__.py" else parts[:-1]
-    imports = [*_imports(tree, package), *(".".join([*package, Path(run).stem]) for run in _runs(tree))]
-    return _Module(_normal(tree.body), tuple(imports), tuple(_taken(tree)))
+    return _Module(_normal(tree.body), tuple(_imports(tree, package)), tuple(_taken(tree)))
 
 
 def _place(path: Path) -> tuple[str, Path]:
@@ -106,14 +105,6 @@ def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def _runs(tree: ast.Module) -> tuple[str, ...]:
-    """The kernel modules of the same folder that this one says it runs."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == ["RUNS"]:
-            return tuple(ast.literal_eval(node.value))
-    return ()
 
 
 # --- leaves ----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _recording(module_name: str, sizes: list[int]) -> Iterator[None]:
         read = tilelang_shared_bytes
     else:
         # The package's own build module sets the DSL's target before its first import.
-        importlib.import_module("kernels_cute._build")
+        importlib.import_module("kernels_cute.common.build")
         from cutlass import cute as dsl
 
         read = cute_shared_bytes

@@ -26,7 +26,7 @@ TIMEOUT_S = 600  # one variant, beside tests that run at the same time
 _NICENESS = 5  # of workers: tests that measure or wait for something go first
 # Seconds of a variant of the modules that take longest: they go first, so that all workers end at about the same time.
 _SECONDS = {
-    "kernels_tl.chunk": 18, "kernels_tl.paged_mqa_logits": 7, "kernels_tl.mqa_logits": 6, "kernels_tl.recurrent": 2,
+    "kernels_tl.chunk": 18, "kernels_tl.mqa_logits.paged": 7, "kernels_tl.mqa_logits.ragged": 6, "kernels_tl.recurrent": 2,
     "kernels_cute.chunk": 5, "kernels_cute.topk": 3,
 }  # fmt: skip
 

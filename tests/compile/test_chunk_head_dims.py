@@ -18,9 +18,8 @@ from gdn.runtime import Choice, Prepared, explain_problem
 from gdn.testing.compare import error, same_bits, token_error
 from gdn.testing.inputs import chunk_inputs, chunk_problem
 from gdn.testing.oracle import oracle_of
-from kernels_cute import _chunk_padding as padding
-from kernels_cute import _chunk_stand_in as stand_in
 from kernels_cute import chunk
+from kernels_cute.chunk.head_dims import padding, stand_in
 from tests.compile import checks
 from tests.ops.contract_kernel import WORKSPACE_BYTES, ContractKernel
 

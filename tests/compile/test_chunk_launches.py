@@ -44,7 +44,7 @@ def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.M
     def script(function: Any, **options: Any) -> bytes:
         return b""
 
-    monkeypatch.setattr(chunk._build, "library", script)
+    monkeypatch.setattr(chunk.build, "library", script)
     config = dataclasses.replace(chunk.default_config(_problem(4, 8, 8192), H100), fused=True)
     two = {"chunk_prepare", "chunk_chain"}
     assert set(chunk.compile(_problem(4, 8, 8192), dataclasses.replace(config, segment=0))) == {"chunk_fused"}

@@ -14,8 +14,8 @@ from gdn.testing.inputs import chunk_problem
 from tests.compile import checks, variants
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
-plan = pytest.importorskip("kernels_cute._chunk_plan", reason="needs the CuTe DSL")
-shape = pytest.importorskip("kernels_cute._chunk_wide_shape", reason="needs the CuTe DSL")
+plan = pytest.importorskip("kernels_cute.chunk.plan", reason="needs the CuTe DSL")
+shape = pytest.importorskip("kernels_cute.chunk.four_sm.shape", reason="needs the CuTe DSL")
 
 
 def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 128) -> ChunkProblem:

@@ -11,8 +11,8 @@ from gdn.device import H100
 from gdn.problems import GdnDecodeProblem, RecurrentProblem
 from gdn.recurrent_tiles import Config, Tiles
 from kernels_cute import gdn_decode
-from kernels_cute._state_sums import StateSums
-from kernels_cute._state_tile import StateTile
+from kernels_cute.common.state_sums import StateSums
+from kernels_cute.common.state_tile import StateTile
 from tests.compile import checks, session
 from tests.compile.test_decode_config import DRAFTS as DECODE_DRAFTS
 from tests.compile.test_decode_config import MAIN as DECODE

@@ -8,8 +8,8 @@ import pytest
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 
-mqa_logits = pytest.importorskip("kernels_cute.mqa_logits", reason="needs the CuTe DSL")
-paged_mqa_logits = pytest.importorskip("kernels_cute.paged_mqa_logits", reason="needs the CuTe DSL")
+mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.ragged", reason="needs the CuTe DSL")
+paged_mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.paged", reason="needs the CuTe DSL")
 
 BF16 = {"dtype": "bfloat16", "has_k_scale": False, "weights_dtype": "bfloat16"}
 BARE = {"has_k_scale": False, "weights_dtype": None}
@@ -122,7 +122,7 @@ def test_keys_in_flight_cover_the_latency(device: DeviceSpec, head_dim: int, num
     ],
 )
 def test_tilelang_paged_defaults_are_what_was_measured(problem: PagedMqaLogitsProblem, stages: int) -> None:
-    tilelang = pytest.importorskip("kernels_tl.paged_mqa_logits", reason="needs TileLang")
+    tilelang = pytest.importorskip("kernels_tl.mqa_logits.paged", reason="needs TileLang")
     assert tilelang.default_config(problem, H100).stages == stages
 
 

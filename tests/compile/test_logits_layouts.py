@@ -14,11 +14,11 @@ STAGES = 2
 
 def _traced(check: Any) -> None:
     """Layouts exist only while a function is traced."""
-    importlib.import_module("kernels_cute._build")  # sets the DSL's target before its first import
+    importlib.import_module("kernels_cute.common.build")  # sets the DSL's target before its first import
     import cutlass
     import cutlass.cute as cute
 
-    layouts = importlib.import_module("kernels_cute._logits_layouts")
+    layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")
     done = []
 
     @cute.jit
@@ -59,8 +59,8 @@ def test_queries(heads: int, dim: int, fp8: bool, lanes: int, groups: int) -> No
 def test_every_head_has_one_slot(lanes: int) -> None:
     """Of all head counts: boxes stay within a row (a single head's reaches beyond an extent instead), slots hold what the sum
     takes them for."""
-    importlib.import_module("kernels_cute._build")
-    layouts = importlib.import_module("kernels_cute._logits_layouts")
+    importlib.import_module("kernels_cute.common.build")
+    layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")
     for heads in range(1, 65):
         for kv_heads in (count for count in range(1, heads + 1) if heads % count == 0):
             order = layouts.HeadOrder(heads, kv_heads, lanes)

@@ -9,7 +9,7 @@ from gdn.device import H100
 from gdn.problems import MqaLogitsProblem
 from tests.compile import checks
 
-mqa_logits = pytest.importorskip("kernels_cute.mqa_logits", reason="needs the CuTe DSL")
+mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.ragged", reason="needs the CuTe DSL")
 
 
 def problem_of(num_heads: int, num_kv_heads: int = 1, dtype: str = "float8_e4m3fn", packed: bool = False) -> MqaLogitsProblem:
@@ -34,11 +34,11 @@ def _changed() -> list[tuple[MqaLogitsProblem, Any]]:
     return [(problem, replace(mqa_logits.default_config(problem, H100), **fields)) for problem, fields in CHANGED]
 
 
-@checks.compiles(lambda: checks.tasks_of("kernels_cute.mqa_logits", _changed()))
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.mqa_logits.ragged", _changed()))
 def test_changed_configurations_compile_without_spills() -> None:
     cases = _changed()
     assert all(mqa_logits.fits(problem, config, H100) for problem, config in cases)
-    assert checks.failures("kernels_cute.mqa_logits", "cute", cases, H100) == []
+    assert checks.failures("kernels_cute.mqa_logits.ragged", "cute", cases, H100) == []
 
 
 @pytest.mark.parametrize(

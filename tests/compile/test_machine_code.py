@@ -26,7 +26,7 @@ def _build(package: str, compile_: Callable[[], bytes]) -> tuple[machine_code.Ma
 
 
 def test_tilelang_kernel() -> None:
-    from kernels_tl import _build as build
+    from kernels_tl.common import build
     from tests.compile import tiny_tl
 
     kernel, dynamic = _build("kernels_tl", lambda: build.library(tiny_tl.matmul()))
@@ -40,7 +40,7 @@ def test_tilelang_kernel() -> None:
 
 
 def test_spills_are_seen() -> None:
-    from kernels_tl import _build as build
+    from kernels_tl.common import build
     from tests.compile import tiny_tl
 
     # 256 rows of accumulators on 128 threads are 256 registers a thread, more than there are.

@@ -16,7 +16,7 @@ from tests.compile import checks, conftest, inspection, session
 from tests.compile.session import Session, Task, key_of
 
 PROBLEM = ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=64, k=512)
-EXPAND = "kernels_cute.expand_topk_groups"
+EXPAND = "kernels_cute.indexer.expand_topk_groups"
 
 
 def task_of(ratio: int) -> Task:
@@ -55,11 +55,12 @@ def test_the_same_kernel_has_one_key() -> None:
 
 
 def test_the_longest_go_first_and_a_pool_has_one_dsl() -> None:
-    names = ("kernels_cute.gating", "kernels_tl.recurrent", "kernels_cute.chunk", "kernels_tl.chunk", "kernels_cute.topk")
+    gating = "kernels_cute.gdn_steps.gating"
+    names = (gating, "kernels_tl.recurrent", "kernels_cute.chunk", "kernels_tl.chunk", "kernels_cute.topk")
     pools = session.in_order([(name, PROBLEM, None) for name in names])
     assert [[task[0] for task in pool] for pool in pools] == [
         ["kernels_tl.chunk", "kernels_tl.recurrent"],
-        ["kernels_cute.chunk", "kernels_cute.topk", "kernels_cute.gating"],
+        ["kernels_cute.chunk", "kernels_cute.topk", gating],
     ]
 
 

@@ -181,7 +181,7 @@ def test_how_far_an_entry_reaches(
     """By a table of its own, which holds the default: the shipped ones change with every measurement."""
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "none")
     switch(GDN_TUNED_DIR=str(tmp_path))
-    kernel = tuning.Kernel(op, "cute", f"kernels_cute.{op}")
+    kernel = tuning.Kernel(op, "cute", registry.operator(op).modules["cute"])
     problem = replace(shapes(op, shape, tuned=True)[0].problem, **tuned_at)  # type: ignore[type-var]
     entry = tuned.Entry(
         sizes=tuned_at,

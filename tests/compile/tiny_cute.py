@@ -1,6 +1,6 @@
 """A small CuTe DSL kernel whose machine code is known by looking at it."""
 
-from kernels_cute import _build
+from kernels_cute.common import build
 
 # isort: split
 import cutlass
@@ -32,4 +32,4 @@ def reverse() -> bytes:
     n = cute.sym_int()
     x = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (n,))
     y = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (n,))
-    return _build.library("tiny_reverse", _reverse, x, y)
+    return build.library("tiny_reverse", _reverse, x, y)

@@ -14,10 +14,10 @@ KERNEL = '''
 """Adds."""
 from package import _shared
 from package._build import library  # helper
-RUNS = ("other.py",)
 
 def compile(problem, config):
     """Compiles."""
+    from package import other
     from package._late import tail
     from gdn.problems import AddProblem
     return library(_shared.WIDTH, tail, "text")
@@ -76,7 +76,7 @@ def hash_of(folder: Path) -> str:
         ("package/_build.py", "return a", "return list(a)"),
         ("package/_deep.py", "1", "2"),  # imported by what is imported, by a relative import
         ("package/_late.py", "1", "2"),  # imported inside a function
-        ("package/other.py", "X", "X, Y"),  # named by RUNS
+        ("package/other.py", "X", "X, Y"),  # a kernel that it runs, imported inside a function
         ("package/_of_other.py", "1", "2"),
         ("gdn/problems.py", "width: int", "width: bool"),
         ("gdn/problems.py", "def key(self): return LIMITS", "def key(self): return 0"),  # of the base
@@ -170,7 +170,7 @@ def test_constants_are_told_apart(package: Path, text: str) -> None:
 
 def _files() -> dict[str, Path]:
     modules = {module for operator in registry.OPERATORS.values() for module in operator.modules.values()}
-    return {module: source.ROOT / (module.replace(".", "/") + ".py") for module in sorted(modules)}
+    return {module: path for module in sorted(modules) if (path := source._path(module, source.ROOT)) is not None}
 
 
 def test_an_edit_of_one_family_leaves_the_others_alone() -> None:
@@ -179,10 +179,11 @@ def test_an_edit_of_one_family_leaves_the_others_alone() -> None:
     def closure(module: str) -> set[str]:
         return set(source._closure(module, source.ROOT))
 
-    assert "kernels_cute._chunk_fused" in closure("kernels_cute.chunk")
-    assert not any("_chunk" in name or "_topk" in name for name in closure("kernels_cute.mqa_logits"))
-    assert not any("_logits" in name for name in closure("kernels_cute.chunk"))
+    assert "kernels_cute.chunk.fused" in closure("kernels_cute.chunk")
+    assert not any("chunk" in name or "topk" in name for name in closure("kernels_cute.mqa_logits.ragged"))
+    assert not any("logits" in name for name in closure("kernels_cute.chunk"))
     assert "kernels_cute.recurrent" in closure("kernels_cute.chunk")  # it runs that kernel for other head dims
+    assert len(_files()) == sum(len(operator.modules) for operator in registry.OPERATORS.values())
     for module in _files():
         assert {name.split(".")[0] for name in closure(module)} == {module.split(".")[0]}
 

@@ -26,7 +26,7 @@ def _found(subject: str) -> list[Finding]:
 
 def test_stale_entries_are_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("GDN_TUNED_DIR", str(tmp_path))
-    current = source.source_hash(str(source.ROOT / "kernels_tl" / "chunk.py"))
+    current = source.source_hash(str(source.ROOT / "kernels_tl" / "chunk" / "__init__.py"))
     _write(tmp_path, current, "of another day")
     (finding,) = _found("GDN_TUNED_DIR")
     assert finding.level == "warn"

@@ -1,0 +1,125 @@
+"""The wide chunk kernel: four SMs for a sequence and state head of D = 128, where the fused kernel would leave SMs idle.
+
+With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms, P as in `_chunk_fused` and M so
+too, but with its diagonal of ones,
+
+    Z    = (exp(c_last - c) f beta M)^T K     16-bit, of the scaled M in `parts` 16-bit summands; P M is 16-bit, too
+    U^T  = S^T K^T      O^T = S^T Q^T         S^T rounded to 16 bits, from registers
+    W^T  = V^T - exp(c) f U^T
+    S^T  = exp(c_last) S^T + W^T Z
+    O^T  = exp(c) fq scale O^T + W^T (P M)^T
+
+so that the chain from state to state is two products, U and W Z. Z, P M and the vectors do not depend on the state: two makers
+make them, two chains carry the state of 64 V columns each. Makers hand over in one of two ways:
+
+    clusters of four    `_chunk_wide_cluster`: copies between shared memories. A device has less room for those than for blocks:
+                        30 on an H100 of 132 SMs, where not all GPCs have a multiple of four
+    clusters of two     `_chunk_wide_ring`: through a ring in the workspace, that is through the L2 cache, for the sequences and
+                        heads that find no such room, in a launch of its own on the SMs that are left
+
+The second launch begins as soon as all blocks of the first have (they say so at once, programmatic dependent launch): not
+before, or its pairs might take the places of fours. It needs nothing of the first; that the counts of its ring are zero it knows
+from the first, which waits for that launch. Its last blocks wait for the end of the first launch, so that whatever follows in
+the stream sees both. Results are the same bits either way.
+
+Chain block: warpgroup 0 is the state role; of warpgroup 4 warp 0 loads K and Q, 1 loads V and stores O, 2 loads the tiles.
+Maker block: two sets of an inverse (M) and a score warpgroup (P, then Z and P M) and a copying warpgroup: a warp loads K and Q,
+one makes the gates, one for each set hands over. Chunk j is made by set j // 2 % 2 of maker j % 2.
+
+    chain block's       arrivals                                      waits
+    k_full[stage]       1: the copying lane, with K                   state; the other chain's copying warp
+    k_empty[stage]      8: a lane of a state warp of either chain     the copying warp of the chain that loads K and Q
+    q_full, q_empty     the same for Q
+    v_full[stage]       1: the value warp, with V                     state
+    stored[stage]       4: a lane of a state warp, O where V was      the value warp, which stores O, then loads V
+    ready[slot]         1: the tile warp, with Z, P M and vectors;    state; the other chain's tile warp
+                        in a cluster of four: the handing lane
+    free[slot]          8: a lane of a state warp of either chain     the tile warp of the chain that loads tiles
+    maker block's
+    k_full[set, stage]  1: the copying lane, with K                   inverse, score
+    k_empty[set, stage] 4: a lane of a score warp, Z done             the copying warp
+    q_full[set]         1: the copying lane, with Q                   score
+    q_empty[set]        4: a lane of a score warp, Q in registers     the copying warp
+    m_full[set]         128: inverse                                  score
+    m_free[set]         4: a lane of a score warp, M in registers     inverse
+    made[set]           128: score                                    the handing warp
+    taken[set]          1: the handing lane, Z and the rest read      score
+                        in a cluster of four: 8, as `free`
+    gates_full[set, h]  32: the gate warp                             inverse, score
+    factors_full[set,h] 128: inverse, key factors written             score
+    gates_free[set, h]  8: a lane of an inverse and a score warp      the gate warp
+    named 1, 2 | 3, 4   128 threads: within inverse, score of a set
+
+One chain loads K for both, one Q (which ones, a form says); with a ring the other one loads the tiles: a block arms its own
+barrier for what the other loads once the last fill of that stage is there. `empty`, `free` and `taken` of another block are
+relaxed arrivals: what they free has been read by then, and is refilled by copies that count bytes, or by stores that wait for
+them. No block of a cluster leaves before all are done.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from kernels_cute.chunk.four_sm.cluster import ClusterForm
+from kernels_cute.chunk.four_sm.l2_ring import CLEAR_THREADS, RingForm
+from kernels_cute.chunk.four_sm.shape import BLOCKS, WORDS_BYTES
+from kernels_cute.chunk.fused import FusedChunk
+from kernels_cute.common.memory import without_batch
+
+
+class WideChunk(FusedChunk):
+    """options: FusedChunk's; `paired` and `registers` are not used. fours, ringed: which forms are compiled."""
+
+    def __init__(self, *, fours: bool, ringed: bool, **options: Any):
+        super().__init__(**options)
+        self.four = ClusterForm(**options) if fours else None
+        self.ring = RingForm(beside=fours, **options) if ringed else None
+
+    @cute.jit
+    def launch(
+        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
+        workspace, scale: Float32, null_slot: Int64, ringed: Int32, cut_above: Int32, stream,
+    ):  # fmt: skip
+        """ringed: sequences and heads whose tiles go through the ring, the last ones."""
+        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
+        first_form = self.four if cutlass.const_expr(self.four is not None) else self.ring
+        q_atom, q_tensor = first_form.copy_in(q, self.dim)
+        k_atom, k_tensor = first_form.copy_in(k, self.dim)
+        v_atom, v_tensor = first_form.copy_in(v, self.columns)
+        out_atom, out_tensor = first_form.copy_out(out)
+        fours = self.heads * (cute.size(bounds, mode=[0]) - 1) - ringed
+        words_bytes = (ringed + 1) * WORDS_BYTES
+        cleared = 16 * CLEAR_THREADS  # by a block
+        if cutlass.const_expr(self.ring is not None):
+            if ringed > 0:
+                self.ring.clear(workspace, words_bytes).launch(
+                    grid=((words_bytes + (cleared - 1)) // cleared, 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
+                )
+        if cutlass.const_expr(self.four is not None):
+            self.four.kernel(
+                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
+                indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, Int32(0),
+                cut_above,
+            ).launch(
+                grid=(BLOCKS * fours, 1, 1),
+                block=(self.four.threads, 1, 1),
+                cluster=(self.four.cluster_blocks, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+            )  # fmt: skip
+        if cutlass.const_expr(self.ring is not None):
+            if ringed > 0:
+                self.ring.kernel(
+                    out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias,
+                    initial, indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot,
+                    fours, cut_above,
+                ).launch(
+                    grid=(BLOCKS * ringed, 1, 1),
+                    block=(self.ring.threads, 1, 1),
+                    cluster=(self.ring.cluster_blocks, 1, 1),
+                    min_blocks_per_mp=1,
+                    use_pdl=self.ring.beside,
+                    stream=stream,
+                )  # fmt: skip

@@ -1,0 +1,178 @@
+"""How the makers of the wide chunk kernel hand tiles to the chains: a ring in the workspace, which stays in the L2 cache.
+
+The workspace, with a group for every (sequence, head), RING slots each:
+    words   256 bytes; the first word counts the pairs of blocks that have begun
+            256 bytes a group: chunks that each of the four sets has made; chunks that the chains have taken; 32 bytes apart
+    slots   Z, P M and the vectors of chunk j of group g in slot g RING + j % RING, byte for byte as in shared memory
+The words are zeroed by a launch of its own, the first of the call. A cluster is a pair of chains or of makers. Pairs take their
+work from a counter as they begin: the makers of the first group, its chains, the makers of the second, ... So what has begun is
+a part of this list without gaps, whatever the order in which blocks are placed on SMs, and of the groups that have begun at most
+the last one waits for blocks that have not.
+
+Tiles are moved by the copy engine (async proxy), words are of the generic proxy; what orders them:
+    maker   wait for its bulk group, whose end includes a fence of the proxies: the tiles are written, seen by this thread;
+            release of the chunks made
+    chain   acquire of the chunks made; a fence of the proxies, or the copies that follow may be ahead of it; copies
+    chain   `free` of a slot: both chains have the tiles in shared memory (they have waited for their bytes) and have read
+            them; release of the chunks taken
+    maker   acquire of the chunks taken; a fence of the proxies, for the copies that follow overwrite what was read
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32, Int64
+
+from kernels_cute.chunk.four_sm.block import WideBlock
+from kernels_cute.chunk.four_sm.shape import (
+    BLOCKS,
+    CHAINS,
+    HANDED_BYTES,
+    KEY_BYTES,
+    MAKERS,
+    RING,
+    ROUND,
+    SLOTS,
+    TAKEN,
+    TAKEN_EVERY,
+    TILE_LOADER,
+    WORD_BYTES,
+    WORDS_BYTES,
+)
+from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.common import ptx
+
+CLEAR_THREADS = 256
+_POLL_NANOSECONDS = 32
+
+
+class _Route(NamedTuple):
+    words: Any  # of the group's
+    slots: Any
+    free: Any  # the barriers of the chain that loads tiles
+
+
+class RingForm(WideBlock):
+    """beside: the launch runs beside another one, which began before it."""
+
+    cluster_blocks, first_maker, taken_arrivals = 2, 0, 1
+    # The other chain loads the tiles.
+    key_loader = query_loader = 1 - TILE_LOADER
+
+    def __init__(self, *, beside: bool, **options: Any):
+        super().__init__(**options)
+        self.beside = beside
+
+    @cute.kernel
+    def clear(self, workspace: cute.Tensor, num_bytes: Int32):
+        """Zeroes the words."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        place = (block * CLEAR_THREADS + thread) * 16
+        if place < num_bytes:
+            zero = Int32(0)
+            ptx.store_global_words(workspace.iterator.toint() + place, [zero] * 4)
+
+    @cute.jit
+    def place(self, chain, workspace, warp):
+        """By the ticket of the pair."""
+        block, _, _ = cute.arch.block_idx()
+        rank = block % 2
+        ticket_place = chain.ticket.data_ptr().toint()
+        if warp == 0:
+            if rank == 0:
+                with cute.arch.elect_one():
+                    ptx.store_word(ticket_place, ptx.count_up(workspace.iterator.toint()))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_place, Int32(0))))
+        if cutlass.const_expr(self.beside):
+            if warp == 0:
+                # For the end, where it would have cost a register all the way.
+                ptx.store_word(ticket_place + 4, ticket)
+        return ticket // 2, ticket % 2, rank
+
+    @cute.jit
+    def route(self, chain, maker, workspace, group):
+        blocks, _, _ = cute.arch.grid_dim()
+        words = workspace.iterator.toint() + Int64(group + 1) * WORDS_BYTES
+        slots = workspace.iterator.toint() + Int64(blocks // BLOCKS + 1) * WORDS_BYTES + Int64(group) * (RING * HANDED_BYTES)
+        return _Route(words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(TILE_LOADER)))
+
+    @cute.jit
+    def leave(self, chain):
+        """What follows in the stream waits for this launch alone, which therefore waits for the other one. The last group's
+        blocks do: the others' SMs are free for what has not begun."""
+        if cutlass.const_expr(self.beside):
+            blocks, _, _ = cute.arch.grid_dim()
+            if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // BLOCKS - 1:
+                cute.arch.griddepcontrol_wait()
+
+    def free_slot(self, route: Any, slot: Any) -> None:
+        ptx.arrive_in_cluster(route.free + slot * 8)
+
+    @cute.jit
+    def wait_for_count(self, word, count):
+        """Until a word that only grows is `count`; what it is."""
+        found = ptx.load_acquire(word)
+        while found < count:
+            ptx.sleep(_POLL_NANOSECONDS)
+            found = ptx.load_acquire(word)
+        cute.arch.fence_proxy("async.global")
+        return found
+
+    @cute.jit
+    def hand_over_set(self, storage, route, length, number, group):
+        """Z, P M and the vectors of a set's chunks to the ring."""
+        first = number + group * MAKERS
+        made, taken = route.words + first * WORD_BYTES, Int32(0)
+        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, ROUND, unroll=1):
+            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
+            if taken <= step - RING:
+                taken = self.wait_for_count(route.words + TAKEN * WORD_BYTES, step - RING + 1)
+            with cute.arch.elect_one():
+                slot = route.slots + step % RING * HANDED_BYTES
+                ptx.copy_to_global(slot, storage.z.data_ptr().toint() + group * KEY_BYTES, Int32(KEY_BYTES))
+                ptx.copy_to_global(slot + KEY_BYTES, storage.p.data_ptr().toint() + group * TILE_BYTES, Int32(TILE_BYTES))
+                vectors = storage.vectors.data_ptr().toint() + group * VECTOR_BYTES
+                ptx.copy_to_global(slot + (KEY_BYTES + TILE_BYTES), vectors, Int32(VECTOR_BYTES))
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(storage.taken.data_ptr() + group)
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                ptx.store_release(made, step // ROUND + 1)
+
+    @cute.jit
+    def tile_warp(self, storage, route, length, rank):
+        """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
+        of the slot is there."""
+        made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
+        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+            slot, parity = step % SLOTS, step // SLOTS & 1
+            ready = storage.ready.data_ptr() + slot
+            if rank == TILE_LOADER:
+                cute.arch.mbarrier_wait(storage.free.data_ptr() + slot, parity ^ 1)
+            else:
+                cute.arch.mbarrier_wait(ready, parity ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, HANDED_BYTES)
+            if rank == TILE_LOADER:
+                if made <= step // ROUND:
+                    made = self.wait_for_count(route.words + step % ROUND * WORD_BYTES, step // ROUND + 1)
+                with cute.arch.elect_one():
+                    source = route.slots + step % RING * HANDED_BYTES
+                    self.load_tile(storage.z.data_ptr().toint() + slot * KEY_BYTES, source, KEY_BYTES, ready)
+                    self.load_tile(storage.p.data_ptr().toint() + slot * TILE_BYTES, source + KEY_BYTES, TILE_BYTES, ready)
+                    self.load_tile(
+                        storage.vectors.data_ptr().toint() + slot * VECTOR_BYTES, source + (KEY_BYTES + TILE_BYTES),
+                        VECTOR_BYTES, ready,
+                    )  # fmt: skip
+                    if step % TAKEN_EVERY == TAKEN_EVERY - 1:
+                        # What was in this slot has left the ring. Rarely, for a release takes long.
+                        ptx.store_release(route.words + TAKEN * WORD_BYTES, step - SLOTS + 1)
+            made, next1, next2, next3 = next1, next2, next3, made
+
+    def load_tile(self, target: Any, source: Any, num_bytes: int, barrier: Any) -> None:
+        chains = Int16((1 << CHAINS) - 1)
+        ptx.copy_from_global_to_blocks(target, source, Int32(num_bytes), barrier.toint(), chains)

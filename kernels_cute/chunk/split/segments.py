@@ -1,0 +1,124 @@
+"""Segments of sequences, for calls that split sequences, and the summaries that carry a state across them.
+
+A segment is `segment_tokens` tokens of a sequence (its last one what is left; a sequence without tokens has one). Segment s of
+sequence n has the slot
+
+    cu_seqlens[n] // segment_tokens + n + s
+
+so blocks find theirs from cu_seqlens alone, and nothing depends on the rest of the batch but the slot's number. With
+a = cu_seqlens[n] / segment_tokens and b the sequence's length in segments: floor(a) + max(ceil(b), 1) <= floor(a + b) + 1, so the
+slots of n end before n + 1's begin, and the last one is below floor(num_tokens / segment_tokens) + sequences. Slots in between
+may have no segment.
+
+The workspace holds per slot and state head a summary, 8 D^2 bytes: with S_s the state before segment s,
+S_(s+1) = P_s S_s + h_s.
+    h  float32, in the order of a state warpgroup's registers: [64 V columns][n = 8 K columns][warp][lane][4]
+    P  transposed, as two bfloat16 summands (hi, lo), each D / 64 tiles of 64 rows in the swizzled order of a K tile: byte for
+       byte what stands in shared memory later
+A sequence's last segment needs no summary: its h is the state before the whole sequence, which the blocks of the last segment
+may overwrite in the pool before those of the first one have read it.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from kernels_cute.common import ptx
+
+
+def num_slots(num_tokens: int, num_sequences: int, segment_tokens: int) -> int:
+    """Slots of a call; one sequence never needs the slot behind its tokens."""
+    whole, rest = divmod(num_tokens, segment_tokens)
+    return max(whole + bool(rest), 1) if num_sequences == 1 else whole + num_sequences
+
+
+def summary_bytes(dim: int) -> int:
+    """Of a slot and state head: h, then P."""
+    return 8 * dim * dim
+
+
+class Segment(NamedTuple):
+    """What a block works on. Scalars of the kernel; the same in both blocks of a pair."""
+
+    exists: Any  # the slot has a segment
+    is_summarized: Any  # of several in a live sequence: its state goes through summaries
+    sequence: Any
+    index: Any  # in the sequence
+    count: Any  # segments of the sequence
+    first: Any  # slot of segment 0
+    before: Any  # tokens of the sequence in front of it
+    begin: Any  # first token
+    length: Any  # tokens
+    live_length: Any  # 0 in a padding sequence
+    read_slot: Any  # of the pool, or the sequence
+    workspace: Any
+
+
+class Segments:
+    """Methods of both launches of a split call; `self` is a FusedChunk."""
+
+    cuts = True  # see _chunk_choice
+
+    @cute.jit
+    def find_segment(self, slot, bounds, indices, null_slot, workspace, segment_tokens):
+        sequence = self.find_sequence(slot, bounds, segment_tokens)
+        start = Int32(bounds[sequence])
+        length = cutlass.max(Int32(bounds[sequence + 1]) - start, 0)
+        first = start // segment_tokens + sequence
+        index = slot - first
+        count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
+        before = index * segment_tokens
+        segment_length = cutlass.max(cutlass.min(length - before, segment_tokens), 0)
+        live_length = segment_length
+        read_slot = Int64(sequence)
+        is_live = Boolean(True)
+        if cutlass.const_expr(self.pooled):
+            read_slot = Int64(indices[sequence])
+            is_live = read_slot > null_slot
+            if read_slot <= null_slot:
+                live_length = Int32(0)
+        return Segment(
+            index < count, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length,
+            live_length, read_slot, workspace,
+        )  # fmt: skip
+
+    @cute.jit
+    def find_sequence(self, slot, bounds, segment_tokens):
+        """The last sequence whose first slot is not beyond `slot`: a warp narrows the range 32 fold at a time."""
+        lane = cute.arch.lane_idx()
+        low = Int32(0)
+        span = Int32(cute.size(bounds, mode=[0]) - 1)
+        while span > 1:
+            stride = (span + 31) // 32
+            is_before = Boolean(False)
+            if lane * stride < span:
+                sequence = low + lane * stride
+                is_before = Int32(bounds[sequence]) // segment_tokens + sequence <= slot
+            found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1, 0) * stride
+            low = low + found
+            span = cutlass.min(stride, span - found)
+        return low
+
+    def summary_address(self, segment: Segment, index: Any, head: Any) -> Any:
+        """Where the summary of segment `index` of the sequence begins."""
+        number = Int64(segment.first + index) * self.heads + head
+        return segment.workspace.iterator.toint() + number * summary_bytes(self.dim)
+
+    def transition_address(self, segment: Segment, index: Any, head: Any) -> Any:
+        return self.summary_address(segment, index, head) + summary_bytes(self.dim) // 2
+
+    def load_summary(self, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
+        """h of 64 V columns; sums: the accumulators of a state warpgroup."""
+        for n in range(self.dim // 8):
+            values = ptx.load_global_four(address + self.summary_offset(group, n, warp, lane))
+            for i in range(4):
+                sums[4 * n + i] = values[i]
+
+    def store_summary(self, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
+        for n in range(self.dim // 8):
+            ptx.store_global_four(address + self.summary_offset(group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
+
+    def summary_offset(self, group: Any, n: int, warp: Any, lane: Any) -> Any:
+        return Int64(((group * (self.dim // 8) + n) * 4 + warp) * 512 + lane * 16)

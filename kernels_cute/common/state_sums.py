@@ -1,0 +1,124 @@
+"""Sums over the K entries of a column: by shuffles where one warp holds all of them, through shared memory where several do.
+
+K first, each of the warps that share columns writes what its lanes have added up to its place in `parts`, passes one barrier
+with the others, and reads the places of all. Why one barrier a token is enough, with two buffers for even and odd tokens:
+
+    token t      write buffer t % 2     barrier t      read buffer t % 2
+    token t + 1  write the other one    barrier t + 1  read the other one
+    token t + 2  write buffer t % 2     ...
+
+- What is read has been written: a warp reads after barrier t, at which every warp arrives after its writes of token t.
+- What is still to be read is not overwritten: a warp writes buffer t % 2 again at token t + 2, after barrier t + 1. Every warp
+  arrives at barrier t + 1 after its reads of token t, which come before it in the program. With one buffer the writes of
+  token t + 1 would have only barrier t before them, which a slow warp has passed without having read.
+- All warps that share columns run the same tokens: the loop's bounds are those of the block's sequence.
+
+A call of one token a sequence needs one buffer. The walks of a draft tree have one too, and a second barrier before the writes
+(`first`): from node to node and from ancestor to node no parity alternates.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from kernels_cute.common import decode_ptx as ptx
+
+_SHARED_BYTES_PER_SM = 228 << 10
+_RESERVED_BYTES = 1 << 10  # of each block
+_SCALARS = 4  # at most three sums that belong to no column, and one word of padding
+
+
+class StateSums:
+    """Part of the recurrent kernels' classes, which are StateTiles too."""
+
+    @property
+    def part_floats(self) -> int:
+        """Sums of a warp: of every group of columns, and of the token."""
+        return self.groups_per_warp * 2 * self.rows + _SCALARS
+
+    def parts_floats(self, buffers: int) -> int:
+        return buffers * self.threads // 32 * self.part_floats if self.k_warps > 1 else 0
+
+    @cute.jit
+    def add_up(self, rSums: cute.Tensor, count: cutlass.Constexpr, parts: Int32, buffer: Int32, first: cutlass.Constexpr):
+        """rSums[:count], S k and S q of a thread's columns and then sums over the token, over all lanes of the columns.
+
+        first: whether a barrier is needed before the buffer is written, since other warps may still read it."""
+        for step in cutlass.range_constexpr(self.warp_lanes.bit_length() - 1):
+            for i in cutlass.range_constexpr(count):
+                rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
+        if cutlass.const_expr(self.k_warps > 1):
+            self.exchange(rSums, count, parts, buffer, first)
+
+    @cute.jit
+    def exchange(self, rSums: cute.Tensor, count: cutlass.Constexpr, parts: Int32, buffer: Int32, first: cutlass.Constexpr):
+        """Afterwards rSums holds S k of every column at 2 * r, S q of the lane's own column at 1, and the token's sums."""
+        thread, _, _ = cute.arch.thread_idx()
+        rows = cutlass.const_expr(self.rows)
+        width = cutlass.const_expr(min(rows, 4))
+        size = cutlass.const_expr(4 * self.part_floats)
+        step = cutlass.const_expr(4 * width * self.groups_per_warp)  # bytes of `width` columns of every group
+        warp = thread // 32
+        column_warp = warp // self.k_warps
+        source = parts + (buffer * (self.threads // 32) + column_warp * self.k_warps) * size
+        target = source + warp % self.k_warps * size
+        at_group = thread % self.groups_per_warp * (4 * width)
+        at_token = cutlass.const_expr(8 * rows * self.groups_per_warp)
+        if cutlass.const_expr(first):
+            self.wait_for_columns(column_warp)
+        is_first = Int32(1) - thread % 32 // self.groups_per_warp  # of the lanes of a group in this warp
+        for kind in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(rows // width):
+                values = [rSums[2 * (c * width + e) + kind] for e in range(width)]
+                ptx.store_some(target + at_group + (kind * (rows // width) + c) * step, values, is_first)
+        scalars = [rSums[2 * rows + e] if 2 * rows + e < count else Float32(0.0) for e in range(_SCALARS)]
+        ptx.store_some(target + at_token, scalars, Int32(1) - thread % 32)
+        self.wait_for_columns(column_warp)
+        lane, _ = self.lane_and_group(thread)
+        own = cutlass.min(lane, rows - 1)
+        at_own = 4 * rows * self.groups_per_warp + own // width * step + at_group + own % width * 4
+        rSums.fill(0.0)
+        for k_warp in cutlass.range_constexpr(self.k_warps):
+            part = source + k_warp * size
+            for c in cutlass.range_constexpr(rows // width):
+                values = ptx.load_some(part + at_group + c * step, width)
+                for e in cutlass.range_constexpr(width):
+                    rSums[2 * (c * width + e)] += values[e]
+            rSums[1] += ptx.load_one(part + at_own)
+        # One word a lane: whole, the token's sums of all warps would be in flight with those of the columns, and spill.
+        word = thread % 32
+        value = ptx.load_one(source + word // _SCALARS % self.k_warps * size + at_token + word % _SCALARS * 4)
+        for bit in cutlass.range_constexpr(self.k_warps.bit_length() - 1):
+            value += cute.arch.shuffle_sync_bfly(value, offset=_SCALARS << bit)
+        for e in cutlass.range_constexpr(count - 2 * rows):
+            rSums[2 * rows + e] = cute.arch.shuffle_sync(value, e)
+
+    def own_column(self, lane: Any, rX: Any) -> Any:
+        """Of a value per column the one that the lane stores; anything for a lane that stores none."""
+        value = rX[0]
+        for r in range(1, self.rows):
+            value = cutlass.select_(lane == r, rX[r], value)
+        return value
+
+    @cute.jit
+    def wait_for_columns(self, column_warp: Int32):
+        """For the warps that share columns with this one."""
+        if cutlass.const_expr(self.k_warps * 32 == self.threads):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.barrier(barrier_id=column_warp + 1, number_of_threads=32 * self.k_warps)
+
+
+def carveout(shared_bytes: int, blocks: int) -> int:
+    """Percent of an SM's memory that `blocks` blocks of so many bytes need."""
+    return min(100, -(-100 * blocks * (shared_bytes + _RESERVED_BYTES) // _SHARED_BYTES_PER_SM))
+
+
+def storage_type(floats: int) -> Any:
+    @cute.struct
+    class Storage:
+        parts: cute.struct.Align[cute.struct.MemRange[Float32, floats], 16]
+
+    return Storage

@@ -1,0 +1,412 @@
+"""Causal depthwise convolution of packed prompts, with its windows in a pool of slots.
+
+    y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
+
+Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
+input first. `gdn.problems.Conv1dProblem` is the contract.
+
+A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in
+registers, so x is read once but for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start of
+their sequence: only a sequence's first tile needs the old window, and it alone, thread for thread, writes the new one
+(reading the last rows of x itself), so no block reads a slot that another one writes.
+
+Which tile a block is: tile j of sequence n has the number begin(n) / rows + n + j, which is unique and at most
+L / rows + N; the sequence is found by a search of 32 probes a step. Numbers that fall between sequences are idle.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+
+from gdn.device import DeviceSpec
+from gdn.problems import Conv1dProblem
+from kernels_cute.common.memory import fake
+from kernels_cute.conv1d import convolution as _convolution
+from kernels_cute.conv1d.convolution import CHANNELS, Convolution
+
+# How near a tuned entry must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the rows of a
+# long prompt a short one would be few threads with many trips to memory each.
+TUNED_WITHIN = 0.5
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block, 8 channels each
+    rows: int  # tokens of a block: more of them re-read fewer rows, fewer make more blocks
+    batch: int  # rows of x that a thread loads at once: more bytes in flight, more registers
+    resident: int = 384  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
+
+
+def refusal(problem: Conv1dProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    return _convolution.refusal(problem)
+
+
+def fits(problem: Conv1dProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    if config.threads not in (32, 64, 128, 256) or config.rows not in (8, 16, 32, 64, 128) or config.batch not in (2, 4):
+        return False
+    if config.resident not in (384, 512):
+        return False
+    if config.resident == 512 and config.batch == 4 and (problem.bias_dtype is not None or not problem.silu):
+        return False  # a few values spill
+    return config.threads == 32 or config.threads * CHANNELS < 2 * problem.dim
+
+
+def configs(problem: Conv1dProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [
+        Config(threads, rows, batch, resident)
+        for threads in (32, 64, 128, 256)
+        for rows in (8, 16, 32, 64, 128)
+        for batch in (2, 4)
+        for resident in (384, 512)
+    ]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
+    """The longest tiles, then the widest blocks, that leave every SM two rounds of resident threads."""
+    # float16 beside a bias: 4 rows take all of the 168 registers, and were not timed.
+    batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4
+    threads = 128
+    while threads > 32 and threads * CHANNELS >= 2 * problem.dim:
+        threads //= 2
+    wanted = 2 * 384 * device.num_sms
+    for rows in (32, 16, 8):
+        if -(-problem.num_tokens // rows) * _convolution.slices(problem.dim, threads) * threads >= wanted:
+            return Config(threads, rows, batch)
+    return Config(min(threads, 64), 8, batch)
+
+
+def workspace_bytes(problem: Conv1dProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: Conv1dProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    return {"conv1d": build.library("conv1d", _Conv1d(problem, config), *_arguments(problem))}
+
+
+def launch(
+    compiled: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    conv_states: Any,
+    cu_seqlens: Any,
+    cache_indices: Any,
+    has_initial_state: Any,
+    checkpoint_offsets: Any,
+    checkpoint_slots: Any,
+    out: Any,
+    null_slot: int,
+) -> None:
+    problem: Conv1dProblem = compiled.problem
+    if x.shape[0] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
+        out.zero_()
+        return
+    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
+    compiled.functions["conv1d"](
+        x,
+        weight,
+        weight if bias is None else bias,
+        absent if problem.state_dtype is None else conv_states,
+        cu_seqlens,
+        absent if problem.index_dtype is None else cache_indices,
+        has_initial_state if problem.has_mask else absent,
+        absent if problem.checkpoint_dtype is None else checkpoint_offsets,
+        absent if problem.checkpoint_dtype is None else checkpoint_slots,
+        out,
+        null_slot,
+    )
+
+
+def _arguments(problem: Conv1dProblem) -> list[Any]:
+    """Fake tensors and scalars in the order of the compiled function."""
+    num_tokens, num_offsets = cute.sym_int(), cute.sym_int()
+
+    def offsets() -> Any:
+        return fake(str(problem.cu_seqlens_dtype), num_offsets, last=1)
+
+    def checkpoints() -> Any:
+        dtype = problem.checkpoint_dtype
+        return offsets() if dtype is None else fake(dtype, cute.sym_int(), cute.sym_int())
+
+    return [
+        fake(problem.dtype, num_tokens, problem.dim, last=1),
+        *_convolution.fake_filter(problem),
+        offsets() if problem.state_dtype is None else _convolution.fake_slots(problem),
+        offsets(),
+        offsets() if problem.index_dtype is None else fake(problem.index_dtype, cute.sym_int()),
+        fake("uint8", cute.sym_int(), last=1) if problem.has_mask else offsets(),
+        checkpoints(),
+        checkpoints(),
+        fake(problem.dtype, num_tokens, problem.dim, last=1),
+        cutlass.Int64(-1),
+    ]
+
+
+class _Conv1d(Convolution):
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: Conv1dProblem, config: Config) -> None:
+        super().__init__(problem, config.threads, config.batch)
+        self.rows = config.rows
+        self.min_blocks = config.resident // config.threads
+        self.has_indices, self.has_mask = problem.index_dtype is not None, problem.has_mask
+        self.has_checkpoints = problem.checkpoint_dtype is not None
+        # float16 values by themselves take a register each, and instructions to part words and to join them again.
+        self.line_dtype = cutlass.Int32 if self.dtype is cutlass.Float16 else self.dtype
+        self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # of rLine
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor,
+        conv_states: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        cache_indices: cute.Tensor,
+        has_initial_state: cute.Tensor,
+        checkpoint_offsets: cute.Tensor,
+        checkpoint_slots: cute.Tensor,
+        out: cute.Tensor,
+        null_slot: cutlass.Int64,
+        stream: CUstream,
+    ):
+        tiles = x.shape[0] // self.rows + cu_seqlens.shape[0] - 1
+        self.kernel(
+            x,
+            weight,
+            bias,
+            conv_states,
+            cu_seqlens,
+            cache_indices,
+            has_initial_state,
+            checkpoint_offsets,
+            checkpoint_slots,
+            out,
+            null_slot,
+        ).launch(
+            grid=[tiles * self.slices, 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=0,  # none is used; without a value the DSL asks a device for its limit
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        gX: cute.Tensor,
+        gWeight: cute.Tensor,
+        gBias: cute.Tensor,
+        gStates: cute.Tensor,
+        gOffsets: cute.Tensor,
+        gIndices: cute.Tensor,
+        gMask: cute.Tensor,
+        gCheckOffsets: cute.Tensor,
+        gCheckSlots: cute.Tensor,
+        gOut: cute.Tensor,
+        null_slot: cutlass.Int64,
+    ):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        tile = block // self.slices
+        channel = (block % self.slices * self.threads + thread) * CHANNELS
+        num_sequences = gOffsets.shape[0] - 1
+        sequence = self.find_sequence(tile, num_sequences, gOffsets)
+        live_channel = cutlass.Boolean(True)
+        if cutlass.const_expr(self.mask_channels):
+            live_channel = channel < self.dim
+        if live_channel:
+            self.run_tile(
+                tile, sequence, channel, gX, gWeight, gBias, gStates, gOffsets, gIndices, gMask, gCheckOffsets, gCheckSlots,
+                gOut, null_slot,
+            )  # fmt: skip
+            # Rows beyond the last sequence are dealt to all tiles.
+            rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
+            rZero.fill(0.0)
+            tiles = gX.shape[0] // self.rows + num_sequences
+            for token in cutlass.range(cutlass.Int32(gOffsets[num_sequences]) + tile, gOut.shape[0], tiles, unroll=1):
+                self.store_row(rZero, gOut, token, channel)
+
+    @cute.jit
+    def find_sequence(self, tile: cutlass.Int32, num_sequences: cutlass.Int32, gOffsets: cute.Tensor):
+        """The last sequence whose first tile is numbered at most `tile`: all lanes of a warp search together."""
+        lane = cute.arch.lane_idx()
+        low = cutlass.Int32(0)
+        size = cutlass.Int32(num_sequences)
+        while size > 1:
+            step = (size + 31) // 32
+            is_before = cutlass.Boolean(False)
+            if lane * step < size:
+                probe = low + lane * step
+                is_before = cutlass.Int32(gOffsets[probe]) // self.rows + probe <= tile
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1
+            if passed < 0:
+                passed = cutlass.Int32(0)
+            low += passed * step
+            size -= passed * step
+            if size > step:
+                size = step
+        return low
+
+    @cute.jit
+    def run_tile(
+        self,
+        tile: cutlass.Int32,
+        sequence: cutlass.Int32,
+        channel: cutlass.Int32,
+        gX: cute.Tensor,
+        gWeight: cute.Tensor,
+        gBias: cute.Tensor,
+        gStates: cute.Tensor,
+        gOffsets: cute.Tensor,
+        gIndices: cute.Tensor,
+        gMask: cute.Tensor,
+        gCheckOffsets: cute.Tensor,
+        gCheckSlots: cute.Tensor,
+        gOut: cute.Tensor,
+        null_slot: cutlass.Int64,
+    ):
+        history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
+        begin = cutlass.Int32(gOffsets[sequence])
+        end = cutlass.Int32(gOffsets[sequence + 1])
+        slot = cutlass.Int64(sequence)
+        is_live = cutlass.Boolean(True)
+        if cutlass.const_expr(self.has_indices):
+            slot = cutlass.Int64(gIndices[sequence])
+            is_live = slot > null_slot
+        is_continued = cutlass.Boolean(True)
+        if cutlass.const_expr(self.has_mask):
+            is_continued = gMask[sequence] != 0
+
+        first = begin + (tile - begin // self.rows - sequence) * self.rows
+        stop = first + self.rows
+        if stop > end:
+            stop = end
+        if first >= begin:
+            rOut = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
+            if is_live and first < end:
+                rWeight = cute.make_rmem_tensor(CHANNELS * self.width, cutlass.Float32)
+                rBias = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
+                rLine = cute.make_rmem_tensor((history + batch) * self.row_places, self.line_dtype)
+                rNext = cute.make_rmem_tensor(batch * self.row_places, self.line_dtype)
+                rLine.fill(0)
+                if first == begin:
+                    if cutlass.const_expr(self.has_states):
+                        if is_continued:
+                            for c in cutlass.range_constexpr(history):
+                                self.load_column(gStates, slot, cutlass.Int32(c), channel, rLine, c)
+                else:
+                    for c in cutlass.range_constexpr(history):
+                        self.load_row(gX, first - history + c, channel, rLine, c)
+                self.load_filter(channel, gWeight, gBias, rWeight, rBias)
+
+                self.load_batch(gX, first, stop, channel, rNext)
+                for token in cutlass.range(first, stop, batch, unroll=1):
+                    for i in cutlass.range_constexpr(batch * self.row_places):
+                        rLine[history * self.row_places + i] = rNext[i]
+                    if token + batch < stop:
+                        self.load_batch(gX, token + batch, stop, channel, rNext)
+                    for u in cutlass.range_constexpr(batch):
+                        self.convolve(rLine, u, rWeight, rBias, rOut)
+                        if token + u < stop:
+                            self.store_row(rOut, gOut, token + u, channel)
+                    for i in cutlass.range_constexpr(history * self.row_places):
+                        rLine[i] = rLine[batch * self.row_places + i]
+
+                if cutlass.const_expr(self.has_states):
+                    self.keep_windows(
+                        tile, sequence, channel, gX, gStates, gOffsets, gIndices, gMask, gCheckOffsets, gCheckSlots, null_slot
+                    )
+            else:
+                rOut.fill(0.0)
+                for token in cutlass.range(first, stop, unroll=1):
+                    self.store_row(rOut, gOut, token, channel)
+
+    @cute.jit
+    def load_batch(self, gX: cute.Tensor, token: cutlass.Int32, stop: cutlass.Int32, channel: cutlass.Int32, rNext: cute.Tensor):
+        """The next rows; behind the tile's end its last one again, so that no load has a condition of its own."""
+        for u in cutlass.range_constexpr(self.batch):
+            row = token + u
+            if row >= stop:
+                row = stop - 1
+            self.load_row(gX, row, channel, rNext, u)
+
+    @cute.jit
+    def keep_windows(
+        self,
+        tile: cutlass.Int32,
+        sequence: cutlass.Int32,
+        channel: cutlass.Int32,
+        gX: cute.Tensor,
+        gStates: cute.Tensor,
+        gOffsets: cute.Tensor,
+        gIndices: cute.Tensor,
+        gMask: cute.Tensor,
+        gCheckOffsets: cute.Tensor,
+        gCheckSlots: cute.Tensor,
+        null_slot: cutlass.Int64,
+    ):
+        """From a sequence's first tile, when it is done: the last window to the sequence's slot, then the checkpoints.
+
+        Everything is read again, the old window too where it is part of a new one: to hold it over the tile costs more
+        registers than there are.
+        """
+        begin = cutlass.Int32(gOffsets[sequence])
+        if tile == begin // self.rows + sequence:
+            slot = cutlass.Int64(sequence)
+            if cutlass.const_expr(self.has_indices):
+                slot = cutlass.Int64(gIndices[sequence])
+            is_continued = cutlass.Boolean(True)
+            if cutlass.const_expr(self.has_mask):
+                is_continued = gMask[sequence] != 0
+            count = cutlass.Int32(gOffsets[sequence + 1]) - begin
+            self.store_windows(
+                sequence, begin, count, slot, is_continued, channel, gX, gStates, gCheckOffsets, gCheckSlots, null_slot
+            )
+
+    @cute.jit
+    def store_windows(
+        self,
+        sequence: cutlass.Int32,
+        begin: cutlass.Int32,
+        count: cutlass.Int32,
+        slot: cutlass.Int64,
+        is_continued: cutlass.Boolean,
+        channel: cutlass.Int32,
+        gX: cute.Tensor,
+        gStates: cute.Tensor,
+        gCheckOffsets: cute.Tensor,
+        gCheckSlots: cute.Tensor,
+        null_slot: cutlass.Int64,
+    ):
+        rHistory = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
+        rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
+        rHistory.fill(0.0)
+        rKept.fill(0.0)
+        is_needed = is_continued
+        if cutlass.const_expr(not self.has_checkpoints):
+            is_needed = is_continued & (count < self.history)
+        if is_needed:
+            for c in cutlass.range_constexpr(self.history):
+                self.load_column(gStates, slot, cutlass.Int32(c), channel, rHistory, c)
+        self.load_window(gX, begin, count, channel, rHistory, rKept)
+        self.store_window(rKept, gStates, slot, channel)
+        if cutlass.const_expr(self.has_checkpoints):
+            for i in cutlass.range(gCheckOffsets.shape[1], unroll=1):
+                tokens = cutlass.Int64(gCheckOffsets[sequence, i])
+                target = cutlass.Int64(gCheckSlots[sequence, i])
+                if tokens > 0 and tokens <= count and target > null_slot:
+                    self.load_window(gX, begin, cutlass.Int32(tokens), channel, rHistory, rKept)
+                    self.store_window(rKept, gStates, target, channel)

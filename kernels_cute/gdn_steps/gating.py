@@ -1,0 +1,148 @@
+"""Decay and write strength from the raw gates:
+
+    g = -exp(A_log) * softplus(a + dt_bias)        softplus(x) = log1p(exp(beta * x)) / beta while beta * x <= threshold
+    beta_output = sigmoid(b)
+
+Tensors: A_log, dt_bias [HV]; a, b [L, HV] of any strides; g, beta_output [L, HV] float32 contiguous.
+`gdn.problems.GatingProblem` is the contract. A thread makes `heads` neighbouring heads of a row; the inputs are read
+element by element (their strides are free and neighbours share sectors), the outputs are written at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+
+from gdn.device import DeviceSpec
+from gdn.problems import GatingProblem
+from kernels_cute.common.memory import FLOAT_DTYPES, fake, pointer, store
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block
+    heads: int  # neighbouring heads of a thread; 4 are one 16-byte store
+
+
+def refusal(problem: GatingProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    dtypes = {"a": problem.a_dtype, "b": problem.b_dtype, "A_log": problem.A_log_dtype, "dt_bias": problem.dt_bias_dtype}
+    for name, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    if problem.num_heads < 1:
+        return f"requires at least one head, got {problem.num_heads}"
+    return None
+
+
+def fits(problem: GatingProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    return config.threads in (64, 128, 256) and config.heads in (1, 2, 4) and problem.num_heads % config.heads == 0
+
+
+def configs(problem: GatingProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [Config(threads, heads) for threads in (64, 128, 256) for heads in (1, 2, 4)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: GatingProblem, device: DeviceSpec) -> Config:
+    """Whole 16-byte stores where the heads allow and there is enough to do, else as many threads as there are gates."""
+    elements = problem.num_tokens * problem.num_heads
+    wide = [heads for heads in (4, 2) if problem.num_heads % heads == 0 and elements >= heads * 256 * device.num_sms]
+    return Config(128, wide[0] if wide else 1)
+
+
+def workspace_bytes(problem: GatingProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: GatingProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    return {"gating": build.library("gating", _Gating(problem, config), *_arguments(problem))}
+
+
+def launch(
+    compiled: Any, A_log: Any, a: Any, b: Any, dt_bias: Any, g: Any, beta_output: Any, beta: float, threshold: float
+) -> None:
+    if a.shape[0] == 0:
+        return
+    compiled.functions["gating"](A_log, a, b, dt_bias, g, beta_output, beta, threshold)
+
+
+def _arguments(problem: GatingProblem) -> list[Any]:
+    """Fake tensors and scalars in the order of the compiled function."""
+    rows, heads = cute.sym_int(), problem.num_heads
+    return [
+        fake(problem.A_log_dtype, heads),
+        fake(problem.a_dtype, rows, heads),
+        fake(problem.b_dtype, rows, heads),
+        fake(problem.dt_bias_dtype, heads),
+        fake("float32", rows, heads, last=1),
+        fake("float32", rows, heads, last=1),
+        cutlass.Float32(1.0),
+        cutlass.Float32(20.0),
+    ]
+
+
+class _Gating:
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: GatingProblem, config: Config) -> None:
+        self.threads, self.heads = config.threads, config.heads
+        self.row_threads = problem.num_heads // config.heads
+
+    @cute.jit
+    def __call__(
+        self,
+        A_log: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        dt_bias: cute.Tensor,
+        g: cute.Tensor,
+        beta_output: cute.Tensor,
+        beta: cutlass.Float32,
+        threshold: cutlass.Float32,
+        stream: CUstream,
+    ):
+        # In 64 bits: tokens times heads may exceed 2**31.
+        blocks = (cutlass.Int64(a.shape[0]) * self.row_threads + self.threads - 1) // self.threads
+        self.kernel(A_log, a, b, dt_bias, g, beta_output, beta, threshold).launch(
+            grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        gALog: cute.Tensor,
+        gA: cute.Tensor,
+        gB: cute.Tensor,
+        gBias: cute.Tensor,
+        gG: cute.Tensor,
+        gBeta: cute.Tensor,
+        beta: cutlass.Float32,
+        threshold: cutlass.Float32,
+    ):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        item = cutlass.Int64(block) * self.threads + thread
+        row = cutlass.Int32(item // self.row_threads)
+        head = cutlass.Int32(item % self.row_threads) * self.heads
+        if row < gA.shape[0]:
+            rG = cute.make_rmem_tensor(self.heads, cutlass.Float32)
+            rBeta = cute.make_rmem_tensor(self.heads, cutlass.Float32)
+            for i in cutlass.range_constexpr(self.heads):
+                x = gA[row, head + i].to(cutlass.Float32) + gBias[head + i].to(cutlass.Float32)
+                softplus = x
+                if beta * x <= threshold:
+                    softplus = cute.math.log1p(cute.math.exp(beta * x)) / beta
+                rG[i] = -cute.math.exp(gALog[head + i].to(cutlass.Float32)) * softplus
+                rBeta[i] = 1.0 / (1.0 + cute.math.exp(-gB[row, head + i].to(cutlass.Float32)))
+            offset = cutlass.Int64(row) * gG.stride[0] + head
+            store(rG, 0, self.heads, pointer(gG, offset, 4 * self.heads))
+            store(rBeta, 0, self.heads, pointer(gBeta, offset, 4 * self.heads))

@@ -1,0 +1,206 @@
+"""Gated RMS norm: x / sqrt(mean(x * x) + eps) * weight * gate(z) over the last dim, in float32; gate silu or sigmoid.
+
+Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. `gdn.problems.RmsNormGatedProblem` is the contract.
+
+A group of `lanes` threads owns `rows` rows (a row: one head of one token) and holds `chunks` accesses of each; all of x
+and z is loaded before anything is summed, and the sums cross the group by shuffles.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+
+from gdn.device import DeviceSpec
+from gdn.problems import RmsNormGatedProblem
+from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, sigmoid, store
+
+_MOST_ELEMENTS = 64  # of x in a thread's registers
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block
+    rows: int  # rows of a group of threads: more bytes in flight, more registers, fewer blocks
+
+
+def refusal(problem: RmsNormGatedProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    if problem.head_dim % 4 or not 4 <= problem.head_dim <= 1024:
+        return f"requires a last dim that is a multiple of 4 up to 1024, got {problem.head_dim}"
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"requires x of bfloat16 or float16, got {problem.dtype}"
+    for name, dtype in (("z", problem.z_dtype), ("weight", problem.weight_dtype)):
+        if dtype not in FLOAT_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    return None
+
+
+def _vector(problem: RmsNormGatedProblem) -> int:
+    """Elements of an access."""
+    return 4 if problem.head_dim % 8 else 8
+
+
+def _lanes(problem: RmsNormGatedProblem) -> int:
+    """Threads of a row: a power of two, one access each where a warp suffices."""
+    accesses = -(-problem.head_dim // _vector(problem))
+    return min(32, 1 << (accesses - 1).bit_length())
+
+
+def _elements(problem: RmsNormGatedProblem) -> int:
+    """Of a row in one thread."""
+    vector, lanes = _vector(problem), _lanes(problem)
+    return -(-problem.head_dim // (vector * lanes)) * vector
+
+
+def fits(problem: RmsNormGatedProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    if config.threads not in (32, 64, 128, 256) or config.rows not in (1, 2, 4, 8):
+        return False
+    return config.rows == 1 or config.rows * _elements(problem) <= _MOST_ELEMENTS
+
+
+def configs(problem: RmsNormGatedProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [Config(threads, rows) for threads in (32, 64, 128, 256) for rows in (1, 2, 4, 8)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: RmsNormGatedProblem, device: DeviceSpec) -> Config:
+    """As many rows a group as leave every SM two loads of threads, then as many threads a block."""
+    lanes, count = _lanes(problem), problem.num_tokens * problem.num_heads
+    for rows in (4, 2, 1):
+        if fits(problem, Config(128, rows), device) and count * lanes >= 2 * 1024 * device.num_sms * rows:
+            return Config(128, rows)
+    return Config(128 if count * lanes >= 256 * device.num_sms else 32, 1)
+
+
+def workspace_bytes(problem: RmsNormGatedProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: RmsNormGatedProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    return {"rms_norm_gated": build.library("rms_norm_gated", _RmsNormGated(problem, config), *_arguments(problem))}
+
+
+def launch(compiled: Any, x: Any, z: Any, weight: Any, out: Any, eps: float) -> None:
+    if x.shape[0] == 0:
+        return
+    compiled.functions["rms_norm_gated"](x, z, weight, out, eps)
+
+
+def _arguments(problem: RmsNormGatedProblem) -> list[Any]:
+    """Fake tensors and scalars in the order of the compiled function."""
+    tokens, shape = cute.sym_int(), (problem.num_heads, problem.head_dim)
+    return [
+        fake(problem.dtype, tokens, *shape, last=1),
+        fake(problem.z_dtype, tokens, *shape, last=1),
+        fake(problem.weight_dtype, problem.head_dim, last=1),
+        fake(problem.dtype, tokens, *shape, last=1),
+        cutlass.Float32(1e-6),
+    ]
+
+
+class _RmsNormGated:
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: RmsNormGatedProblem, config: Config) -> None:
+        self.threads, self.rows = config.threads, config.rows
+        self.heads, self.dim, self.sigmoid = problem.num_heads, problem.head_dim, problem.sigmoid
+        self.vector, self.lanes, self.elements = _vector(problem), _lanes(problem), _elements(problem)
+        self.chunks = self.elements // self.vector
+        self.mask = self.elements * self.lanes != self.dim
+        self.block_rows = config.threads // self.lanes * config.rows
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, z: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: cutlass.Float32, stream: CUstream
+    ):
+        count = cutlass.Int64(x.shape[0]) * self.heads
+        blocks = (count + self.block_rows - 1) // self.block_rows
+        self.kernel(x, z, weight, out, eps).launch(grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, gX: cute.Tensor, gZ: cute.Tensor, gWeight: cute.Tensor, gOut: cute.Tensor, eps: cutlass.Float32):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % self.lanes
+        groups = cutlass.const_expr(self.threads // self.lanes)
+        # The groups of a block take neighbouring rows, so that it reads whole stretches of memory at a time.
+        first = cutlass.Int64(block) * self.block_rows + thread // self.lanes
+        count = cutlass.Int64(gX.shape[0]) * self.heads
+        rX = cute.make_rmem_tensor(self.rows * self.elements, gX.element_type)
+        rZ = cute.make_rmem_tensor(self.rows * self.elements, gZ.element_type)
+        rWeight = cute.make_rmem_tensor(self.elements, cutlass.Float32)
+        rSums = cute.make_rmem_tensor(self.rows, cutlass.Float32)
+        rX.fill(0.0)
+        rZ.fill(0.0)
+        rWeight.fill(0.0)
+        for u in cutlass.range_constexpr(self.rows):
+            row = first + u * groups
+            if row >= count:
+                row = count - 1
+            self.load_row(gX, row, lane, rX, u * self.elements)
+            self.load_row(gZ, row, lane, rZ, u * self.elements)
+        for c in cutlass.range_constexpr(self.chunks):
+            place = (c * self.lanes + lane) * self.vector
+            if place < self.dim:
+                self.load_piece(gWeight, cutlass.Int64(place), rWeight, c * self.vector, False)
+
+        rSums.fill(0.0)
+        for u in cutlass.range_constexpr(self.rows):
+            for i in cutlass.range_constexpr(self.elements):
+                value = rX[u * self.elements + i].to(cutlass.Float32)
+                rSums[u] += value * value
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            for u in cutlass.range_constexpr(self.rows):
+                rSums[u] += cute.arch.shuffle_sync_bfly(rSums[u], offset=1 << step)
+
+        rOut = cute.make_rmem_tensor(self.elements, cutlass.Float32)
+        for u in cutlass.range_constexpr(self.rows):
+            factor = cute.math.rsqrt(rSums[u] * (1.0 / self.dim) + eps)
+            for i in cutlass.range_constexpr(self.elements):
+                value = rX[u * self.elements + i].to(cutlass.Float32)
+                gate = rZ[u * self.elements + i].to(cutlass.Float32)
+                weighted = value * factor * rWeight[i] * sigmoid(gate)
+                if cutlass.const_expr(not self.sigmoid):
+                    weighted = weighted * gate
+                rOut[i] = weighted
+            row = first + u * groups
+            if row < count:
+                for c in cutlass.range_constexpr(self.chunks):
+                    place = (c * self.lanes + lane) * self.vector
+                    if place < self.dim:
+                        target = pointer(gOut, row * self.dim + place, 2 * self.vector)
+                        store(rOut, c * self.vector, self.vector, target)
+
+    @cute.jit
+    def load_row(self, gX: cute.Tensor, row: cutlass.Int64, lane: cutlass.Int32, rX: cute.Tensor, start: cutlass.Constexpr):
+        token = row // self.heads
+        offset = token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
+        for c in cutlass.range_constexpr(self.chunks):
+            place = (c * self.lanes + lane) * self.vector
+            if cutlass.const_expr(self.mask):
+                if place < self.dim:
+                    self.load_piece(gX, offset + place, rX, start + c * self.vector, True)
+            else:
+                self.load_piece(gX, offset + place, rX, start + c * self.vector, True)
+
+    @cute.jit
+    def load_piece(
+        self,
+        gX: cute.Tensor,
+        offset: cutlass.Int64,
+        rX: cute.Tensor,
+        start: cutlass.Constexpr,
+        once: cutlass.Constexpr,
+    ):
+        # A float32 row takes two accesses of 16 bytes: what is known of its alignment.
+        align = cutlass.const_expr(min(16, self.vector * gX.element_type.width // 8))
+        load(pointer(gX, offset, align), self.vector, rX, start, once)

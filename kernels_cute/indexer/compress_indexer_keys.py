@@ -1,0 +1,345 @@
+"""Compressed keys: the mean of each finished group of `ratio` tokens, normed and rotated, into the cache; raw keys into a ring.
+
+    key = rope(rms_norm(mean of the group's raw keys, rounded to their dtype), position of the group's first token)
+
+Tensors: raw_k [L, kv_heads, D] bfloat16 | float16, ring [sequences, size, kv_heads, D] with the raw key of position p at row
+p % size, positions, ring_slots, slot_mapping [L], cache [pages, elements of a page].
+`gdn.problems.CompressIndexerKeysProblem` is the contract, `_indexer_rows` says how a row lies in registers.
+
+A warp owns a token. If the token ends a group it makes the group's key; members from before this call come from the ring.
+And it stores its raw key in the ring, unless a later token of the call takes the same row.
+
+Old rows are read before they are overwritten, with no barrier between blocks: rows that the group across the call's start
+reads are written by nobody but the warp that read them, which copies the raw key of their last owner itself. That owner
+finds out by the distance b to its sequence's first token (a search of 32 probes a step): its row is one of them where
+(b + j) % size == 0 for some j = 1 .. first position % ratio. With b <= size - ratio, as in every decode step, there is none,
+and nothing is searched.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from gdn.device import DeviceSpec
+from gdn.problems import CompressIndexerKeysProblem
+from kernels_cute.common.indices import narrowed
+from kernels_cute.common.memory import FLOAT_DTYPES, fake
+from kernels_cute.indexer import ptx
+from kernels_cute.indexer import rows as _indexer_rows
+from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of
+
+_MOST_RATIO = 16  # members whose rows a lane holds at once: 8 registers each
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block: a warp a token
+
+
+def refusal(problem: CompressIndexerKeysProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    indices = {
+        "positions": problem.position_dtype,
+        "ring_slots": problem.ring_slot_dtype,
+        "slot_mapping": problem.slot_dtype,
+    }
+    refused = _indexer_rows.refusal(problem.head_dim, {"raw_k": problem.dtype}, problem.cache_dtype, indices)
+    if refused is not None:
+        return refused
+    for name, dtype in (("cos_sin", problem.cos_sin_dtype), ("k_norm", problem.k_norm_dtype)):
+        if dtype not in FLOAT_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    if not problem.ring_aligned:
+        return "requires a ring whose rows start at multiples of 16 bytes, got one whose rows do not"
+    if not 1 <= problem.ratio <= _MOST_RATIO:
+        return f"requires a ratio from 1 to {_MOST_RATIO}, got {problem.ratio}"
+    return _indexer_rows.rotation_refusal(problem.rotary_dim, problem.head_dim)
+
+
+def fits(problem: CompressIndexerKeysProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    return config.threads in (32, 64, 128, 256)
+
+
+def configs(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    return [config for config in map(Config, (32, 64, 128, 256)) if fits(problem, config, device)]
+
+
+def default_config(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> Config:
+    """Few blocks where a token waits for little but the launch; smaller ones where all SMs are busy, for an even end."""
+    return Config(128 if problem.num_tokens >= 8 * device.num_sms else 256)
+
+
+def workspace_bytes(problem: CompressIndexerKeysProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: CompressIndexerKeysProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    entry = "compress_indexer_keys"
+    return {entry: build.library(entry, _CompressIndexerKeys(problem, config), *_arguments(problem))}
+
+
+def launch(
+    compiled: Any,
+    raw_k: Any,
+    ring: Any,
+    cache: Any,
+    positions: Any,
+    cos_sin: Any,
+    k_norm: Any,
+    ring_slots: Any,
+    slot_mapping: Any,
+    eps: float,
+    null_slot: int,
+) -> None:
+    if raw_k.shape[0] == 0:
+        return
+    compiled.functions["compress_indexer_keys"](
+        raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping, eps, null_slot
+    )
+
+
+def _arguments(problem: CompressIndexerKeysProblem) -> list[Any]:
+    """Fake tensors and scalars in the order of the compiled function."""
+    tokens, shape = cute.sym_int(), (problem.num_kv_heads, problem.head_dim)
+    return [
+        fake(problem.dtype, tokens, *shape, last=1),
+        fake(problem.dtype, cute.sym_int(), cute.sym_int(), *shape, last=1),
+        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
+        fake(problem.position_dtype, tokens),
+        fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
+        fake(str(problem.k_norm_dtype), problem.head_dim, last=1),
+        fake(problem.ring_slot_dtype, tokens),
+        fake(str(problem.slot_dtype), tokens),
+        Float32(1e-6),
+        Int64(-1),
+    ]
+
+
+class _CompressIndexerKeys(IndexerRows):
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: CompressIndexerKeysProblem, config: Config) -> None:
+        super().__init__(problem.head_dim, problem.rotary_dim, config.threads)
+        self.warps, self.warp_heads = config.threads // 32, 32 // self.lanes
+        self.kv_heads, self.ratio, self.dtype = problem.num_kv_heads, problem.ratio, problem.dtype
+        self.zero_centred, self.form = problem.zero_centred, form_of(problem.cache_dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        raw_k: cute.Tensor,
+        ring: cute.Tensor,
+        cache: cute.Tensor,
+        positions: cute.Tensor,
+        cos_sin: cute.Tensor,
+        k_norm: cute.Tensor,
+        ring_slots: cute.Tensor,
+        slot_mapping: cute.Tensor,
+        eps: Float32,
+        null_slot: Int64,
+        stream: CUstream,
+    ):
+        self.kernel(
+            raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping, eps, null_slot
+        ).launch(
+            grid=[(raw_k.shape[0] + self.warps - 1) // self.warps, 1, 1], block=[self.threads, 1, 1], stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        gRaw: cute.Tensor,
+        gRing: cute.Tensor,
+        gCache: cute.Tensor,
+        gPositions: cute.Tensor,
+        gTable: cute.Tensor,
+        gNorm: cute.Tensor,
+        gRingSlots: cute.Tensor,
+        gSlots: cute.Tensor,
+        eps: Float32,
+        null_slot: Int64,
+    ):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        token = block * self.warps + thread // 32
+        if token < gRaw.shape[0]:  # the same for a whole warp, as every branch below but those on lanes
+            slot, position = Int64(gRingSlots[token]), narrowed(gPositions[token])
+            if slot >= 0 and slot != null_slot and position >= 0:
+                lane = thread % 32
+                if (position + 1) % self.ratio == 0:
+                    self.finish_group(
+                        token, slot, position, lane, gRaw, gRing, gCache, gPositions, gTable, gNorm, gRingSlots, gSlots, eps
+                    )
+                self.keep_raw_key(token, slot, position, lane, gRaw, gRing, gPositions, gRingSlots)
+
+    @cute.jit
+    def is_neighbour(
+        self, token: Int32, slot: Int64, position: Int32, distance: Int32, gPositions: cute.Tensor, gRingSlots: cute.Tensor
+    ):
+        """Whether token + distance is there and is the token of the same sequence at position + distance."""
+        other = token + distance
+        last = gPositions.shape[0] - 1
+        is_there = other >= 0 and other <= last
+        other = cutlass.max(cutlass.min(other, last), Int32(0))  # loaded in any case: such loads travel together
+        # Positions are compared in their own width: one that no int32 holds is no neighbour's.
+        own_width = gPositions.element_type
+        return is_there and Int64(gRingSlots[other]) == slot and gPositions[other] == own_width(position + distance)
+
+    @cute.jit
+    def extent(
+        self,
+        token: Int32,
+        slot: Int64,
+        position: Int32,
+        lane: Int32,
+        sign: cutlass.Constexpr,
+        known: Int32,
+        gPositions: cute.Tensor,
+        gRingSlots: cute.Tensor,
+    ):
+        """How far the token's sequence reaches from it in one direction, given that it reaches `known` tokens; by a warp."""
+        low, size = Int32(known), token + 1 - known
+        if cutlass.const_expr(sign > 0):
+            size = gPositions.shape[0] - token - known
+        while size > 1:
+            step = (size + 31) // 32
+            is_in = Boolean(False)
+            if lane * step < size:
+                distance = sign * (low + lane * step)
+                is_in = self.is_neighbour(token, slot, position, distance, gPositions, gRingSlots)
+            passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_in)) - 1, Int32(0))
+            low += passed * step
+            size = cutlass.min(size - passed * step, step)
+        return low
+
+    @cute.jit
+    def raw_offset(self, token: Int32, head: Int32, gRaw: cute.Tensor):
+        return Int64(token) * gRaw.stride[0] + Int64(head) * gRaw.stride[1]
+
+    @cute.jit
+    def ring_offset(self, slot: Int64, row: Int32, head: Int32, gRing: cute.Tensor):
+        return slot * gRing.stride[0] + Int64(row) * gRing.stride[1] + Int64(head) * gRing.stride[2]
+
+    @cute.jit
+    def store_raw(self, rWords: cute.Tensor, gRing: cute.Tensor, offset: Int64, lane: Int32):
+        self.store_codes(rWords, self.dtype, gRing.iterator.toint() + offset * 2, lane)
+
+    @cute.jit
+    def finish_group(
+        self,
+        token: Int32,
+        slot: Int64,
+        position: Int32,
+        warp_lane: Int32,
+        gRaw: cute.Tensor,
+        gRing: cute.Tensor,
+        gCache: cute.Tensor,
+        gPositions: cute.Tensor,
+        gTable: cute.Tensor,
+        gNorm: cute.Tensor,
+        gRingSlots: cute.Tensor,
+        gSlots: cute.Tensor,
+        eps: Float32,
+    ):
+        """The key of the group that ends with this token; and the ring rows that only this warp may overwrite."""
+        lane = warp_lane % self.lanes
+        size = Int32(gRing.shape[1])
+        cache_slot = gSlots[token]
+        rHere = cute.make_rmem_tensor(self.ratio, Int32)
+        for back in cutlass.range_constexpr(self.ratio):
+            rHere[back] = Int32(1)
+            if cutlass.const_expr(back > 0):
+                if not self.is_neighbour(token, slot, position, Int32(-back), gPositions, gRingSlots):
+                    rHere[back] = Int32(0)
+        # Tokens of the sequence behind this one, where the group began before this call.
+        behind = Int32(0)
+        if rHere[self.ratio - 1] == 0:
+            behind = self.extent(token, slot, position, warp_lane, 1, Int32(0), gPositions, gRingSlots)
+
+        rMembers = cute.make_rmem_tensor(self.ratio * WORDS, Uint32)
+        rWords = cute.make_rmem_tensor(WORDS, Uint32)
+        rX = cute.make_rmem_tensor(ELEMENTS, Float32)
+        rMean = cute.make_rmem_tensor(ELEMENTS, Float32)
+        rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
+        rCos = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
+        rSin = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
+        self.load_gain(gNorm, lane, self.zero_centred, rGain)
+        self.load_angles(gTable, position - (self.ratio - 1), lane, rCos, rSin)
+        for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
+            head = first + warp_lane // self.lanes
+            is_live = head < self.kv_heads
+            head = cutlass.min(head, self.kv_heads - 1)
+            for back in cutlass.range_constexpr(self.ratio):
+                if rHere[back] != 0:
+                    self.load_row(gRaw, self.raw_offset(token - back, head, gRaw), lane, rMembers, back * WORDS)
+                else:
+                    row = (position - back) % size
+                    self.load_row(gRing, self.ring_offset(slot, row, head, gRing), lane, rMembers, back * WORDS)
+            rMean.fill(0.0)
+            for back in cutlass.range_constexpr(self.ratio - 1, -1, -1):  # the group's first member first
+                self.unpack(rMembers, back * WORDS, self.dtype, rX)
+                for i in cutlass.range_constexpr(ELEMENTS):
+                    rMean[i] += rX[i]
+            for i in cutlass.range_constexpr(ELEMENTS):
+                rMean[i] = self.divided(rMean[i])
+            self.pack(rMean, self.dtype, rWords, 0)
+            self.unpack(rWords, 0, self.dtype, rX)
+            self.norm(rX, rGain, eps)
+            self.rotate(rX, rCos, rSin, lane)
+            self.pack(rX, self.dtype, rWords, 0)
+            self.write_cache(rWords, self.dtype, gCache, self.form, self.kv_heads, cache_slot, head, lane, is_live)
+
+            for back in cutlass.range_constexpr(1, self.ratio):
+                later = (behind + back) // size * size  # from the member's position to the last one of its ring row
+                if is_live and rHere[back] == 0 and later > 0:
+                    self.load_row(gRaw, self.raw_offset(token + later - back, head, gRaw), lane, rWords, 0)
+                    row = (position - back) % size
+                    self.store_raw(rWords, gRing, self.ring_offset(slot, row, head, gRing), lane)
+
+    @cute.jit
+    def divided(self, total: Float32):
+        if cutlass.const_expr(self.ratio & (self.ratio - 1) == 0):
+            return total * (1.0 / self.ratio)
+        return ptx.divide(total, float(self.ratio))
+
+    @cute.jit
+    def keep_raw_key(
+        self,
+        token: Int32,
+        slot: Int64,
+        position: Int32,
+        warp_lane: Int32,
+        gRaw: cute.Tensor,
+        gRing: cute.Tensor,
+        gPositions: cute.Tensor,
+        gRingSlots: cute.Tensor,
+    ):
+        """The token's raw key into the ring, unless a later token of this call takes the row, or another warp writes it."""
+        lane = warp_lane % self.lanes
+        size = Int32(gRing.shape[1])
+        is_kept = not self.is_neighbour(token, slot, position, size, gPositions, gRingSlots)
+        reach = size - self.ratio + 1  # no nearer to the sequence's first token is a row of the group across the start
+        is_far = self.is_neighbour(token, slot, position, -reach, gPositions, gRingSlots)
+        if is_kept and is_far:
+            distance = self.extent(token, slot, position, warp_lane, -1, reach, gPositions, gRingSlots)
+            before = (position - distance) % self.ratio  # members of that group from before this call
+            rest = distance % size
+            if rest > 0 and size - rest <= before:
+                is_kept = Boolean(False)
+        if is_kept:
+            rWords = cute.make_rmem_tensor(WORDS, Uint32)
+            for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
+                head = first + warp_lane // self.lanes
+                if head < self.kv_heads:
+                    self.load_row(gRaw, self.raw_offset(token, head, gRaw), lane, rWords, 0)
+                    self.store_raw(rWords, gRing, self.ring_offset(slot, position % size, head, gRing), lane)

@@ -1,0 +1,175 @@
+"""Selected groups of `ratio` tokens as token positions, then the causal tail, then -1.
+
+Tensors: group_indices [L, k], -1 = none; positions [L] -> out [L, k * ratio + ratio - 1] int32. The tail is the query's own
+unfinished group: (pos + 1) // ratio * ratio up to and with pos. `gdn.problems.ExpandTopkGroupsProblem` is the contract.
+
+A block owns a row and takes its groups `threads * groups` at a time: they are packed in order into a list in shared memory
+(ballots inside a warp, counts across warps), and the list is written out member by member, so that neighbouring lanes write
+neighbouring words: a row is k * ratio + ratio - 1 words long and starts nowhere in particular, so wider stores would not align.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32
+
+from gdn.device import DeviceSpec
+from gdn.problems import ExpandTopkGroupsProblem
+from kernels_cute.common.indices import narrowed
+from kernels_cute.common.memory import fake
+from kernels_cute.indexer.rows import INDEX_DTYPES
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block
+    groups: int  # groups that a thread reads at once: more bytes in flight, a longer list
+
+
+def refusal(problem: ExpandTopkGroupsProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    for name, dtype in (("group_indices", problem.group_dtype), ("positions", problem.position_dtype)):
+        if dtype not in INDEX_DTYPES:
+            return f"requires {name} of int32 or int64, got {dtype}"
+    if problem.ratio < 1:
+        return f"requires a ratio of at least 1, got {problem.ratio}"
+    return None
+
+
+def fits(problem: ExpandTopkGroupsProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    return config.threads in (32, 64, 128, 256, 512) and config.groups in (1, 2, 4, 8)
+
+
+def configs(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [Config(threads, groups) for threads in (32, 64, 128, 256, 512) for groups in (1, 2, 4, 8)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> Config:
+    """A row in one step where 512 threads hold it; more threads a row where there are few rows."""
+    threads = 128 if problem.num_tokens >= 4 * device.num_sms else 512
+    for groups in (1, 2, 4):
+        if threads * groups >= problem.k:
+            return Config(threads, groups)
+    return Config(threads, 8)
+
+
+def workspace_bytes(problem: ExpandTopkGroupsProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: ExpandTopkGroupsProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    entry = "expand_topk_groups"
+    return {entry: build.library(entry, _ExpandTopkGroups(problem, config), *_arguments(problem))}
+
+
+def launch(compiled: Any, group_indices: Any, positions: Any, out: Any) -> None:
+    if out.shape[0] == 0 or out.shape[1] == 0:
+        return
+    compiled.functions["expand_topk_groups"](group_indices, positions, out)
+
+
+def _arguments(problem: ExpandTopkGroupsProblem) -> list[Any]:
+    """Fake tensors in the order of the compiled function."""
+    tokens = cute.sym_int()
+    return [
+        fake(problem.group_dtype, tokens, cute.sym_int()),
+        fake(problem.position_dtype, tokens),
+        fake("int32", tokens, cute.sym_int(), last=1),
+    ]
+
+
+class _ExpandTopkGroups:
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: ExpandTopkGroupsProblem, config: Config) -> None:
+        self.threads, self.groups, self.ratio = config.threads, config.groups, problem.ratio
+        self.warps = config.threads // 32
+        self.step = config.threads * config.groups
+
+    @cute.jit
+    def __call__(self, group_indices: cute.Tensor, positions: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        self.kernel(group_indices, positions, out).launch(
+            grid=[out.shape[0], 1, 1], block=[self.threads, 1, 1], preferred_smem_carveout=25, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, gGroups: cute.Tensor, gPositions: cute.Tensor, gOut: cute.Tensor):
+        token, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cutlass.utils.SmemAllocator()
+        sList = smem.allocate_tensor(Int32, cute.make_layout(self.step), 16)
+        sCounts = smem.allocate_tensor(Int32, cute.make_layout(self.warps), 16)
+        position = narrowed(gPositions[token])
+        k = Int32(gGroups.shape[1])
+        written = Int32(0)  # groups
+        for first in cutlass.range(0, k, self.step, unroll=1):
+            count = self.fill_list(gGroups, token, first, k, thread, sList, sCounts)
+            for j in cutlass.range(thread, count * self.ratio, self.threads, unroll=4):
+                group = j // self.ratio
+                gOut[token, written * self.ratio + j] = sList[group] * self.ratio + (j - group * self.ratio)
+            written += count
+            if first + self.step < k:
+                cute.arch.sync_threads()  # the list is filled again
+        tail_start = (position + 1) // self.ratio * self.ratio
+        tail = Int32(0)
+        if position >= 0:
+            tail = position + 1 - tail_start
+        for j in cutlass.range(written * self.ratio + thread, gOut.shape[1], self.threads, unroll=1):
+            within = j - written * self.ratio
+            value = Int32(-1)
+            if within < tail:
+                value = tail_start + within
+            gOut[token, j] = value
+
+    @cute.jit
+    def fill_list(
+        self,
+        gGroups: cute.Tensor,
+        token: Int32,
+        first: Int32,
+        k: Int32,
+        thread: Int32,
+        sList: cute.Tensor,
+        sCounts: cute.Tensor,
+    ):
+        """Packs the groups first .. first + step that are there into the list; returns how many there are."""
+        warp, lane = thread // 32, thread % 32
+        start = first + warp * (32 * self.groups)
+        rGroups = cute.make_rmem_tensor(self.groups, Int32)
+        rPlaces = cute.make_rmem_tensor(self.groups, Int32)
+        rGroups.fill(-1)
+        for u in cutlass.range_constexpr(self.groups):
+            column = start + u * 32 + lane
+            if column < k:
+                rGroups[u] = narrowed(gGroups[token, column])
+        before = (Int32(1) << lane) - 1  # mask of the lower lanes
+        total = Int32(0)
+        for u in cutlass.range_constexpr(self.groups):
+            there = cute.arch.vote_ballot_sync(rGroups[u] >= 0)
+            rPlaces[u] = total + cute.arch.popc(there & before)
+            total += cute.arch.popc(there)
+        base, count = Int32(0), total
+        if cutlass.const_expr(self.warps > 1):
+            if lane == 0:
+                sCounts[warp] = total
+            cute.arch.sync_threads()
+            count = Int32(0)
+            for w in cutlass.range_constexpr(self.warps):
+                if w == warp:
+                    base = count
+                count += sCounts[w]
+        for u in cutlass.range_constexpr(self.groups):
+            if rGroups[u] >= 0:
+                sList[base + rPlaces[u]] = rGroups[u]
+        cute.arch.sync_threads()
+        return count

@@ -1,0 +1,229 @@
+"""Cached key rows of N sequences out of their pages, packed: row r of sequence n goes to row cu_seqlens[n] + r.
+
+Tensors: cache [pages, elements of a page], block_tables [N, max_pages] int32, cu_seqlens [N + 1] -> k [rows, kv_heads * D],
+k_scale [rows, kv_heads] float32. `gdn.problems.GatherIndexerCacheProblem` is the contract.
+
+A warp owns `rows` neighbouring rows. Each lane finds one row's sequence by bisection (cu_seqlens stays in L1), its page and
+its place; then all lanes copy the rows in 16-byte pieces, all loads before the first store, with addresses by shuffle.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from gdn.device import DeviceSpec
+from gdn.problems import GatherIndexerCacheProblem
+from kernels_cute.common.memory import ACCESS_BYTES, fake, load, store, word_pointer
+from kernels_cute.indexer.rows import CACHE_DTYPES, INDEX_DTYPES
+
+_MOST_PIECES = 16  # that a lane holds at once: 64 registers
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block
+    rows: int  # rows of a warp: more bytes in flight, fewer blocks
+
+
+def _row_bytes(problem: GatherIndexerCacheProblem) -> int:
+    """Of a row's values, over its key heads."""
+    return problem.num_kv_heads * problem.head_dim * (2 if problem.cache_dtype == "bfloat16" else 1)
+
+
+def refusal(problem: GatherIndexerCacheProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    if problem.cache_dtype not in CACHE_DTYPES:
+        return f"requires a cache of uint8, float8_e4m3fn or bfloat16, got {problem.cache_dtype}"
+    if problem.cu_seqlens_dtype not in INDEX_DTYPES:
+        return f"requires cu_seqlens of int32 or int64, got {problem.cu_seqlens_dtype}"
+    if problem.num_kv_heads < 1 or _row_bytes(problem) % ACCESS_BYTES:
+        return f"requires rows of a multiple of 16 bytes, got {_row_bytes(problem)} bytes"
+    return None
+
+
+def fits(problem: GatherIndexerCacheProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    return config.threads in (32, 64, 128) and config.rows in (4, 8, 16, 32)
+
+
+def configs(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [Config(threads, rows) for threads in (32, 64, 128) for rows in (4, 8, 16, 32)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> Config:
+    """As many rows a warp as leave every SM 16 warps; blocks of one warp where there are few."""
+    for rows in (32, 16, 8):
+        if problem.num_rows >= rows * 16 * device.num_sms:
+            return Config(128, rows)
+    return Config(32, 8 if problem.num_rows >= 8 * 2 * device.num_sms else 4)
+
+
+def workspace_bytes(problem: GatherIndexerCacheProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: GatherIndexerCacheProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    entry = "gather_indexer_cache"
+    return {entry: build.library(entry, _GatherIndexerCache(problem, config), *_arguments(problem))}
+
+
+def launch(compiled: Any, cache: Any, block_tables: Any, cu_seqlens: Any, k: Any, k_scale: Any) -> None:
+    if k.shape[0] == 0:
+        return
+    compiled.functions["gather_indexer_cache"](cache, block_tables, cu_seqlens, k, k if k_scale is None else k_scale)
+
+
+def _arguments(problem: GatherIndexerCacheProblem) -> list[Any]:
+    """Fake tensors in the order of the compiled function."""
+    rows, width = cute.sym_int(), problem.num_kv_heads * problem.head_dim
+    value_dtype = "float8_e4m3fn" if problem.scaled else str(problem.cache_dtype)
+
+    def values() -> Any:
+        return fake(value_dtype, rows, width, last=1)
+
+    return [
+        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
+        fake("int32", cute.sym_int(), cute.sym_int()),
+        fake(problem.cu_seqlens_dtype, cute.sym_int()),
+        values(),
+        fake("float32", rows, problem.num_kv_heads, last=1) if problem.scaled else values(),
+    ]
+
+
+class _GatherIndexerCache:
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: GatherIndexerCacheProblem, config: Config) -> None:
+        self.threads, self.rows, self.scaled = config.threads, config.rows, problem.scaled
+        self.kv_heads = problem.num_kv_heads
+        self.row_bytes = _row_bytes(problem)
+        # Elements of a row in the cache, its scales included.
+        self.row_elements = problem.num_kv_heads * (problem.head_dim + (4 if problem.scaled else 0))
+        self.row_pieces = self.row_bytes // ACCESS_BYTES
+        self.pieces = self.rows * self.row_pieces  # of a warp
+        self.rounds = -(-self.pieces // 32)
+
+    @cute.jit
+    def __call__(
+        self,
+        cache: cute.Tensor,
+        block_tables: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        k: cute.Tensor,
+        k_scale: cute.Tensor,
+        stream: CUstream,
+    ):
+        block_rows = self.threads // 32 * self.rows
+        self.kernel(cache, block_tables, cu_seqlens, k, k_scale).launch(
+            grid=[(k.shape[0] + block_rows - 1) // block_rows, 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor, gK: cute.Tensor, gScale: cute.Tensor):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % 32
+        first = (block * (self.threads // 32) + thread // 32) * self.rows
+        num_rows = gK.shape[0]
+        page_size = Int32(gCache.shape[1]) // self.row_elements
+
+        # One row a lane; lanes beyond the warp's rows repeat its last one.
+        row = first + (lane if lane < self.rows else self.rows - 1)
+        page, place, is_used = self.find(row, page_size, gCache, gTables, gOffsets)
+        base = gCache.iterator.toint() + Int64(page) * gCache.stride[0] * (gCache.element_type.width // 8)
+        source = base + Int64(place) * self.row_bytes
+        if not is_used:
+            source = Int64(0)
+
+        target = gK.iterator.toint() + Int64(first) * self.row_bytes
+        for start in cutlass.range_constexpr(0, self.rounds, _MOST_PIECES):
+            self.copy(source, target, num_rows - first, lane, start, min(_MOST_PIECES, self.rounds - start))
+        if cutlass.const_expr(self.scaled):
+            self.copy_scales(base + Int64(page_size) * self.row_bytes, place, is_used, row, lane, num_rows, gScale)
+
+    @cute.jit
+    def find(self, row: Int32, page_size: Int32, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor):
+        """Page of a row of the result, place in the page, and whether any sequence has it (else both are 0)."""
+        count = gOffsets.shape[0] - 1
+        sequence = Int32(0)
+        size = Int32(count)
+        while size > 1:
+            half = size // 2
+            if Int64(gOffsets[sequence + half]) <= row:
+                sequence += half
+                size -= half
+            else:
+                size = half
+        start = Int64(gOffsets[sequence])
+        is_used = Int64(row) < Int64(gOffsets[count]) and start <= Int64(row)
+        page, place = Int32(0), Int32(0)
+        if is_used:
+            offset = row - Int32(start)
+            column = offset // page_size
+            place = offset - column * page_size
+            column = cutlass.min(column, Int32(gTables.shape[1]) - 1)
+            page = cutlass.max(cutlass.min(gTables[sequence, column], Int32(gCache.shape[0]) - 1), Int32(0))
+        return page, place, is_used
+
+    @cute.jit
+    def copy(
+        self,
+        source: Int64,
+        target: Int64,
+        rows_left: Int32,
+        lane: Int32,
+        start: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+    ):
+        """Rounds start .. start + count of the warp's pieces, 32 a round; source: of the row that this lane found."""
+        rPieces = cute.make_rmem_tensor(4 * count, Uint32)
+        rPieces.fill(0)
+        for u in cutlass.range_constexpr(count):
+            piece = (start + u) * 32 + lane
+            row = piece // self.row_pieces
+            # By all lanes: the row's address is another lane's.
+            address = self.from_lane(source, cutlass.min(row, self.rows - 1))
+            if address != 0 and row < self.rows:
+                load(word_pointer(address + (piece - row * self.row_pieces) * 16, 16), 4, rPieces, 4 * u, True)
+        for u in cutlass.range_constexpr(count):
+            piece = (start + u) * 32 + lane
+            row = piece // self.row_pieces
+            if row < self.rows and row < rows_left:
+                store(rPieces, 4 * u, 4, word_pointer(target + Int64(piece) * 16, 16))
+
+    @cute.jit
+    def from_lane(self, value: Int64, lane: Int32):
+        """Another lane's 64-bit value."""
+        low = cute.arch.shuffle_sync(Int32(value & 0xFFFFFFFF), lane)
+        high = cute.arch.shuffle_sync(Int32(value >> 32), lane)
+        return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+
+    @cute.jit
+    def copy_scales(
+        self,
+        scales: Int64,
+        place: Int32,
+        is_used: Boolean,
+        row: Int32,
+        lane: Int32,
+        num_rows: Int32,
+        gScale: cute.Tensor,
+    ):
+        """The scales of the row that this lane found."""
+        if lane < self.rows and row < num_rows:
+            source = cute.make_ptr(Float32, scales + Int64(place) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4)
+            for head in cutlass.range_constexpr(self.kv_heads):
+                scale = Float32(0.0)
+                if is_used:
+                    scale = source[head]
+                gScale[row, head] = scale

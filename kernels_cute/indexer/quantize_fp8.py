@@ -1,0 +1,121 @@
+"""e4m3 values with one scale per group: scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated.
+
+Tensors: x [L, G, group] bfloat16 | float16 -> x_fp8 [L, G, group] float8_e4m3fn, scale [L, G] float32.
+`gdn.problems.QuantizeFp8Problem` is the contract. A group of lanes owns `rows` groups of values, which it loads together;
+`_indexer_rows` says how they lie in registers. Bits are those of the reference.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32
+
+from gdn.device import DeviceSpec
+from gdn.problems import QuantizeFp8Problem
+from kernels_cute.common.memory import fake
+from kernels_cute.indexer import rows as _indexer_rows
+from kernels_cute.indexer.rows import SCALED, WORDS, IndexerRows
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block
+    rows: int  # groups of values of a group of lanes: more bytes in flight, more registers, fewer blocks
+
+
+def refusal(problem: QuantizeFp8Problem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    if problem.num_groups < 1:
+        return f"requires at least one group, got {problem.num_groups}"
+    return _indexer_rows.refusal(problem.group_dim, {"x": problem.dtype}, None, {})
+
+
+def fits(problem: QuantizeFp8Problem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    return config.threads in (32, 64, 128, 256) and config.rows in (1, 2, 4, 8)
+
+
+def configs(problem: QuantizeFp8Problem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    space = [Config(threads, rows) for threads in (32, 64, 128, 256) for rows in (1, 2, 4, 8)]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def default_config(problem: QuantizeFp8Problem, device: DeviceSpec) -> Config:
+    """As many groups as leave every SM a full load of threads, then blocks as small as it takes to reach every SM."""
+    threads_wanted = problem.num_tokens * problem.num_groups * _indexer_rows.lanes_of(problem.group_dim)
+    for rows in (4, 2):
+        if threads_wanted >= rows * 1024 * device.num_sms:
+            return Config(128, rows)
+    return Config(128 if threads_wanted >= 256 * device.num_sms else 32, 1)
+
+
+def workspace_bytes(problem: QuantizeFp8Problem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: QuantizeFp8Problem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    return {"quantize_fp8": build.library("quantize_fp8", _QuantizeFp8(problem, config), *_arguments(problem))}
+
+
+def launch(compiled: Any, x: Any, x_fp8: Any, scale: Any) -> None:
+    if x.shape[0] == 0:
+        return
+    compiled.functions["quantize_fp8"](x, x_fp8, scale)
+
+
+def _arguments(problem: QuantizeFp8Problem) -> list[Any]:
+    """Fake tensors in the order of the compiled function."""
+    tokens, shape = cute.sym_int(), (problem.num_groups, problem.group_dim)
+    return [
+        fake(problem.dtype, tokens, *shape, last=1),
+        fake("float8_e4m3fn", tokens, *shape, last=1),
+        fake("float32", tokens, problem.num_groups, last=1),
+    ]
+
+
+class _QuantizeFp8(IndexerRows):
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: QuantizeFp8Problem, config: Config) -> None:
+        super().__init__(problem.group_dim, 0, config.threads)
+        self.rows, self.num_groups, self.dtype = config.rows, problem.num_groups, problem.dtype
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, x_fp8: cute.Tensor, scale: cute.Tensor, stream: CUstream):
+        count = Int64(x.shape[0]) * self.num_groups
+        blocks = (count + self.groups * self.rows - 1) // (self.groups * self.rows)
+        self.kernel(x, x_fp8, scale).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, gX: cute.Tensor, gOut: cute.Tensor, gScale: cute.Tensor):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        group, lane = thread // self.lanes, thread % self.lanes
+        count = Int64(gX.shape[0]) * self.num_groups
+        # The groups of a block take neighbouring rows, so that it reads whole stretches of memory at a time.
+        first = Int64(block) * (self.groups * self.rows) + group
+        rRows = cute.make_rmem_tensor(self.rows * WORDS, Uint32)
+        rCodes = cute.make_rmem_tensor(WORDS, Uint32)
+        for u in cutlass.range_constexpr(self.rows):
+            row = first + u * self.groups
+            if row >= count:  # the last row again: all lanes of a warp shuffle
+                row = count - 1
+            token = row // self.num_groups
+            offset = token * gX.stride[0] + (row - token * self.num_groups) * gX.stride[1]
+            self.load_row(gX, offset, lane, rRows, u * WORDS)
+        for u in cutlass.range_constexpr(self.rows):
+            scale = self.encode(rRows, u * WORDS, self.dtype, SCALED, rCodes)
+            row = first + u * self.groups
+            if row < count:
+                self.store_codes(rCodes, SCALED, gOut.iterator.toint() + row * self.dim, lane)
+                if lane == 0:
+                    target = cute.make_ptr(Float32, gScale.iterator.toint() + row * 4, cute.AddressSpace.gmem, assumed_align=4)
+                    target[0] = scale

@@ -1,0 +1,238 @@
+"""Rows of `dim` 16-bit values in registers, and what the indexer does with them: RMS norm, RoPE, rounding, e4m3, the cache.
+
+A group of dim / 16 lanes owns a row; a lane holds two chunks of 8 neighbouring values, which are one 16-byte load each:
+
+    rotated dims      chunk c of the first half and chunk c of the second: both members of every pair (i, i + rotary_dim / 2)
+                      are in one thread, so RoPE needs no shuffle
+    the other dims    likewise chunk c of their first half and chunk c of their second
+
+Sums and maxima cross the group by shuffles; all lanes of a warp must take part in them. Values are held as words of two
+(`_indexer_ptx`), which is what is loaded and stored; the arithmetic is float32, rounded to the row's dtype once.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from kernels_cute.common.indices import narrowed
+from kernels_cute.common.memory import load, pointer, store, word_pointer, words
+from kernels_cute.indexer import ptx
+
+CHUNK = 8  # values of a 16-byte load
+ELEMENTS = 2 * CHUNK  # of a row in one lane
+WORDS = ELEMENTS // 2
+HEAD_DIMS = (32, 64, 128, 256)
+ROW_DTYPES = ("bfloat16", "float16")
+INDEX_DTYPES = ("int32", "int64")
+CACHE_DTYPES = ("uint8", "float8_e4m3fn", "bfloat16")
+FP8_MAX = 448.0
+LEAST_PEAK = 1e-4  # a scale is never smaller than this one's
+
+# What a row becomes: a 16-bit dtype's name, or one of these.
+SCALED = "scaled"  # e4m3 of value / scale
+CAST = "cast"  # e4m3 of the value
+
+
+def lanes_of(dim: int) -> int:
+    return dim // ELEMENTS
+
+
+def form_of(cache_dtype: str | None) -> str:
+    """What a key becomes in a cache of this dtype."""
+    return {"uint8": SCALED, "float8_e4m3fn": CAST}.get(str(cache_dtype), str(cache_dtype))
+
+
+def refusal(dim: int, dtypes: dict[str, str | None], cache_dtype: str | None, indices: dict[str, str | None]) -> str | None:
+    """What every kernel on such rows requires. dtypes: of rows, indices: of integer tensors; None = absent."""
+    if dim not in HEAD_DIMS:
+        return f"requires a head dim of {', '.join(map(str, HEAD_DIMS))}, got {dim}"
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype not in ROW_DTYPES:
+            return f"requires {name} of bfloat16 or float16, got {dtype}"
+    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
+        return f"requires a cache of uint8, float8_e4m3fn or bfloat16, got {cache_dtype}"
+    for name, dtype in indices.items():
+        if dtype is not None and dtype not in INDEX_DTYPES:
+            return f"requires {name} of int32 or int64, got {dtype}"
+    return None
+
+
+def rotation_refusal(rotary_dim: int, dim: int) -> str | None:
+    if rotary_dim % ELEMENTS or not ELEMENTS <= rotary_dim <= dim:
+        return f"requires a rotary_dim that is a multiple of {ELEMENTS} from {ELEMENTS} to the head dim, got {rotary_dim}"
+    return None
+
+
+class IndexerRows:
+    """Compile-time constants of the rows, and the steps on them."""
+
+    def __init__(self, dim: int, rotary_dim: int, threads: int) -> None:
+        self.dim, self.threads = dim, threads
+        self.lanes = lanes_of(dim)
+        self.groups = threads // self.lanes  # of a block
+        self.half = rotary_dim // 2
+        self.rotated = self.half // CHUNK  # lanes whose chunks are rotated
+        self.plain_half = (dim - rotary_dim) // 2
+
+    @cute.jit
+    def places(self, lane: Int32):
+        """Where a lane's two chunks start in a row."""
+        first = lane * CHUNK
+        second = first + self.half
+        if cutlass.const_expr(self.rotated < self.lanes):
+            if lane >= self.rotated:
+                first = (lane + self.rotated) * CHUNK
+                second = first + self.plain_half
+        return first, second
+
+    @cute.jit
+    def load_row(self, gX: cute.Tensor, offset: Int64, lane: Int32, rWords: cute.Tensor, start: cutlass.Constexpr):
+        """rWords[start : start + WORDS] = a lane's part of the row at gX + offset elements; read once, past L1."""
+        first, second = self.places(lane)
+        load(words(gX, offset + first, 16), WORDS // 2, rWords, start, True)
+        load(words(gX, offset + second, 16), WORDS // 2, rWords, start + WORDS // 2, True)
+
+    @cute.jit
+    def load_gain(self, gWeight: cute.Tensor, lane: Int32, zero_centred: cutlass.Constexpr, rGain: cute.Tensor):
+        first, second = self.places(lane)
+        load(pointer(gWeight, Int64(first), 16), CHUNK, rGain, 0, False)
+        load(pointer(gWeight, Int64(second), 16), CHUNK, rGain, CHUNK, False)
+        if cutlass.const_expr(zero_centred):
+            for i in cutlass.range_constexpr(ELEMENTS):
+                rGain[i] += 1.0
+
+    @cute.jit
+    def load_angles(self, gTable: cute.Tensor, position: Any, lane: Int32, rCos: cute.Tensor, rSin: cute.Tensor):
+        """Cosines and sines of a lane's pairs at a position, which is clamped to the table."""
+        row = Int64(position)
+        last = Int64(gTable.shape[0] - 1)
+        if row > last:
+            row = last
+        if row < 0:
+            row = Int64(0)
+        rCos.fill(0.0)
+        rSin.fill(0.0)
+        if lane < self.rotated:
+            offset = row * gTable.stride[0] + lane * CHUNK
+            load(pointer(gTable, offset, 16), CHUNK, rCos, 0, False)
+            load(pointer(gTable, offset + self.half, 16), CHUNK, rSin, 0, False)
+
+    @cute.jit
+    def unpack(self, rWords: cute.Tensor, start: cutlass.Constexpr, dtype: cutlass.Constexpr, rX: cute.Tensor):
+        for i in cutlass.range_constexpr(WORDS):
+            first, second = ptx.unpack(dtype, rWords[start + i])
+            rX[2 * i] = first
+            rX[2 * i + 1] = second
+
+    @cute.jit
+    def pack(self, rX: cute.Tensor, dtype: cutlass.Constexpr, rWords: cute.Tensor, start: cutlass.Constexpr):
+        for i in cutlass.range_constexpr(WORDS):
+            rWords[start + i] = ptx.pack(dtype, rX[2 * i], rX[2 * i + 1])
+
+    @cute.jit
+    def norm(self, rX: cute.Tensor, rGain: cute.Tensor, eps: Float32):
+        """x * rsqrt(mean(x * x) + eps) * gain, multiplied in this order."""
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(ELEMENTS):
+            total += rX[i] * rX[i]
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        factor = cute.math.rsqrt(total * (1.0 / self.dim) + eps)
+        for i in cutlass.range_constexpr(ELEMENTS):
+            rX[i] = rX[i] * factor * rGain[i]
+
+    @cute.jit
+    def rotate(self, rX: cute.Tensor, rCos: cute.Tensor, rSin: cute.Tensor, lane: Int32):
+        """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on a lane's first and second chunk, where it is rotated."""
+        if lane < self.rotated:
+            for i in cutlass.range_constexpr(CHUNK):
+                x1, x2 = rX[i], rX[CHUNK + i]
+                rX[i] = x1 * rCos[i] - x2 * rSin[i]
+                rX[CHUNK + i] = x2 * rCos[i] + x1 * rSin[i]
+
+    @cute.jit
+    def scale_of(self, rWords: cute.Tensor, start: cutlass.Constexpr, dtype: cutlass.Constexpr):
+        """max(|row|, 1e-4) / 448, the same in all lanes of a group."""
+        peak = ptx.magnitudes(rWords[start])
+        for i in cutlass.range_constexpr(1, WORDS):
+            peak = ptx.larger(peak, ptx.magnitudes(rWords[start + i]))
+        for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            peak = ptx.larger(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))
+        most = ptx.at_least(ptx.larger_half(dtype, peak), LEAST_PEAK)
+        # The remainder of infinity would be NaN.
+        return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(FP8_MAX)))
+
+    @cute.jit
+    def encode(
+        self,
+        rWords: cute.Tensor,
+        start: cutlass.Constexpr,
+        dtype: cutlass.Constexpr,
+        form: cutlass.Constexpr,
+        rCodes: cute.Tensor,
+    ):
+        """rCodes = the row's words in `form`, 4 of e4m3 or 8 of a 16-bit dtype; returns the scale (1 without one)."""
+        scale = Float32(1.0)
+        if cutlass.const_expr(form == dtype):
+            for i in cutlass.range_constexpr(WORDS):
+                rCodes[i] = rWords[start + i]
+        else:
+            rX = cute.make_rmem_tensor(ELEMENTS, Float32)
+            self.unpack(rWords, start, dtype, rX)
+            if cutlass.const_expr(form == SCALED):
+                scale = self.scale_of(rWords, start, dtype)
+                inverse = ptx.reciprocal(scale)
+                # The remainder of a division by infinity would be NaN, where the quotient is 0.
+                divisor = ptx.where_infinite(scale, Float32(0.0), scale)
+                for i in cutlass.range_constexpr(ELEMENTS):
+                    rX[i] = ptx.quotient(rX[i], inverse, divisor)
+            if cutlass.const_expr(form in (SCALED, CAST)):
+                for i in cutlass.range_constexpr(ELEMENTS // 4):
+                    rCodes[i] = ptx.to_e4m3(rX[4 * i], rX[4 * i + 1], rX[4 * i + 2], rX[4 * i + 3])
+            else:
+                self.pack(rX, form, rCodes, 0)
+        return scale
+
+    @cute.jit
+    def store_codes(self, rCodes: cute.Tensor, form: cutlass.Constexpr, address: Int64, lane: Int32):
+        """A lane's part of an encoded row that starts at this global address."""
+        width = cutlass.const_expr(1 if form in (SCALED, CAST) else 2)  # bytes of a value
+        count = cutlass.const_expr(CHUNK * width // 4)  # words of a chunk
+        first, second = self.places(lane)
+        store(rCodes, 0, count, word_pointer(address + first * width, 4 * count))
+        store(rCodes, count, count, word_pointer(address + second * width, 4 * count))
+
+    @cute.jit
+    def write_cache(
+        self,
+        rWords: cute.Tensor,
+        dtype: cutlass.Constexpr,
+        gCache: cute.Tensor,
+        form: cutlass.Constexpr,
+        kv_heads: cutlass.Constexpr,
+        slot: Any,
+        head: Int32,
+        lane: Int32,
+        is_live: cutlass.Boolean,
+    ):
+        """The row goes to slot (page * page_size + offset) of the cache, where it is live and an int32 that is not negative
+        holds the slot."""
+        rCodes = cute.make_rmem_tensor(WORDS, Uint32)
+        scale = self.encode(rWords, 0, dtype, form, rCodes)  # by all lanes: it shuffles
+        width = cutlass.const_expr(gCache.element_type.width // 8)
+        row_bytes = cutlass.const_expr(self.dim * width)
+        page_rows = Int32(gCache.shape[1]) // (self.dim + (4 if form == SCALED else 0))  # rows x key heads of a page
+        row = narrowed(slot)  # memory holds fewer than 2**31 rows
+        if is_live and row >= 0:
+            page_size = page_rows // kv_heads
+            page = row // page_size
+            place = (row - page * page_size) * kv_heads + head
+            base = gCache.iterator.toint() + Int64(page) * gCache.stride[0] * width
+            self.store_codes(rCodes, form, base + Int64(place) * row_bytes, lane)
+            if cutlass.const_expr(form == SCALED):
+                if lane == 0:
+                    scales = base + Int64(page_rows) * row_bytes
+                    target = cute.make_ptr(Float32, scales + Int64(place) * 4, cute.AddressSpace.gmem, assumed_align=4)
+                    target[0] = scale

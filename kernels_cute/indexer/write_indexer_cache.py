@@ -1,0 +1,105 @@
+"""Key rows into the indexer's cache, in the cache's form: e4m3 with a scale per row, plain e4m3, or bfloat16.
+
+Tensors: k [L, kv_heads, D] bfloat16 | float16, slot_mapping [L], cache [pages, elements of a page].
+`gdn.problems.WriteIndexerCacheProblem` is the contract. A group of lanes owns a row; `_indexer_rows` says how it lies in
+registers and in a page. Bits are those of the reference.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int64, Uint32
+
+from gdn.device import DeviceSpec
+from gdn.problems import WriteIndexerCacheProblem
+from kernels_cute.common.memory import fake
+from kernels_cute.indexer import rows as _indexer_rows
+from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # threads of a block
+
+
+def refusal(problem: WriteIndexerCacheProblem) -> str | None:
+    """None where this kernel serves the problem, else why not."""
+    return _indexer_rows.refusal(
+        problem.head_dim, {"k": problem.dtype}, problem.cache_dtype, {"slot_mapping": problem.slot_dtype}
+    )
+
+
+def fits(problem: WriteIndexerCacheProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled and launched."""
+    return config.threads in (32, 64, 128, 256)
+
+
+def configs(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> list[Config]:
+    """Every feasible configuration."""
+    return [config for config in map(Config, (32, 64, 128, 256)) if fits(problem, config, device)]
+
+
+def default_config(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> Config:
+    """Blocks as small as it takes to reach every SM."""
+    threads_wanted = problem.num_tokens * problem.num_kv_heads * _indexer_rows.lanes_of(problem.head_dim)
+    return Config(128 if threads_wanted >= 256 * device.num_sms else 32)
+
+
+def workspace_bytes(problem: WriteIndexerCacheProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: WriteIndexerCacheProblem, config: Config) -> dict[str, bytes]:
+    """The one kernel, built for sm_90a."""
+    entry = "write_indexer_cache"
+    return {entry: build.library(entry, _WriteIndexerCache(problem, config), *_arguments(problem))}
+
+
+def launch(compiled: Any, k: Any, cache: Any, slot_mapping: Any) -> None:
+    if k.shape[0] == 0:
+        return
+    compiled.functions["write_indexer_cache"](k, cache, slot_mapping)
+
+
+def _arguments(problem: WriteIndexerCacheProblem) -> list[Any]:
+    """Fake tensors in the order of the compiled function."""
+    tokens = cute.sym_int()
+    return [
+        fake(problem.dtype, tokens, problem.num_kv_heads, problem.head_dim, last=1),
+        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
+        fake(problem.slot_dtype, tokens),
+    ]
+
+
+class _WriteIndexerCache(IndexerRows):
+    """The kernel for one problem and configuration; attributes are compile-time constants."""
+
+    def __init__(self, problem: WriteIndexerCacheProblem, config: Config) -> None:
+        super().__init__(problem.head_dim, 0, config.threads)
+        self.kv_heads, self.dtype, self.form = problem.num_kv_heads, problem.dtype, form_of(problem.cache_dtype)
+
+    @cute.jit
+    def __call__(self, k: cute.Tensor, cache: cute.Tensor, slot_mapping: cute.Tensor, stream: CUstream):
+        blocks = (k.shape[0] * self.kv_heads + self.groups - 1) // self.groups
+        self.kernel(k, cache, slot_mapping).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, gK: cute.Tensor, gCache: cute.Tensor, gSlots: cute.Tensor):
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % self.lanes
+        item = block * self.groups + thread // self.lanes
+        count = gK.shape[0] * self.kv_heads
+        is_live = item < count
+        if item >= count:  # the last row again: all lanes of a warp shuffle
+            item = count - 1
+        token, head = item // self.kv_heads, item % self.kv_heads
+        slot = gSlots[token]
+        rWords = cute.make_rmem_tensor(WORDS, Uint32)
+        self.load_row(gK, Int64(token) * gK.stride[0] + Int64(head) * gK.stride[1], lane, rWords, 0)
+        self.write_cache(rWords, self.dtype, gCache, self.form, self.kv_heads, slot, head, lane, is_live)

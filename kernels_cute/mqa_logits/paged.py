@@ -1,0 +1,261 @@
+"""Paged indexer logits (decode) on the tensor cores, FP8 or bf16; for draft d of sequence b and key t:
+
+    out[b * next_n + d, t] = scale * sum_g k_scale[t, g] * sum_{h of g} w[b * next_n + d, h] * relu(q[b, d, h] . k[t, g])
+
+and -inf from the draft's length on; the heads of key head g are H / kv_heads neighbours.
+
+    q [B, next_n, H, D] e4m3 or bf16          cache [pages, page_size * kv_heads * (D + 4)] uint8 (a page's values, then its
+    weights [B * next_n, H] float32 or bf16   float32 scales) or [pages, page_size * kv_heads * D] as q, any page stride of 16
+    context_lens [B] or [B, next_n] int32     block_tables [B, max_pages] int32     out [B * next_n, W] float32 or bf16
+
+The kernel, its warp roles and its barriers: _logits_paged.py; the deal of work over blocks: _logits_deal.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import ceil
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from gdn.device import H100, DeviceSpec
+from gdn.problems import DTYPE_BYTES, PagedMqaLogitsProblem
+from kernels_cute.common.build import library
+from kernels_cute.mqa_logits.layouts import QUERIES_PER_GROUP, HeadOrder, heads_at_once
+from kernels_cute.mqa_logits.paged_kernel import KEY_ROWS, QUERY_STAGES, REGISTERS, PagedLogits
+
+ENTRY = "gdn_cute_paged_mqa_logits"
+MAX_HEADS = 64
+HEAD_DIMS = (64, 128)
+MAX_COLUMNS = 256  # of one instruction
+SPARE_REGISTERS = 32  # of a math thread, beside accumulators and weights
+IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
+# How near a tuned entry must be (see gdn.runtime.tuned): twice the sequences or their lengths. What gains 1 % with 64 x 32768
+# loses 3 % with 1 x 131072.
+TUNED_WITHIN = 1.0
+# (math warpgroups, blocks of a multiprocessor, fewest key stages): the first whose registers and tiles fit.
+BLOCKS = ((1, 2, 3), (2, 1, 4))
+DTYPES: dict[str, Any] = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    math_warpgroups: int  # 64 keys of a tile each
+    blocks_per_sm: int  # resident on a multiprocessor at the same time
+    key_stages: int  # key tiles in flight, per block
+    num_sms: int  # of the device
+
+
+def refusal(problem: PagedMqaLogitsProblem) -> str | None:
+    if not 1 <= problem.num_heads <= MAX_HEADS:
+        return f"requires 1 to {MAX_HEADS} indexer heads, got {problem.num_heads}"
+    if problem.num_kv_heads < 1 or problem.num_heads % problem.num_kv_heads:
+        return f"requires a number of heads that key heads divide, got {problem.num_heads} and {problem.num_kv_heads}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"requires head_dim 64 or 128, got {problem.head_dim}"
+    if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
+        return f"requires float8_e4m3fn or bfloat16 queries and keys, got {problem.dtype}"
+    if problem.weights_dtype not in (None, "float32", "bfloat16"):
+        return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
+    if problem.out_dtype not in ("float32", "bfloat16"):
+        return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
+    if problem.page_size < 4 or problem.page_size % 4:
+        return f"requires a page_size that is a multiple of 4, got {problem.page_size}"
+    if problem.next_n < 1:
+        return f"requires next_n of at least 1, got {problem.next_n}"
+    if _default(problem, H100) is None:
+        return (
+            "requires queries and keys that fit a block's shared memory, got "
+            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
+        )
+    return None
+
+
+def _row_bytes(problem: PagedMqaLogitsProblem) -> int:
+    return problem.head_dim * DTYPE_BYTES[problem.dtype]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the drafts of a sequence become columns."""
+
+    lanes_per_query: int  # of a quad
+    groups: int  # of 4 / lanes_per_query drafts, in one pass
+    passes: int  # over a sequence's keys
+    columns: int  # queries x heads (odd numbers of a key head's rounded up) of one pass
+
+
+def shape_of(problem: PagedMqaLogitsProblem) -> Shape:
+    """The fewest columns in all, then the fewest shuffles."""
+    shapes = []
+    for lanes in (1, 2, 4):
+        order = HeadOrder(problem.num_heads, problem.num_kv_heads, lanes)
+        if lanes > 1 and order.slots > order.group:
+            continue
+        group_drafts = QUERIES_PER_GROUP // lanes
+        groups = -(-problem.next_n // group_drafts)
+        passes = -(-groups // max(1, MAX_COLUMNS // (group_drafts * order.columns)))
+        groups = -(-groups // passes)
+        shapes.append(Shape(lanes, groups, passes, groups * group_drafts * order.columns))
+    return min(shapes, key=lambda shape: (shape.passes * shape.columns, shape.lanes_per_query))
+
+
+def _shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    shape, row_bytes = shape_of(problem), _row_bytes(problem)
+    columns = shape.columns
+    tile = KEY_ROWS * config.math_warpgroups
+    drafts = shape.groups * QUERIES_PER_GROUP // shape.lanes_per_query
+    tables = QUERY_STAGES * (16 + 16 + drafts * 4 + drafts * problem.num_heads * 4) + 16 * config.key_stages
+    scales = 4 * tile * problem.num_kv_heads * config.key_stages if problem.has_k_scale else 16
+    key_rows = tile * _heads_at_once(problem, config)
+    # Each table may be padded to 128 bytes, and the tiles start at a multiple of 1024.
+    return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + key_rows * config.key_stages) * row_bytes
+
+
+def _registers(problem: PagedMqaLogitsProblem, at_once: int) -> tuple[int, int]:
+    """Of a math thread whose turns take so many key heads: (sums of the products, everything)."""
+    shape, kv_heads = shape_of(problem), problem.num_kv_heads
+    sums = shape.columns * at_once // kv_heads // 2
+    totals = 2 * shape.groups if at_once < kv_heads else 0  # live from turn to turn
+    weights = shape.groups * problem.num_heads // shape.lanes_per_query if problem.weights_dtype else 0
+    scales = 2 * at_once if kv_heads > 1 and problem.has_k_scale else 0
+    return sums, sums + totals + weights + scales + SPARE_REGISTERS
+
+
+def _heads_at_once(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    """Key heads of a turn: as many as the registers of a math thread hold, one at least."""
+    most = heads_at_once(problem.num_kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
+    room = REGISTERS[config.math_warpgroups, config.blocks_per_sm].math
+    counts = [count for count in range(most, 1, -1) if problem.num_kv_heads % count == 0]
+    return next((count for count in counts if _registers(problem, count)[1] <= room), 1)
+
+
+def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
+    registers = REGISTERS.get((config.math_warpgroups, config.blocks_per_sm))
+    if registers is None or config.key_stages < 2 or config.num_sms < 1:
+        return False
+    sums, held = _registers(problem, _heads_at_once(problem, config))
+    # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
+    room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
+    # The assembler measures a wgmma's accumulators against the registers at launch, all else against those of math threads.
+    accumulates = sums + SPARE_REGISTERS <= registers.launch
+    return accumulates and held <= registers.math and _shared_bytes(problem, config) <= room
+
+
+def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
+    config = _default(problem, device)
+    if config is None:
+        raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
+    return config
+
+
+def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
+    """Two small blocks a multiprocessor: while one starts or ends, the other keeps memory busy. How many key tiles are in
+    flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: NOTES.md)."""
+    in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
+    for groups, blocks, least in BLOCKS:
+        tile_bytes = groups * KEY_ROWS * (_row_bytes(problem) + 4 * problem.has_k_scale)
+        for stages in range(max(least, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
+            config = Config(groups, blocks, stages, device.num_sms)
+            if fits(problem, config, device):
+                return config
+    return None
+
+
+def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
+    return [config for config in _space(device) if fits(problem, config, device)]
+
+
+def _space(device: DeviceSpec) -> Iterator[Config]:
+    for (groups, blocks), stages in product(REGISTERS, (10, 8, 6, 5, 4, 3, 2)):
+        yield Config(groups, blocks, stages, device.num_sms)
+
+
+def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
+    shape = shape_of(problem)
+    kernel = PagedLogits(
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        kv_heads_at_once=_heads_at_once(problem, config),
+        head_dim=problem.head_dim,
+        fp8=problem.dtype == "float8_e4m3fn",
+        has_k_scale=problem.has_k_scale,
+        has_weights=problem.weights_dtype is not None,
+        relu=problem.relu,
+        clean=problem.clean,
+        page_size=problem.page_size,
+        next_n=problem.next_n,
+        per_draft_lengths=problem.per_draft_lengths,
+        lanes_per_query=shape.lanes_per_query,
+        groups=shape.groups,
+        passes=shape.passes,
+        math_warpgroups=config.math_warpgroups,
+        blocks_per_sm=config.blocks_per_sm,
+        key_stages=config.key_stages,
+        num_sms=config.num_sms,
+    )
+    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+
+
+def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
+    """The fake tensors of a launch. Absent weights are stood in for by block_tables, which the kernel then never reads as
+    such."""
+    dtype = DTYPES[problem.dtype]
+    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+    q = make_fake_tensor(
+        dtype,
+        (cute.sym_int(), cute.sym_int(), problem.num_heads, problem.head_dim),
+        stride=(cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1),
+        assumed_align=16,
+    )
+    page_bytes = problem.page_size * problem.num_kv_heads * (problem.head_dim + 4 * problem.has_k_scale)
+    cache = _matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16)
+    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _table()
+    lengths = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
+    if problem.per_draft_lengths:
+        lengths = _matrix(cutlass.Int32, problem.next_n)
+    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
+    numbers = [cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
+    return [q, cache, weights, lengths, _table(), out, *numbers]
+
+
+def _table() -> Any:
+    return _matrix(cutlass.Int32, cute.sym_int())
+
+
+def _matrix(dtype: Any, columns: Any, align: int | None = None) -> Any:
+    return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1), assumed_align=align)
+
+
+def launch(
+    compiled: Any,
+    q: Any,
+    cache: Any,
+    weights: Any,
+    context_lens: Any,
+    block_tables: Any,
+    out: Any,
+    scale: float,
+    least: int = 0,
+) -> None:
+    problem = compiled.problem
+    if out.shape[0] == 0 or out.shape[1] == 0:
+        return
+    if cache.shape[0] == 0 or block_tables.shape[1] == 0:  # no page, so no key: a descriptor cannot describe an empty tensor
+        if problem.clean:
+            out.fill_(float("-inf"))
+        return
+    limit = min(out.shape[1], block_tables.shape[1] * problem.page_size)
+    weights = block_tables if weights is None else weights
+    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, least, scale)

@@ -1,0 +1,184 @@
+"""Exact, deterministic top-k of rows of logits.
+
+    of row i, columns [row_starts[i], row_ends[i]): the k largest scores, of equal ones the smaller columns, as
+    column - row_starts[i], ascending or by descending score, -1 behind them; NaN and -inf never, -0.0 as 0.0
+
+    logits [rows, n] float32 or bf16        row_starts, row_ends [rows] int32 or int64        out [rows, k] int32
+
+The kernel: _topk_rows.py.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from gdn.device import DeviceSpec
+from gdn.problems import TopkProblem
+from kernels_cute.common.build import library
+from kernels_cute.topk.rows import BINS, MOST_COLUMNS, SPARE_WORDS, TopkRows
+
+ENTRY = "gdn_cute_topk"
+ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
+MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
+INDEX_DTYPES: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64}
+
+
+@dataclass(frozen=True)
+class Config:
+    threads: int  # of a block, which works on one row
+    unroll: int  # quads of scores that a thread has in flight
+    blocks_per_sm: int  # caps registers so that so many blocks fit
+    list_entries: int  # scores above the sampled bound that the list takes (8 bytes each); more cost further reads of the row
+    max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
+
+
+ANY_SIZE = Config(1024, 4, 1, 8192, MOST_COLUMNS)
+
+
+def refusal(problem: TopkProblem) -> str | None:
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"requires float32 or bfloat16 logits, got {problem.dtype}"
+    if problem.num_columns > MOST_COLUMNS:
+        return f"requires at most {MOST_COLUMNS} columns, got {problem.num_columns}"
+    if problem.sorted_by == "score" and problem.k > MOST_SORTED:
+        return f"requires k up to {MOST_SORTED} where sorted by score, got {problem.k}"
+    return None
+
+
+def _shared_bytes(config: Config) -> int:
+    return 8 * config.list_entries + 4 * BINS + config.max_columns // 8 + 4 * SPARE_WORDS + 4 * 40 + 64
+
+
+def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
+    return (
+        config.threads in (256, 512, 1024)
+        and config.unroll in (1, 2, 4, 8)
+        and config.blocks_per_sm >= 1
+        and _registers_suffice(problem, config, device)
+        and config.list_entries % 2048 == 0
+        # The list also holds what is sorted.
+        and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
+        and config.max_columns % 32 == 0
+        and config.max_columns <= MOST_COLUMNS
+        and config.blocks_per_sm * (_shared_bytes(config) + 1024) <= device.shared_bytes_per_block + 1024
+    )
+
+
+def _registers_suffice(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
+    """Compiled variants do with 64 registers, and with 32 where scores in flight take up to 16; with 40 ptxas spills in some."""
+    registers = device.registers_per_sm // (config.threads * config.blocks_per_sm) // 8 * 8
+    most_quads = 4 if problem.dtype == "float32" else 8
+    return registers >= 64 or (registers == 32 and config.unroll <= most_quads)
+
+
+def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
+    # Somewhat more than k entries pass a sampled bound. Blocks, threads and unrolling as measured (NOTES.md).
+    entries = 4096 if problem.k <= 2048 else 8192
+    if problem.num_columns <= 2048:
+        return Config(256, 2, 4, 2048, 2048)
+    for capacity in (8192, 32768, 65536, 131072):
+        if problem.num_columns <= capacity:
+            break
+    else:
+        return ANY_SIZE
+    if problem.num_rows <= device.num_sms or capacity > 32768:
+        return Config(1024, 8, 1, 8192 if entries > 4096 else 6144, capacity)
+    if entries > 4096:
+        return Config(512, 4, 2, entries, capacity)
+    if capacity <= 8192:
+        return Config(512, 4, 4, entries, capacity)
+    if problem.dtype == "bfloat16":
+        return Config(512, 8, 4, entries, capacity)
+    return Config(512, 8, 2, entries, capacity)
+
+
+def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
+    default = default_config(problem, device)
+    space = [
+        Config(threads, unroll, blocks, entries, default.max_columns)
+        for threads, unroll, blocks, entries in product(
+            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({default.list_entries, 6144, 8192})
+        )
+    ]
+    return [default] + [config for config in space if config != default and fits(problem, config, device)]
+
+
+def suits(problem: TopkProblem, config: Config) -> bool:
+    """Whether tiles tuned at other sizes are a choice here: longer rows are served by `ANY_SIZE`, and a k that the list has
+    little room for by counting whole rows, which both is slow. A sample's rank of k/16 + 4 sqrt(k/16) + 4 must be within 7/8
+    of the list's share of it."""
+    is_roomy = problem.num_columns <= config.list_entries or 8 * problem.k <= 5 * config.list_entries
+    return problem.num_columns <= config.max_columns and is_roomy
+
+
+def workspace_bytes(problem: TopkProblem, config: Config) -> int:
+    return 0
+
+
+def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
+    entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
+    return {name: library(name, _kernel(problem, tiles).launch, *_arguments(problem)) for name, tiles in entries.items()}
+
+
+def _kernel(problem: TopkProblem, config: Config) -> TopkRows:
+    return TopkRows(
+        is_float32=problem.dtype == "float32",
+        has_starts=problem.starts_dtype is not None,
+        has_ends=problem.ends_dtype is not None,
+        by_score=problem.sorted_by == "score",
+        threads=config.threads,
+        unroll=config.unroll,
+        blocks_per_sm=config.blocks_per_sm,
+        list_entries=config.list_entries,
+        max_columns=config.max_columns,
+    )
+
+
+def _arguments(problem: TopkProblem) -> list[Any]:
+    """The fake tensors of a launch. An absent bound is stood in for by out, which is then not read."""
+    rows, dtype = cute.sym_int(), cutlass.Float32 if problem.dtype == "float32" else cutlass.BFloat16
+
+    def matrix(element: Any) -> Any:
+        return make_fake_tensor(element, (rows, cute.sym_int()), stride=(cute.sym_int64(), 1))
+
+    def bound(name: str | None) -> Any:
+        if name is None:
+            return matrix(cutlass.Int32)
+        return make_fake_tensor(INDEX_DTYPES[name], (cute.sym_int(),), stride=(cute.sym_int64(),))
+
+    return [
+        matrix(dtype), bound(problem.starts_dtype), bound(problem.ends_dtype), matrix(cutlass.Int32),
+        cutlass.Int32(0), cutlass.Int32(-1), cutlass.Int32(1),
+    ]  # fmt: skip
+
+
+def launch(
+    compiled: Any,
+    logits: Any,
+    row_starts: Any,
+    row_ends: Any,
+    out: Any,
+    list_short: int = 0,
+    num_keys: int = -1,
+    drafts: int = 1,
+) -> None:
+    if out.shape[0] == 0 or out.shape[1] == 0:
+        return
+    if logits.shape[1] == 0:  # no address to pass
+        out.fill_(-1)
+        return
+    config = compiled.config
+    entry = ANY_ENTRY if logits.shape[1] > config.max_columns and config != ANY_SIZE else ENTRY
+    compiled.functions[entry](
+        logits,
+        out if row_starts is None else row_starts,
+        out if row_ends is None else row_ends,
+        out,
+        list_short,
+        num_keys,
+        drafts,
+    )
