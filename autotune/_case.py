@@ -31,7 +31,8 @@ def launch_of(prepared: Prepared, tensors: tuple[Any, ...]) -> Call:
     launch = prepared.launch
     if launch is None:
         raise TypeError("prepared: expected a kernel, got the reference")
-    return lambda: launch(*tensors)
+    arguments = [tensors] if hasattr(tensors, "_fields") else tensors
+    return lambda: launch(*arguments)
 
 
 class Inputs(Protocol):

@@ -355,9 +355,10 @@ def launch(
 ) -> None:
     """Launches a kernel and leaves the call for the memo.
 
-    results: what the call returns. aligned: tensors whose addresses were found to be multiples of 16 bytes.
+    arguments: the operator's Params, or, until every operator has one, what its launch takes, in order. results: what the call
+    returns. aligned: tensors whose addresses were found to be multiples of 16 bytes.
     """
     assert prepared.launch is not None
-    prepared.launch(*arguments)
+    prepared.launch(*([arguments] if hasattr(arguments, "_fields") else arguments))
     call = _current.get()
     call.learned = (prepared.launch, arguments, results, call.made, aligned)

@@ -48,13 +48,14 @@ class Plan:
 
     __slots__ = (
         "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_is_plain", "_last",
-        "_launch", "_makers", "_nothing", "_pairs", "_results", "_spans", "_views", "_watched",
+        "_launch", "_makers", "_nothing", "_pairs", "_params", "_results", "_spans", "_views", "_watched",
     )  # fmt: skip
 
     def __init__(
         self,
         tensors: Sequence[Tensor | None],
         launch: Callable[..., None],
+        params: Callable[[tuple[Any, ...]], Any] | None,
         makers: Sequence[tuple[Callable[..., Tensor], tuple[int, ...]]],
         constants: Sequence[Any],
         views: Sequence[tuple[int, torch.Size, tuple[int, ...]]],
@@ -63,8 +64,9 @@ class Plan:
         aligned: Sequence[int],
         written: Sequence[int],
     ) -> None:
-        """arguments, results: places in [*tensors, *made, *constants, *views]; makers: with the places that each makes its
-        tensor from; views: of a place, with size and strides; aligned, written: places of tensors."""
+        """params: makes of the arguments what launch takes; None: they are passed as they are. arguments, results: places in
+        [*tensors, *made, *constants, *views]; makers: with the places that each makes its tensor from; views: of a place, with
+        size and strides; aligned, written: places of tensors."""
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
         self._given = _tuple_of(given)
@@ -80,7 +82,7 @@ class Plan:
         self._good: dict[tuple[int, ...], None] = {}
         self._last: tuple[int, ...] | None = None  # of the good ones
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # a pair's places and the difference of addresses -> apart
-        self._launch = launch
+        self._launch, self._params = launch, params
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
         self._is_plain = not makers and not views
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
@@ -121,7 +123,10 @@ class Plan:
         known: Any
         if self._is_plain:
             known = (*tensors, *self._constants)
-            self._launch(*self._arguments(known))
+            if self._params is None:
+                self._launch(*self._arguments(known))
+            else:
+                self._launch(self._params(self._arguments(known)))
             return self._results(known)
         known = list(tensors)
         for maker, places in self._makers:
@@ -129,7 +134,10 @@ class Plan:
         known += self._constants
         for place, size, stride in self._views:
             known.append(_view(known[place], size, stride, 0))
-        self._launch(*self._arguments(known))
+        if self._params is None:
+            self._launch(*self._arguments(known))
+        else:
+            self._launch(self._params(self._arguments(known)))
         return self._results(known)
 
 
@@ -248,6 +256,7 @@ def _plan(
     return Plan(
         tensors,
         launch,
+        getattr(arguments, "_make", None),
         [(maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in made],
         constants,
         views,

@@ -1,0 +1,212 @@
+"""Gated delta rule: chunk, recurrent and the fused decode step."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+
+@dataclass(frozen=True)
+class DeltaRuleProblem(Problem):
+    """What the chunk and the recurrent operator share.
+
+    State heads: with GVA (num_v_heads = r * num_k_heads, num_q_heads = num_k_heads) there is one state per value head;
+    with GQA (num_q_heads = r * num_k_heads, num_v_heads = num_k_heads) one per query head. So
+    `num_state_heads = max(num_q_heads, num_v_heads)`, and state head s reads q head `s // (num_state_heads // num_q_heads)`,
+    k head `s // (num_state_heads // num_k_heads)`, v head `s // (num_state_heads // num_v_heads)`.
+    """
+
+    num_q_heads: int = field(metadata=TUNES)
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of q, k, v and o: bfloat16 | float16 (float32, float64 on the reference)
+    state_dtype: str = field(metadata=TUNES)  # of initial_state / the pool: float32 | bfloat16; float32 where no state is given
+    gate_dtype: str | None = field(metadata=COMPILES)  # of g (or raw a); None = no decay
+    beta_dtype: str | None = field(metadata=COMPILES)  # of beta (or raw b); None = beta is 1
+    cu_seqlens_dtype: str = field(metadata=COMPILES)  # int32 | int64
+    # of state_indices and final_state_indices; None = initial_state is one row per sequence
+    index_dtype: str | None = field(metadata=COMPILES)
+    state_v_first: bool = field(metadata=TUNES)  # state is [.., V, K] instead of [.., K, V]
+    use_qk_l2norm: bool = field(metadata=COMPILES)
+    use_gate: bool = field(metadata=COMPILES)  # g is raw a: decay = exp(-exp(A_log) * softplus(a + dt_bias))
+    use_beta_sigmoid: bool = field(metadata=COMPILES)  # beta is raw b
+    has_initial_state: bool = field(metadata=COMPILES)  # an initial_state tensor is given; False = all states start from zero
+    has_final_state: bool = field(metadata=COMPILES)  # a state is written: into final_state (new tensor) or the pool
+    has_final_indices: bool = field(metadata=COMPILES)  # final_state_indices given: the write slots
+
+    @property
+    def num_state_heads(self) -> int:
+        return max(self.num_q_heads, self.num_v_heads)
+
+    @property
+    def pooled(self) -> bool:
+        return self.index_dtype is not None
+
+    def _token_bytes(self) -> int:
+        """Bytes of one token of q, k, v, o, g and beta."""
+        heads = (self.num_q_heads + self.num_k_heads) * self.head_k_dim
+        heads += (self.num_v_heads + self.num_state_heads) * self.head_v_dim
+        gates = sum(DTYPE_BYTES[d] for d in (self.gate_dtype, self.beta_dtype) if d is not None)
+        return heads * DTYPE_BYTES[self.dtype] + gates * self.num_state_heads
+
+    def _state_bytes(self, dtype: str) -> int:
+        return self.num_state_heads * self.head_k_dim * self.head_v_dim * DTYPE_BYTES[dtype]
+
+
+def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
+    """In a refusal's words, what kernels of 16-bit tokens cannot take; None: nothing."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
+    if problem.state_dtype not in ("float32", "bfloat16"):
+        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
+    for name, dtype in (("g", problem.gate_dtype), ("beta", problem.beta_dtype)):
+        if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    return None
+
+
+@dataclass(frozen=True)
+class ChunkProblem(DeltaRuleProblem):
+    """`gdn.chunk_gated_delta_rule` on packed tokens.
+
+    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
+           final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot)
+        q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V]   strided, last dim contiguous, base and strides multiples of 16
+            bytes (strides of 8 bytes where a head is no multiple of 16)
+        g, beta [1, L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
+        initial_state [slots or N, HS, K, V] (or V first), slot stride any multiple of 16 bytes, or None
+        state_indices [>= N] any stride or None; has_initial_state [>= N] bool or None (None = all True)
+        final_state: the pool itself when pooled, else a new [N, HS, ...] float32 tensor, or None (nothing is written)
+        final_state_indices [>= N] or None (= state_indices); cu_seqlens [N + 1]; out [1, L, HS, V], last dim contiguous
+        workspace: uint8 of workspace_bytes(problem, config), 256-byte aligned, contents undefined; None where that is 0
+        scale float, null_slot int: runtime scalars
+    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
+    """
+
+    op: ClassVar[str] = "chunk"
+
+    has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
+    has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    def flops(self) -> int:
+        # The chunk form at 64 tokens: K K^T, Q K^T (per state head), the two 64-wide products, and three with the state.
+        k, v = self.head_k_dim, self.head_v_dim
+        per_token = 2 * 64 * (2 * k + 2 * v) + 2 * 3 * k * v
+        return self.num_tokens * self.num_state_heads * per_token
+
+    def bytes_moved(self) -> int:
+        states = self.num_sequences * self.has_initial_state * self._state_bytes(self.state_dtype)
+        final_dtype = self.state_dtype if self.pooled else "float32"
+        states += self.num_sequences * self.has_final_state * self._state_bytes(final_dtype)
+        return self.num_tokens * self._token_bytes() + states
+
+
+@dataclass(frozen=True)
+class RecurrentProblem(DeltaRuleProblem):
+    """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens.
+
+    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state,
+           final_state_indices, cu_seqlens, parent_token, rounding_seed, out, scale, null_slot)
+        as ChunkProblem's, and: state_indices [>= N] or, with write_every_token, [>= N, columns] (any strides);
+        num_accepted_tokens [>= N] int32 or None; final_state_indices of the rank of state_indices;
+        parent_token [L] int32 or None; rounding_seed int64 [1] or None.
+    Without write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
+    column num_accepted_tokens - 1 (column 0 without), and the state after token i goes to column i (tokens beyond the last
+    column are not stored). A sequence without tokens touches nothing. Every row of out is written, padding with zeros.
+    """
+
+    op: ClassVar[str] = "recurrent"
+
+    write_every_token: bool = field(metadata=TUNES)  # 2-D indices
+    has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
+    has_parent: bool = field(metadata=TUNES)  # tree drafts
+    has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    def flops(self) -> int:
+        return self.num_tokens * self.num_state_heads * 6 * self.head_k_dim * self.head_v_dim
+
+    def bytes_moved(self) -> int:
+        reads = self.num_sequences * self.has_initial_state
+        writes = self.num_tokens if self.write_every_token else self.num_sequences
+        final_dtype = self.state_dtype if self.pooled else "float32"
+        states = reads * self._state_bytes(self.state_dtype)
+        states += writes * self.has_final_state * self._state_bytes(final_dtype)
+        return self.num_tokens * self._token_bytes() + states
+
+
+@dataclass(frozen=True)
+class GdnDecodeProblem(Problem):
+    """`gdn.fused_gdn_decode`: everything of a decode step between the projections.
+
+    launch(compiled, mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state,
+           state_indices, num_accepted_tokens, cu_seqlens, rounding_seed, out, scale, eps, null_slot)
+        mixed_qkv [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row
+            stride multiples of 16 bytes
+        z [L, HV, V], last dim contiguous; a [L, HV]; b [L, HV], or interleaved [L, 2 * HV] with a and z None: any strides
+        conv_state [slots, 2 * H * K + HV * V, columns], updated in place; conv_weight [.., width], conv_bias [..] or None:
+            contiguous, bases multiples of 16 bytes
+        A_log, dt_bias [HV], norm_weight [V]: any stride
+        ssm_state [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
+        state_indices [>= N], or [>= N, columns] with has_columns, any strides
+        num_accepted_tokens [>= N] int32 any stride, or None; cu_seqlens [N + 1], or None: one token per sequence
+        rounding_seed int64 [1] or None; out [L, HV, V], last dim contiguous; scale, eps float, null_slot int
+    Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
+    is null is padding: nothing of it is read or written. Every row of out is written.
+    """
+
+    op: ClassVar[str] = "gdn_decode"
+
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    width: int = field(metadata=TUNES)  # of the convolution
+    dtype: str = field(metadata=TUNES)  # of mixed_qkv and out: bfloat16 | float16
+    z_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    a_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    b_dtype: str = field(metadata=COMPILES)
+    weight_dtype: str = field(metadata=COMPILES)
+    bias_dtype: str | None = field(metadata=COMPILES)
+    A_log_dtype: str = field(metadata=COMPILES)
+    dt_bias_dtype: str = field(metadata=COMPILES)
+    norm_dtype: str = field(metadata=COMPILES)
+    conv_dtype: str = field(metadata=COMPILES)  # of the windows
+    conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
+    state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
+    state_v_first: bool = field(metadata=TUNES)
+    index_dtype: str = field(metadata=COMPILES)
+    cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # None = one token per sequence
+    interleaved: bool = field(metadata=TUNES)
+    silu: bool = field(metadata=COMPILES)  # after the convolution
+    gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
+    has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
+    has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
+    has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    @property
+    def dim(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    def flops(self) -> int:
+        return self.num_tokens * (self.num_v_heads * 6 * self.head_k_dim * self.head_v_dim + 2 * self.dim * self.width)
+
+    def bytes_moved(self) -> int:
+        values = self.num_v_heads * self.head_v_dim
+        state = values * self.head_k_dim * DTYPE_BYTES[self.state_dtype]
+        states = self.num_sequences + (self.num_tokens if self.has_columns else self.num_sequences)
+        columns = 2 * self.num_sequences * (self.width - 1)
+        if self.has_columns:
+            columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
+        gates = self.num_v_heads * (DTYPE_BYTES[self.b_dtype] + DTYPE_BYTES[self.a_dtype or self.b_dtype])
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
+        return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters

@@ -1,0 +1,189 @@
+"""Steps around the gated delta rule: causal convolution, projection split, gates, gated norm."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+
+@dataclass(frozen=True)
+class ConvolutionProblem(Problem):
+    """What prefill and decode of the causal depthwise convolution share; see spec of the two below.
+
+    A pool of windows has its channels contiguous in memory and every other stride a multiple of 16 bytes
+    (`state_channels_contiguous`: neighbouring channels are read together), or any strides.
+    """
+
+    dim: int = field(metadata=TUNES)
+    width: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of x and out: bfloat16 | float16
+    weight_dtype: str = field(metadata=COMPILES)
+    bias_dtype: str | None = field(metadata=COMPILES)
+    silu: bool = field(metadata=COMPILES)
+    state_dtype: str | None = field(metadata=TUNES)  # None = no pool: start from zeros, keep nothing
+    state_channels_contiguous: bool = field(metadata=TUNES)
+    cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = every row of x is a sequence (decode only)
+    # of the slot indices; None = the slot of a sequence is its number, and none is padding
+    index_dtype: str | None = field(metadata=COMPILES)
+
+    def _filter_bytes(self) -> int:
+        return self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
+
+    def _window_bytes(self) -> int:
+        return self.dim * (self.width - 1) * dtype_bytes(self.state_dtype)
+
+
+@dataclass(frozen=True)
+class Conv1dProblem(ConvolutionProblem):
+    """`gdn.causal_conv1d_fn`: packed prompts.
+
+    launch(compiled, x, weight, bias, conv_states, cu_seqlens, cache_indices, has_initial_state, checkpoint_offsets,
+           checkpoint_slots, out, null_slot)
+        x, out [L, dim]: last dim contiguous, base and row strides multiples of 16 bytes; dim a multiple of 8
+        weight [dim, width], bias [dim] or None: contiguous, bases multiples of 16 bytes
+        conv_states [slots, dim, >= width - 1] or None; cu_seqlens [N + 1]; cache_indices [>= N] any stride, or None
+        has_initial_state [>= N] uint8 (the bool tensor viewed as bytes) contiguous, or None (= all True)
+        checkpoint_offsets, checkpoint_slots [>= N, C] of checkpoint_dtype, any strides, or None
+    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero. The slot of a
+    sequence is read before it is written; a checkpoint is written after the sequence's own slot.
+    """
+
+    op: ClassVar[str] = "conv1d"
+
+    has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
+    checkpoint_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = no checkpoints
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    def flops(self) -> int:
+        return 2 * self.num_tokens * self.dim * self.width
+
+    def bytes_moved(self) -> int:
+        rows = 2 * self.num_tokens * self.dim * DTYPE_BYTES[self.dtype]
+        return rows + self._filter_bytes() + 2 * self.num_sequences * self._window_bytes()
+
+
+@dataclass(frozen=True)
+class Conv1dUpdateProblem(ConvolutionProblem):
+    """`gdn.causal_conv1d_update`: one decode step.
+
+    launch(compiled, x, weight, bias, conv_state, state_indices, num_accepted_tokens, cu_seqlens, parent_token, out,
+           null_slot)
+        x, out, weight, bias, conv_state as in Conv1dProblem; x may have more rows than cu_seqlens[N]: zero in out
+        state_indices [>= N], or [>= N, columns] with has_columns, any strides, or None
+        num_accepted_tokens [>= N] int32 any stride, or None; parent_token [L] int32 contiguous or None
+        cu_seqlens [N + 1], or None: one row per sequence
+    """
+
+    op: ClassVar[str] = "conv1d_update"
+
+    has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
+    has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
+    has_parent: bool = field(metadata=TUNES)  # drafts are a tree
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    @property
+    def keeps_every_input(self) -> bool:
+        """The slot takes the shifted window and all inputs of the step, not the last width - 1 columns."""
+        return self.has_columns or self.has_accepted
+
+    def flops(self) -> int:
+        return 2 * self.num_tokens * self.dim * self.width
+
+    def bytes_moved(self) -> int:
+        rows = 2 * self.num_tokens * self.dim * DTYPE_BYTES[self.dtype]
+        if self.has_parent:
+            windows = (self.num_sequences + self.num_tokens) * self._window_bytes()
+        elif self.keeps_every_input:
+            columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
+            windows = columns * self.dim * dtype_bytes(self.state_dtype)
+        else:
+            windows = 2 * self.num_sequences * self._window_bytes()
+        return rows + self._filter_bytes() + windows
+
+
+@dataclass(frozen=True)
+class SplitProblem(Problem):
+    """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart.
+
+    launch(compiled, mixed_qkvz, mixed_ba, mixed_qkv, z, b, a)
+        mixed_qkvz [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row stride multiples of the access: 16
+            bytes where K and V are multiples of 8, else 8 bytes
+        mixed_ba [L, 2 * HV]: last dim contiguous
+        mixed_qkv [L, 2 * H * K + HV * V], z [L, HV * V], b, a [L, HV]: new, contiguous
+    """
+
+    op: ClassVar[str] = "split"
+
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)
+    ba_dtype: str = field(metadata=COMPILES)
+    num_tokens: int = size()
+
+    @property
+    def row_elements(self) -> int:
+        """Of one row of mixed_qkvz."""
+        return 2 * (self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim)
+
+    def flops(self) -> int:
+        return 0
+
+    def bytes_moved(self) -> int:
+        row = self.row_elements * DTYPE_BYTES[self.dtype] + 2 * self.num_v_heads * DTYPE_BYTES[self.ba_dtype]
+        return 2 * self.num_tokens * row
+
+
+@dataclass(frozen=True)
+class GatingProblem(Problem):
+    """`gdn.fused_gdn_gating`.
+
+    launch(compiled, A_log, a, b, dt_bias, g, beta_output, beta, threshold)
+        A_log, dt_bias [HV] any stride; a, b [L, HV] any strides; g, beta_output [L, HV] float32 contiguous
+        beta, threshold: of the softplus, float
+    """
+
+    op: ClassVar[str] = "gating"
+
+    num_heads: int = field(metadata=TUNES)
+    a_dtype: str = field(metadata=TUNES)
+    b_dtype: str = field(metadata=TUNES)
+    A_log_dtype: str = field(metadata=COMPILES)
+    dt_bias_dtype: str = field(metadata=COMPILES)
+    num_tokens: int = size()
+
+    def flops(self) -> int:
+        return 0
+
+    def bytes_moved(self) -> int:
+        return self.num_tokens * self.num_heads * (DTYPE_BYTES[self.a_dtype] + DTYPE_BYTES[self.b_dtype] + 8)
+
+
+@dataclass(frozen=True)
+class RmsNormGatedProblem(Problem):
+    """`gdn.rms_norm_gated`.
+
+    launch(compiled, x, z, weight, out, eps)
+        x, z [L, HV, V]: last dim contiguous, bases and strides multiples of 8 elements where V is one, else of 4
+        weight [V] contiguous, base as x; out [L, HV, V] contiguous
+    """
+
+    op: ClassVar[str] = "rms_norm_gated"
+
+    num_heads: int = field(metadata=TUNES)
+    head_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of x and out
+    z_dtype: str = field(metadata=TUNES)
+    weight_dtype: str = field(metadata=COMPILES)
+    sigmoid: bool = field(metadata=COMPILES)  # the gate: sigmoid(z), else silu(z)
+    num_tokens: int = size()
+
+    def flops(self) -> int:
+        return 0
+
+    def bytes_moved(self) -> int:
+        per_element = 2 * DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.z_dtype]
+        return self.num_tokens * self.num_heads * self.head_dim * per_element
