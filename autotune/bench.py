@@ -4,18 +4,19 @@ error against the exact answer and, if asked, beside other libraries.
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import gdn
-from autotune import cases, decode_peers, peers, tuning
+from autotune import cases, peers, tuning
+from autotune.cases import delta_rule
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem, RecurrentProblem
 from gdn.runtime import prepare, registry
-from gdn.testing import inputs, timing
+from gdn.testing import timing
 
 
 @dataclass(frozen=True)
@@ -96,18 +97,12 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
 
 
 def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
-    """From a library to its ways, each on so many sets of inputs."""
-    problem = shape.problem
-    if isinstance(problem, RecurrentProblem):
-        decoded = [inputs.recurrent_inputs(problem, device, 1 + copy, lengths=shape.lengths) for copy in range(copies)]
-        return lambda library: list(zip(*(decode_peers.peers(library, problem, one) for one in decoded), strict=True))
-    assert isinstance(problem, ChunkProblem)
-    sets = [
-        peers.operands(problem, inputs.chunk_inputs(problem, device, 1 + copy, lengths=shape.lengths)) for copy in range(copies)
-    ]
-    # Some libraries keep what they work out on the host for a few tensors of lengths, and look nothing up while capturing.
-    sets = [replace(one, cu_seqlens=sets[0].cu_seqlens) for one in sets]
-    return lambda library: list(zip(*(peers.peers(library, one) for one in sets), strict=True))
+    """Maps a library to its ways, each on `copies` sets of inputs."""
+    sets = [delta_rule.peer_arguments(shape, device, seed=1 + copy) for copy in range(copies)]
+    # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
+    cu_seqlens = sets[0]["cu_seqlens"].int()
+    sets = [one | {"cu_seqlens": cu_seqlens} for one in sets]
+    return lambda library: list(zip(*(peers.ways(library, shape.problem, one) for one in sets), strict=True))
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:

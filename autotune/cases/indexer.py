@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune._case import SeededCase, WrongResult, launch_of
+from autotune.cases.base import SeededCase, WrongResult, launch_of
 from gdn import reference
 from gdn.problems import (
     CompressIndexerKeysProblem,

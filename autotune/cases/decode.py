@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import gdn
-from autotune._case import Call, WrongResult, launch_of
+from autotune.cases.base import Call, WrongResult, launch_of
 from gdn import reference
 from gdn.problems import GdnDecodeProblem
 from gdn.runtime import Prepared
