@@ -1,21 +1,23 @@
 """Top-k as a case: rows of sums over heads of rectified products, like the indexer's logits."""
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 import gdn
-from autotune.cases.base import Call, WrongResult, launch_of
+from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, launch_of
 from gdn import reference
 from gdn.problems import TopkProblem
 from gdn.runtime import Prepared
 
 
 class TopkCase:
-    """Rows of sums over heads of rectified products, as the indexer's logits are; every row whole."""
+    """Rows of sums over heads of rectified products; the range of every row is the whole row."""
 
-    def __init__(self, problem: TopkProblem, device: torch.device, copies: int) -> None:
-        self._problem, self._device, self._copies = problem, device, copies
+    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
+        assert isinstance(shape.problem, TopkProblem)
+        self._problem, self._device, self._copies = shape.problem, device, copies
 
     def _inputs(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         problem = self._problem
@@ -62,3 +64,38 @@ class TopkCase:
             )
 
         return [call(made) for made in self._timed]
+
+
+def _rows(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32", starts: bool = True) -> Shape:
+    """starts=False: rows begin at column 0, like those of paged logits."""
+    problem = example(
+        "topk",
+        dtype=dtype,
+        starts_dtype="int32" if starts else None,
+        k=k,
+        num_rows=num_rows,
+        num_columns=num_columns,
+    )
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype] + ("" if starts else ", no starts")
+    return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
+
+
+def _small(shape: Shape) -> Shape:
+    assert isinstance(shape.problem, TopkProblem)
+    return replace(shape, problem=replace(shape.problem, num_rows=5, num_columns=70, k=9))
+
+
+topk = Tunable(
+    TopkCase,
+    shapes=(
+        _rows(4096, 8192),
+        _rows(4096, 8192, 512),
+        _rows(4096, 32768),
+        _rows(64, 65536),
+        _rows(64, 131072),
+        _rows(1024, 131072),
+        _rows(4096, 32768, dtype="bfloat16"),
+    ),
+    tuned_only=(_rows(64, 65536, starts=False), _rows(64, 131072, starts=False)),
+    small=_small,
+)
