@@ -10,17 +10,13 @@ from autotune import shapes as shape_list
 from autotune import workers
 from autotune.shapes import Shape
 from autotune.tuning import Kernel, Winner
-from gdn import problems, runtime
+from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
+from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import Problem
-from gdn.runtime import compiled, tuned
+from gdn.runtime import compiled, registry, tuned
 from gdn.testing import machine_code
 
-PROBLEMS: dict[str, Any] = {
-    kind.op: kind
-    for kind in vars(problems).values()
-    if isinstance(kind, type) and issubclass(kind, Problem) and "op" in vars(kind)
-}
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 
 
@@ -36,7 +32,7 @@ class Row:
 
 def rows(kernel: Kernel, table: tuned.Table) -> Iterator[Row]:
     """The entries of a kernel's table; those of a problem that no longer has these fields are passed over."""
-    kind = PROBLEMS[kernel.op]
+    kind: Any = type(registry.operator(kernel.op).example(QWEN3_NEXT_80B, fp8=True))
     for group in table.groups:
         for entry in group.entries:
             try:

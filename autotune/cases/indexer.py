@@ -1,17 +1,17 @@
 """The steps around the indexer as cases: prepare, quantise, cache write, gather, compressed keys, groups to tokens.
 
-Inputs lie as a layer has them: q, k and w are slices of one projection, raw keys too; cache rows are dealt in no order.
+Inputs have a layer's layout: q, k and w are slices of one projection, raw keys too; cache rows are taken in random order.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from autotune._case import SeededCase, WrongResult, launch_of
+from autotune.cases.base import SeededCase, Shape, Tunable, WrongResult, example, launch_of
 from gdn import reference
 from gdn.problems import (
     CompressIndexerKeysProblem,
@@ -26,11 +26,10 @@ from gdn.runtime import Prepared
 from gdn.testing import compare
 
 Tensor = torch.Tensor
-PROBLEMS = (IndexerCacheProblem, QuantizeFp8Problem, ExpandTopkGroupsProblem)
 
 _PAGE = 64
-# Largest share of values that may differ from the reference's: norm sums in another order round a few of them, and scales
-# that follow from those, the other way. What neither normalises nor rotates is exact.
+# Largest share of values that may differ from the reference's: a norm's sum in another order rounds a few of them the other
+# way, and with them the scales that follow from them. Operators that neither normalise nor rotate are exact.
 _DIFFERING = 2e-3
 
 
@@ -46,20 +45,22 @@ class Work:
 
 
 class IndexerCase(SeededCase[Work]):
+    """Case of one operator, whose inputs `work` makes. is_rounded: some values may round the other way."""
+
+    def __init__(
+        self,
+        work: "Callable[[_Maker, Any, Sequence[int]], Work]",
+        shape: Shape,
+        device: torch.device,
+        copies: int,
+        *,
+        is_rounded: bool = False,
+    ) -> None:
+        super().__init__(shape, device, copies)
+        self._make, self._is_rounded = work, is_rounded
+
     def _work(self, seed: int) -> Work:
-        maker = _Maker(self._device, seed)
-        problem = self._problem
-        if isinstance(problem, PrepareIndexerProblem):
-            return maker.prepare(problem)
-        if isinstance(problem, CompressIndexerKeysProblem):
-            return maker.compress(problem, self._lengths)
-        if isinstance(problem, GatherIndexerCacheProblem):
-            return maker.gather(problem, self._lengths)
-        if isinstance(problem, WriteIndexerCacheProblem):
-            return maker.write(problem)
-        if isinstance(problem, QuantizeFp8Problem):
-            return maker.quantize(problem)
-        return maker.expand(problem)
+        return self._make(_Maker(self._device, seed), self._problem, self._lengths)
 
     @cached_property
     def _expected(self) -> list[Tensor]:
@@ -71,17 +72,16 @@ class IndexerCase(SeededCase[Work]):
 
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
-        work = self._work(seed=0)  # anew: a launch updates caches and rings
+        work = self._work(seed=0)  # a new set: a launch updates caches and rings
         launch_of(prepared, work.tensors)()
         found = [output for output in work.outputs if output is not None] + [work.arguments[name] for name in work.updated]
         names = [*(f"output {n}" for n in range(len(found) - len(work.updated))), *work.updated]
-        is_rounded = isinstance(self._problem, PrepareIndexerProblem | CompressIndexerKeysProblem)
         worst = 0.0
         for name, output, exact in zip(names, found, expected, strict=True):
             exact = exact.reshape(output.shape)
             if compare.same_bits(output, exact):
                 continue
-            if not is_rounded or name == "ring":
+            if not self._is_rounded or name == "ring":
                 raise WrongResult(f"{name} is not the reference's")
             share = _differing(output, exact)
             if not share <= _DIFFERING:
@@ -91,7 +91,7 @@ class IndexerCase(SeededCase[Work]):
 
 
 def _differing(output: Tensor, exact: Tensor) -> float:
-    """The share of values that differ; 1 where one differs by more than another rounding of it explains."""
+    """Share of values that differ; 1 where one differs by more than a rounding in the other direction explains."""
     if output.dtype == torch.uint8:  # bytes of values and of scales
         return float((output != exact).double().mean())
     got, want = output.double(), exact.double()
@@ -104,7 +104,7 @@ def _differing(output: Tensor, exact: Tensor) -> float:
 
 
 class _Maker:
-    """The same tensors for the same seed."""
+    """Inputs from a seed: the same tensors for the same seed."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device, self._generator = device, torch.Generator(device).manual_seed(seed)
@@ -123,7 +123,7 @@ class _Maker:
         return order.to(getattr(torch, str(dtype)))
 
     def _cache(self, problem: IndexerCacheProblem, rows: int) -> tuple[Tensor, Tensor]:
-        """A cache of at least so many rows, with the flat form of its pages; every byte the same."""
+        """A cache of at least `rows` rows and its pages in flat form; every byte is the same."""
         row = problem.head_dim + (4 if problem.scaled else 0)
         item = 2 if problem.cache_dtype == "bfloat16" else 1
         pages = -(-rows // _PAGE) + 1
@@ -229,3 +229,79 @@ class _Maker:
         out = torch.full((tokens, k * ratio + ratio - 1), -2, dtype=torch.int32, device=self._device)
         arguments = {"group_indices": groups, "positions": positions, "ratio": ratio}
         return Work("expand_topk_groups", arguments, (groups, positions, out), (out,))
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare(num_tokens: int, num_heads: int = 16, fp8: bool = True) -> Shape:
+    problem = example("prepare_indexer", {"index_num_heads": num_heads}, fp8, num_tokens=num_tokens)
+    return Shape(f"{num_tokens} x {num_heads} heads, {'fp8' if fp8 else 'bf16'}", problem)
+
+
+def _quantize(num_rows: int) -> Shape:
+    return Shape(f"{num_rows} x 128", example("quantize_fp8", num_tokens=num_rows))
+
+
+def _write(num_tokens: int) -> Shape:
+    return Shape(f"{num_tokens} tokens, fp8", example("write_indexer_cache", num_tokens=num_tokens))
+
+
+def _gather(lengths: Sequence[int], label: str) -> Shape:
+    problem = example("gather_indexer_cache", num_rows=sum(lengths), num_sequences=len(lengths))
+    return Shape(f"{label}, fp8", problem, lengths=tuple(lengths))
+
+
+def _compress(lengths: Sequence[int], label: str) -> Shape:
+    return Shape(label, example("compress_indexer_keys", num_tokens=sum(lengths)), lengths=tuple(lengths))
+
+
+def _expand(num_tokens: int) -> Shape:
+    return Shape(f"{num_tokens} x 512 groups", example("expand_topk_groups", num_tokens=num_tokens))
+
+
+def _with(shape: Shape, lengths: tuple[int, ...] = (), **sizes: int) -> Shape:
+    problem: Any = shape.problem
+    return replace(shape, lengths=lengths, problem=replace(problem, **sizes))
+
+
+def _few_keys(shape: Shape) -> Shape:
+    lengths = (70, 5) if len(shape.lengths) == 1 else shape.lengths[:3]
+    return _with(shape, lengths, num_tokens=sum(lengths))
+
+
+prepare_indexer = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.prepare(problem), is_rounded=True),
+    shapes=(*(_prepare(tokens) for tokens in (1, 64, 4096, 8192)), _prepare(8192, 64), _prepare(8192, fp8=False)),
+    small=lambda shape: _with(shape, num_tokens=5),
+)
+
+quantize_fp8 = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.quantize(problem)),
+    shapes=(_quantize(16), _quantize(64 * 16), _quantize(8192 * 16)),
+    small=lambda shape: _with(shape, num_tokens=5),
+)
+
+write_indexer_cache = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.write(problem)),
+    shapes=(_write(1), _write(64), _write(8192)),
+    small=lambda shape: _with(shape, num_tokens=5),
+)
+
+gather_indexer_cache = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.gather(problem, lengths)),
+    shapes=(_gather([64], "64"), _gather([8192], "8192"), _gather([32768] * 4, "4 x 32768")),
+    small=lambda shape: _with(shape, (70, 5), num_rows=75, num_sequences=2),
+)
+
+compress_indexer_keys = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.compress(problem, lengths), is_rounded=True),
+    shapes=(_compress([1] * 64, "64 x 1"), _compress([4] * 64, "64 x 4"), _compress([8192], "8192")),
+    small=_few_keys,
+)
+
+expand_topk_groups = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.expand(problem)),
+    shapes=(_expand(1), _expand(64), _expand(4096), _expand(8192)),
+    small=lambda shape: _with(shape, num_tokens=5, k=9),
+)
