@@ -6,8 +6,8 @@ import torch
 
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
-from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import as_int32, bad_value, check_checkpoints, check_indices, check_per_sequence, common_dtype, constant
 from gdn.problems import ChunkProblem
 from gdn.reference import delta_rule as reference
 
@@ -176,9 +176,8 @@ def chunk_gated_delta_rule(
     (torch.Size([1, 96, 4, 64]), True)
     """
     _refuse_head_first(head_first)
-    sizes = _delta_rule.check_tokens(
-        q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
-    )
+    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = _delta_rule.check_tokens(given, null_slot, out)
     _check_states(
         sizes, q, initial_state, state_v_first, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
         checkpoint_slots,
@@ -192,9 +191,9 @@ def chunk_gated_delta_rule(
         has_initial_state = None  # every state starts from zero already
 
     is_pooled = state_indices is not None
-    index_dtype = _delta_rule.common_dtype(state_indices, final_state_indices, checkpoint_slots)
+    index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)
     problem = ChunkProblem(
-        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype if is_pooled else None),
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None),
         state_v_first=state_v_first,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         use_gate=use_gate_in_kernel,
@@ -223,16 +222,16 @@ def chunk_gated_delta_rule(
             _delta_rule.pass_through(initial_state, has_initial_state, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    tokens = _delta_rule.pack(sizes, given)
     if state_indices is not None:
         state_indices = _delta_rule.widened(state_indices, index_dtype)
         if final_state_indices is not None:
             final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
         if checkpoint_offsets is not None and checkpoint_slots is not None:
-            checkpoint_offsets = make(_delta_rule.as_int32, checkpoint_offsets).contiguous()
+            checkpoint_offsets = make(as_int32, checkpoint_offsets).contiguous()
             checkpoint_slots = _delta_rule.widened(checkpoint_slots, index_dtype).contiguous()
     elif initial_state is not None:
-        initial_state = _delta_rule.aligned_state(initial_state)
+        initial_state = constant(initial_state)
     workspace: Tensor | None = None
     if prepared.workspace_bytes:
         workspace = new(torch.uint8, device, prepared.workspace_bytes)
@@ -266,26 +265,17 @@ def _check_states(
 ) -> None:
     count, device = sizes.num_sequences, q.device
     if state_indices is not None:
-        _delta_rule.check_indices("state_indices", state_indices, count, device, ranks=(1,))
+        check_indices("state_indices", state_indices, count, device, ranks=(1,))
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
     if has_initial_state is not None:
-        _delta_rule.check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
     if final_state_indices is not None:
         if state_indices is None:
             bad_value("final_state_indices", "None without state_indices", "a tensor")
-        _delta_rule.check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
-    if (checkpoint_offsets is None) != (checkpoint_slots is None):
-        missing = "checkpoint_offsets" if checkpoint_offsets is None else "checkpoint_slots"
-        bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
-    if checkpoint_offsets is not None and checkpoint_slots is not None:
-        if state_indices is None:
-            bad_value("checkpoint_offsets", "None without state_indices", "a tensor")
-        _delta_rule.check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
-        check_tensor(
-            "checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=_delta_rule.INDEX_DTYPES, device=device
-        )
+        check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
+    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
 
 
 def _check_values(

@@ -4,23 +4,27 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
-from gdn.ops._delta_rule import (
+from gdn.ops._modes import address, is_empty
+from gdn.ops._tensors import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     as_int32,
+    bad_value,
+    check_checkpoints,
     check_indices,
     check_null_slot,
     check_offsets,
     check_per_sequence,
+    check_tensor,
     common_dtype,
+    dtype_name,
     even_offsets,
     in_dtype,
     is_less,
 )
-from gdn.ops._modes import address, is_empty
 from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
 from gdn.reference import conv as reference
 
@@ -130,14 +134,7 @@ def causal_conv1d_fn(
         check_indices("cache_indices", cache_indices, count, device, ranks=(1,))
     if has_initial_state is not None:
         check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    if (checkpoint_offsets is None) != (checkpoint_slots is None):
-        missing = "checkpoint_offsets" if checkpoint_offsets is None else "checkpoint_slots"
-        bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
-    if checkpoint_offsets is not None and checkpoint_slots is not None:
-        if conv_states is None:
-            bad_value("checkpoint_offsets", "None without conv_states", "a tensor")
-        check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
-        check_tensor("checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=INDEX_DTYPES, device=device)
+    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
     if out is not None:
         check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):

@@ -2,10 +2,24 @@
 
 import torch
 
-from gdn.ops import _delta_rule, _rows, _values
+from gdn.ops import _delta_rule, _values
+from gdn.ops import _tensors as _rows
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
-from gdn.ops._checks import bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    bad_value,
+    check_at_least,
+    check_indices,
+    check_not_negative,
+    check_null_slot,
+    check_offsets,
+    check_out,
+    check_per_sequence,
+    check_tensor,
+    dtype_name,
+)
 from gdn.ops.norm import check_gate_activation
 from gdn.problems import GdnDecodeProblem
 from gdn.reference import steps as reference
@@ -149,7 +163,7 @@ def fused_gdn_decode(
     """
     heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
-    floats = _delta_rule.FLOAT_DTYPES
+    floats = FLOAT_DTYPES
     check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
     check_tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
     channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
@@ -162,13 +176,13 @@ def fused_gdn_decode(
         bad_value("activation", "'silu', 'swish' or None", repr(activation))
     check_gate_activation("gate_activation", gate_activation)
     check_not_negative("eps", eps)
-    _delta_rule.check_null_slot(null_slot)
+    check_null_slot(null_slot)
 
     count = length
     if query_start_loc is not None:
-        _delta_rule.check_offsets("query_start_loc", query_start_loc, device)
+        check_offsets("query_start_loc", query_start_loc, device)
         count = query_start_loc.shape[0] - 1
-    _delta_rule.check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
+    check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
     num_spec = state_indices.shape[1] - 1 if state_indices.dim() == 2 else 0
     columns = conv_weight.shape[1] - 1 + num_spec
     check_tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
@@ -177,14 +191,12 @@ def fused_gdn_decode(
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
-        _delta_rule.check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES)
+        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if state_indices.dim() != 2:
             bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
     if rounding_seed is not None:
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
-    if out is not None:
-        shape = (length, heads * head_v_dim)
-        check_tensor("out", out, shape=shape, dtypes=(mixed_qkv.dtype,), device=device, last_contiguous=True)
+    check_out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         _check_values(length, ssm_state, conv_state, state_indices, query_start_loc, num_accepted_tokens, null_slot)
 
@@ -284,7 +296,7 @@ def _check_projections(
     if projection_layout not in ("flat", "interleaved"):
         bad_value("projection_layout", "'flat' or 'interleaved'", repr(projection_layout))
     check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
-    device, dtypes = mixed_qkv.device, _delta_rule.FLOAT_DTYPES
+    device, dtypes = mixed_qkv.device, FLOAT_DTYPES
     check_tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
     heads = A_log.shape[0]
     if heads == 0 or heads % num_k_heads:

@@ -3,9 +3,8 @@
 import torch
 
 from gdn.ops._call import NEW, operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
-from gdn.ops._delta_rule import FLOAT_DTYPES
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtype_name
 from gdn.problems import GatingProblem
 from gdn.reference import steps as reference
 

@@ -8,12 +8,23 @@ from typing import Any
 import torch
 
 from gdn import reference
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._checks import bad_type, bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
-from gdn.ops._delta_rule import check_null_slot
-from gdn.ops._logits_checks import FP8, INDEX_DTYPES, WEIGHT_DTYPES, check_cache, flat_pages
+from gdn.ops._indexer import check_cache, check_keys, check_kv_heads, check_rope, check_slot_mapping, check_weights, flat_pages
 from gdn.ops._modes import is_empty, last_value
+from gdn.ops._tensors import (
+    FP8,
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    bad_type,
+    bad_value,
+    check_at_least,
+    check_not_negative,
+    check_null_slot,
+    check_tensor,
+    dtype_name,
+)
 from gdn.problems import (
     CompressIndexerKeysProblem,
     GatherIndexerCacheProblem,
@@ -22,8 +33,6 @@ from gdn.problems import (
     WriteIndexerCacheProblem,
 )
 from gdn.runtime import env
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _name(tensor: torch.Tensor | None) -> str | None:
@@ -76,7 +85,7 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     ----------
     .. [1] P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (e4m3).
     """
-    check_tensor("x", x, dtypes=DTYPES)
+    check_tensor("x", x, dtypes=INPUT_DTYPES)
     check_at_least("group_size", group_size, 1)
     if x.dim() < 1 or x.shape[-1] < 1:
         bad_value("x", "shape [..., D] with D >= 1", f"shape {list(x.shape)}")
@@ -96,27 +105,9 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     return x_fp8, scale
 
 
-def _check_slots(slot_mapping: torch.Tensor | None, tokens: int, device: torch.device) -> None:
-    check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-
-
-def _check_keys(name: str, k: torch.Tensor, tokens: int | None, device: torch.device) -> int:
-    """k [tokens, D] or [tokens, kv_heads, D]: its kv_heads."""
-    check_tensor(name, k, dtypes=DTYPES, device=device)
-    if k.dim() not in (2, 3) or (isinstance(tokens, int) and isinstance(k.shape[0], int) and k.shape[0] != tokens):
-        wanted = "tokens" if tokens is None else tokens
-        bad_value(name, f"shape [{wanted}, D] or [{wanted}, kv_heads, D]", f"shape {list(k.shape)}")
-    return k.shape[1] if k.dim() == 3 else 1
-
-
 def _with_heads(k: torch.Tensor) -> torch.Tensor:
     """[tokens, D] as [tokens, 1, D]."""
     return k[:, None] if k.dim() == 2 else k
-
-
-def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
-    if kv_heads != of_cache:
-        bad_value(name, f"{of_cache} key heads, as the cache", f"{kv_heads}")
 
 
 @operator(
@@ -157,10 +148,10 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM; the slot mapping is vLLM's.
     """
     check_tensor("k", k)
-    kv_heads = _check_keys("k", k, None, k.device)
+    kv_heads = check_keys("k", k, None, k.device)
     page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
-    _same_kv_heads("k", kv_heads, cache_heads)
-    _check_slots(slot_mapping, k.shape[0], k.device)
+    check_kv_heads("k", kv_heads, cache_heads)
+    check_slot_mapping(slot_mapping, k.shape[0], k.device)
     if reads_values(k.device):
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
     problem = WriteIndexerCacheProblem(
@@ -177,18 +168,6 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     if not is_empty(k.shape[0], cache.shape[0]):
         arguments = (_rows.aligned("k", _with_heads(k)), flat_pages(cache), slot_mapping)
         launch(prepared, arguments, (cache,), aligned=(k, cache))
-
-
-def _check_rope(
-    positions: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device
-) -> None:
-    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check_at_least("rotary_dim", rotary_dim)
-    if rotary_dim % 2 or rotary_dim > head_dim:
-        bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
-    check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=DTYPES, device=device)
-    if is_empty(cos_sin.shape[0]) and not is_empty(tokens):  # positions are clamped to its rows
-        bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
 
 
 def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
@@ -298,26 +277,25 @@ def prepare_indexer(
     .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
        2025 (the lightning indexer).
     """
-    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=DTYPES)
+    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    if weights is not None:
-        check_tensor("weights", weights, shape=[tokens, heads], dtypes=WEIGHT_DTYPES, device=device)
-    _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
-    check_tensor("q_norm", q_norm, shape=[dim], dtypes=DTYPES, device=device)
+    check_weights(weights, tokens, heads, device)
+    check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check_tensor("q_norm", q_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check_not_negative("eps", eps)
     given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         bad_type(missing[0], "a torch.Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
     if k is not None and k_norm is not None and cache is not None:
-        kv_heads = _check_keys("k", k, tokens, device)
-        check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
+        kv_heads = check_keys("k", k, tokens, device)
+        check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
         page_size, cache_heads = check_cache(cache, dim, device, None)
-        _same_kv_heads("k", kv_heads, cache_heads)
-        _check_slots(slot_mapping, tokens, device)
+        check_kv_heads("k", kv_heads, cache_heads)
+        check_slot_mapping(slot_mapping, tokens, device)
         if slot_mapping is not None and reads_values(device):
             _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
@@ -453,7 +431,7 @@ def compress_indexer_keys(
     """
     check_tensor("raw_k", raw_k)
     device = raw_k.device
-    kv_heads = _check_keys("raw_k", raw_k, None, device)
+    kv_heads = check_keys("raw_k", raw_k, None, device)
     tokens, dim = raw_k.shape[0], raw_k.shape[-1]
     check_at_least("ratio", ratio, 1)
     check_tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
@@ -464,12 +442,12 @@ def compress_indexer_keys(
     if tokens and ring.shape[0] == 0:
         bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
     page_size, cache_heads = check_cache(cache, dim, device, None)
-    _same_kv_heads("raw_k", kv_heads, cache_heads)
-    _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
-    check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
+    check_kv_heads("raw_k", kv_heads, cache_heads)
+    check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check_null_slot(null_slot)
-    _check_slots(slot_mapping, tokens, device)
+    check_slot_mapping(slot_mapping, tokens, device)
     if reads_values(device):
         is_kept = _values.ring_tokens(ring_slots, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import torch
 
 from gdn import runtime
-from gdn.ops import _rows, _values
+from gdn.ops import _values
 from gdn.ops._call import always, check_memory, operator, validates
-from gdn.ops._checks import bad_value, check_at_least, check_tensor
-from gdn.ops._delta_rule import contiguous_int32
-from gdn.ops._logits_checks import QUERY_DTYPES, check_cache, check_weights
+from gdn.ops._indexer import QUERY_DTYPES, check_block_tables, check_cache, check_context_lens, check_weights
 from gdn.ops._modes import is_empty, is_tracing
+from gdn.ops._tensors import bad_value, check_at_least, check_out, check_tensor, contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_values, paged_mqa_logits
-from gdn.ops.topk import check_indices_out, select_rows
+from gdn.ops.paged_mqa_logits import check_values, paged_mqa_logits
+from gdn.ops.topk import select_rows
 from gdn.runtime import env, registry
 
 
@@ -106,7 +105,7 @@ def indexer_topk(
     if max_seqlen_k is not None:
         check_at_least("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
-    check_indices_out(out, num_rows, topk, device)
+    check_out(out, [num_rows, topk], torch.int32, device)
     check_memory()
     if is_tracing():
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
@@ -114,7 +113,7 @@ def indexer_topk(
     if validates(device):  # of all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     with _ordered(backend, "indexer_topk") as backend:
-        q, k = _rows.contiguous("q", q), _rows.contiguous("k", k)  # once, not for every block of rows
+        q, k = contiguous("q", q), contiguous("k", k)  # once, not for every block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
@@ -235,7 +234,7 @@ def paged_indexer_topk(
     device = q.device
     page_size, _ = check_cache(cache, head_dim, device, q.dtype)
     check_weights(weights, batch * next_n, num_heads, device)
-    check_lengths(context_lens, batch, next_n, device)
+    check_context_lens(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
     check_at_least("topk", topk)
     if max_context_len is not None:
@@ -243,14 +242,14 @@ def paged_indexer_topk(
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
     sequence_bytes = 4 * width * next_n
-    check_indices_out(out, batch * next_n, topk, device)
+    check_out(out, [batch * next_n, topk], torch.int32, device)
     check_memory()
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # of all sequences, before the first step writes
     with _ordered(backend, "paged_indexer_topk") as backend:
-        q, context_lens = _rows.contiguous("q", q), contiguous_int32(context_lens)
+        q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
 
         def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:

@@ -3,24 +3,22 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
-from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._delta_rule import contiguous_int32
-from gdn.ops._kinds import Kind
-from gdn.ops._logits_checks import (
-    FP8,
-    INDEX_DTYPES,
+from gdn.ops._indexer import (
     QUERY_DTYPES,
     check_heads,
-    check_out,
+    check_logits_out,
     check_skipping,
     check_weights,
     kernel_weights,
     kernel_weights_dtype,
     product_dtype,
 )
+from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import FP8, INDEX_DTYPES, bad_type, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
 from gdn.problems import MqaLogitsProblem
 
 
@@ -123,7 +121,7 @@ def mqa_logits(
     if max_seqlen_k is not None:
         check_at_least("max_seqlen_k", max_seqlen_k)
         num_columns = max_seqlen_k
-    check_out(out, [num_queries, num_columns], out_dtype, device)
+    check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 

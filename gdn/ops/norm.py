@@ -2,11 +2,10 @@
 
 import torch
 
-from gdn.ops import _rows
+from gdn.ops import _tensors as _rows
 from gdn.ops._call import operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_not_negative, check_tensor, dtype_name
-from gdn.ops._delta_rule import FLOAT_DTYPES
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_not_negative, check_tensor, dtype_name
 from gdn.problems import RmsNormGatedProblem
 from gdn.reference import steps as reference
 
@@ -82,7 +81,7 @@ def rms_norm_gated(
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
         rows = [
-            _rows.aligned(name, part.reshape(-1, heads, dim), min(_rows.ACCESS_BYTES, vector * part.element_size()))
+            _rows.aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
             for name, part in (("x", x), ("z", z))
         ]
         prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), eps)

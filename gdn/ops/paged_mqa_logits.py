@@ -3,17 +3,16 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
-from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._delta_rule import contiguous_int32
-from gdn.ops._kinds import Kind
-from gdn.ops._logits_checks import (
-    INDEX_DTYPES,
+from gdn.ops._indexer import (
     QUERY_DTYPES,
+    check_block_tables,
     check_cache,
+    check_context_lens,
     check_heads,
-    check_out,
+    check_logits_out,
     check_skipping,
     check_weights,
     flat_pages,
@@ -21,7 +20,9 @@ from gdn.ops._logits_checks import (
     kernel_weights_dtype,
     product_dtype,
 )
+from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
 from gdn.problems import PagedMqaLogitsProblem
 
 
@@ -120,11 +121,11 @@ def paged_mqa_logits(
     page_size, num_kv_heads = check_cache(cache, head_dim, device, q.dtype)
     check_heads(num_heads, num_kv_heads)
     check_weights(weights, batch * next_n, num_heads, device)
-    check_lengths(context_lens, batch, next_n, device)
+    check_context_lens(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
     check_at_least("max_context_len", max_context_len)
     check_skipping(skip_rows_up_to, clean_logits)
-    check_out(out, [batch * next_n, max_context_len], out_dtype, device)
+    check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
@@ -160,22 +161,6 @@ def paged_mqa_logits(
     )  # fmt: skip
     launch(prepared, arguments, (out,), aligned=(q, cache))
     return out
-
-
-def check_lengths(context_lens: torch.Tensor, batch: int, next_n: int, device: torch.device) -> None:
-    per_draft = isinstance(context_lens, torch.Tensor) and context_lens.dim() == 2
-    shape = [batch, next_n] if per_draft else [batch]
-    check_tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
-
-
-def check_block_tables(block_tables: torch.Tensor, batch: int, device: torch.device) -> None:
-    check_tensor(
-        "block_tables",
-        block_tables,
-        shape=[batch, "max_pages"],
-        dtypes=(torch.int32,),
-        device=device,
-    )
 
 
 def check_values(

@@ -7,8 +7,17 @@ import torch
 
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference, validates
-from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import (
+    INDEX_DTYPES,
+    bad_value,
+    check_indices,
+    check_per_sequence,
+    check_tensor,
+    common_dtype,
+    constant,
+    row_indices,
+)
 from gdn.problems import RecurrentProblem
 from gdn.reference import delta_rule as reference
 
@@ -183,9 +192,8 @@ def fused_recurrent_gated_delta_rule(
     (torch.Size([1, 3, 4, 64]), True)
     """
     is_inplace = ssm_state_indices is not None or inplace_final_state is True
-    sizes = _delta_rule.check_tokens(
-        q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
-    )
+    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = _delta_rule.check_tokens(given, null_slot, out)
     _check_states(
         sizes, q, initial_state, inplace_final_state, state_v_first, ssm_state_indices, num_accepted_tokens,
         final_state_indices, parent_token, rounding_seed,
@@ -197,13 +205,13 @@ def fused_recurrent_gated_delta_rule(
         )  # fmt: skip
 
     # In place without indices is a pool whose slots are the sequences.
-    index_dtype = _delta_rule.common_dtype(ssm_state_indices, final_state_indices)
+    index_dtype = common_dtype(ssm_state_indices, final_state_indices)
     writes = not disable_state_update and (is_inplace or output_final_state)
     if not writes:
         final_state_indices = None
     is_rounded = rounding_seed is not None and writes and is_inplace and _is_bfloat16(initial_state)
     problem = RecurrentProblem(
-        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype if is_inplace else None),
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None),
         state_v_first=state_v_first,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         use_gate=use_gate_in_kernel,
@@ -234,16 +242,16 @@ def fused_recurrent_gated_delta_rule(
             _delta_rule.pass_through(initial_state, None, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    tokens = _delta_rule.pack(sizes, given)
     indices: Tensor | None = None
     if ssm_state_indices is not None:
         indices = _delta_rule.widened(ssm_state_indices, index_dtype)
     elif is_inplace:
-        indices, null_slot = make(functools.partial(_delta_rule.row_indices, sizes.num_sequences, device)), -1
+        indices, null_slot = make(functools.partial(row_indices, sizes.num_sequences, device)), -1
     if final_state_indices is not None:
         final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
     if not is_inplace and initial_state is not None:
-        initial_state = _delta_rule.aligned_state(initial_state)
+        initial_state = constant(initial_state)
     arguments = (
         tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
         None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens), final_state,
@@ -275,7 +283,7 @@ def _check_states(
 ) -> None:
     count, device = sizes.num_sequences, q.device
     if indices is not None:
-        _delta_rule.check_indices("ssm_state_indices", indices, count, device, ranks=(1, 2))
+        check_indices("ssm_state_indices", indices, count, device, ranks=(1, 2))
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
         if inplace_final_state is False:
             bad_value(
@@ -291,12 +299,12 @@ def _check_states(
     if final_state_indices is not None:
         if indices is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        _delta_rule.check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
+        check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
         if indices.dim() == 2 and final_state_indices.shape[1] != indices.shape[1]:
             bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
     has_columns = indices is not None and indices.dim() == 2
     if num_accepted_tokens is not None:
-        _delta_rule.check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES)
+        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if not has_columns:
             bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
     if parent_token is not None:

@@ -7,13 +7,20 @@ import torch
 from gdn import reference, runtime
 from gdn.ops import _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
-from gdn.ops._checks import bad_type, bad_value, check_at_least, check_layout, check_tensor
 from gdn.ops._kinds import Kind
-from gdn.ops._logits_checks import INDEX_DTYPES
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
+from gdn.ops._tensors import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    bad_type,
+    bad_value,
+    check_at_least,
+    check_layout,
+    check_out,
+    check_tensor,
+)
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_DECODE_TOKENS = 8  # of a sequence in one step of decode: its token and its drafts
 
 
@@ -120,7 +127,7 @@ def _attend(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_attention` with its log-sum-exp."""
-    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=DTYPES)
+    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
     _check_caches(k_cache, v_cache, q)
@@ -136,8 +143,7 @@ def _attend(
         check_tensor("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     if max_query_len is not None:
         check_at_least("max_query_len", max_query_len)
-    if out is not None:
-        check_tensor("out", out, shape=[tokens, heads, dim], dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check_out(out, [tokens, heads, dim], q.dtype, device)
     if reads_values(device):
         _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
     check_memory()

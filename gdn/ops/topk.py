@@ -4,19 +4,11 @@ import torch
 
 from gdn import reference
 from gdn.ops._call import always, launch, new, operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._logits_checks import INDEX_DTYPES
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import FLOAT_DTYPES, INDEX_DTYPES, bad_value, check_at_least, check_out, check_tensor, dtype_name
 from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
-
-LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def check_indices_out(out: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> None:
-    if out is not None:
-        check_tensor("out", out, shape=[rows, columns], dtypes=(torch.int32,), device=device, last_contiguous=True)
 
 
 @operator(writes={"out": always}, contiguous=("logits",))
@@ -75,7 +67,7 @@ def topk_indices(
     >>> gdn.topk_indices(logits, 3, torch.tensor([0, 2]), torch.tensor([4, 4])).tolist()
     [[1, 2, 3], [0, 1, -1]]
     """
-    check_tensor("logits", logits, shape=["rows", "n"], dtypes=LOGIT_DTYPES)
+    check_tensor("logits", logits, shape=["rows", "n"], dtypes=FLOAT_DTYPES)
     rows, device = logits.shape[0], logits.device
     check_at_least("k", k)
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
@@ -83,7 +75,7 @@ def topk_indices(
             check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
     if sorted_by not in ("index", "score"):
         bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
-    check_indices_out(out, rows, k, device)
+    check_out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
 
 
@@ -201,7 +193,7 @@ def expand_topk_groups(
     tokens, k = group_indices.shape
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
     check_at_least("ratio", ratio, 1)
-    check_indices_out(out, tokens, k * ratio + ratio - 1, group_indices.device)
+    check_out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
     problem = ExpandTopkGroupsProblem(
         ratio=ratio,
         group_dtype=dtype_name(group_indices.dtype),
