@@ -15,7 +15,9 @@ import torch
 from autotune._case import SeededCase, WrongResult, launch_of
 from gdn import reference
 from gdn.problems import (
+    Conv1dParams,
     Conv1dProblem,
+    Conv1dUpdateParams,
     Conv1dUpdateProblem,
     ConvolutionProblem,
     GatingProblem,
@@ -153,8 +155,8 @@ class _Maker:
                 **given, "conv_states": pool, "query_start_loc": offsets, "cache_indices": slots, "has_initial_state": mask,
                 "out": out,
             },
-            (
-                given["x"], given["weight"], given["bias"], pool, offsets, slots, mask.view(torch.uint8), None, None, out, -1,
+            Conv1dParams(
+                given["x"], given["weight"], given["bias"], pool, offsets, slots, mask.view(torch.uint8), None, None, out, -1
             ),
             (out,),
             "conv_states",
@@ -183,7 +185,9 @@ class _Maker:
                 **given, "conv_state": pool, "conv_state_indices": slots, "num_accepted_tokens": accepted,
                 "query_start_loc": offsets, "parent_token": parents, "out": out,
             },
-            (given["x"], given["weight"], given["bias"], pool, slots, accepted, offsets, parents, out, -1),
+            Conv1dUpdateParams(
+                given["x"], given["weight"], given["bias"], pool, slots, accepted, offsets, parents, out, -1
+            ),
             (out,),
             "conv_state",
         )  # fmt: skip

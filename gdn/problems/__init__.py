@@ -14,7 +14,9 @@ from gdn.problems.indexer import (
 )
 from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.problems.steps import (
+    Conv1dParams,
     Conv1dProblem,
+    Conv1dUpdateParams,
     Conv1dUpdateProblem,
     ConvolutionProblem,
     GatingProblem,
@@ -26,7 +28,9 @@ __all__ = [
     "COMPILES",
     "ChunkProblem",
     "CompressIndexerKeysProblem",
+    "Conv1dParams",
     "Conv1dProblem",
+    "Conv1dUpdateParams",
     "Conv1dUpdateProblem",
     "ConvolutionProblem",
     "DTYPE_BYTES",

@@ -1,14 +1,16 @@
 """Steps around the gated delta rule: causal convolution, projection split, gates, gated norm."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 
 
 @dataclass(frozen=True)
 class ConvolutionProblem(Problem):
-    """What prefill and decode of the causal depthwise convolution share; see spec of the two below.
+    """Fields that prefill and decode of the causal depthwise convolution share.
 
     A pool of windows has its channels contiguous in memory and every other stride a multiple of 16 bytes
     (`state_channels_contiguous`: neighbouring channels are read together), or any strides.
@@ -37,13 +39,6 @@ class ConvolutionProblem(Problem):
 class Conv1dProblem(ConvolutionProblem):
     """`gdn.causal_conv1d_fn`: packed prompts.
 
-    launch(compiled, x, weight, bias, conv_states, cu_seqlens, cache_indices, has_initial_state, checkpoint_offsets,
-           checkpoint_slots, out, null_slot)
-        x, out [L, dim]: last dim contiguous, base and row strides multiples of 16 bytes; dim a multiple of 8
-        weight [dim, width], bias [dim] or None: contiguous, bases multiples of 16 bytes
-        conv_states [slots, dim, >= width - 1] or None; cu_seqlens [N + 1]; cache_indices [>= N] any stride, or None
-        has_initial_state [>= N] uint8 (the bool tensor viewed as bytes) contiguous, or None (= all True)
-        checkpoint_offsets, checkpoint_slots [>= N, C] of checkpoint_dtype, any strides, or None
     Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero. The slot of a
     sequence is read before it is written; a checkpoint is written after the sequence's own slot.
     """
@@ -63,17 +58,30 @@ class Conv1dProblem(ConvolutionProblem):
         return rows + self._filter_bytes() + 2 * self.num_sequences * self._window_bytes()
 
 
+class Conv1dParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, N sequences.
+
+    Rows of x and out, weight and bias start at multiples of 16 bytes; dim is a multiple of 8.
+    """
+
+    x: Tensor  # [L, dim] of the problem's dtype, last dim contiguous
+    weight: Tensor  # [dim, width] of weight_dtype, contiguous
+    bias: Tensor | None  # [dim] of bias_dtype, contiguous; None without bias_dtype
+    conv_states: Tensor | None  # [slots, dim, >= width - 1] of state_dtype, any strides; None without state_dtype
+    cu_seqlens: Tensor  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc
+    cache_indices: Tensor | None  # [>= N] of index_dtype, any stride; None without index_dtype
+    has_initial_state: (
+        Tensor | None
+    )  # [>= N] uint8 (the bool tensor viewed as bytes), contiguous; None without has_mask: all True
+    checkpoint_offsets: Tensor | None  # [>= N, C] of checkpoint_dtype, any strides; None without checkpoint_dtype
+    checkpoint_slots: Tensor | None  # like checkpoint_offsets
+    out: Tensor  # [L, dim] like x
+    null_slot: int  # slots up to this one are padding
+
+
 @dataclass(frozen=True)
 class Conv1dUpdateProblem(ConvolutionProblem):
-    """`gdn.causal_conv1d_update`: one decode step.
-
-    launch(compiled, x, weight, bias, conv_state, state_indices, num_accepted_tokens, cu_seqlens, parent_token, out,
-           null_slot)
-        x, out, weight, bias, conv_state as in Conv1dProblem; x may have more rows than cu_seqlens[N]: zero in out
-        state_indices [>= N], or [>= N, columns] with has_columns, any strides, or None
-        num_accepted_tokens [>= N] int32 any stride, or None; parent_token [L] int32 contiguous or None
-        cu_seqlens [N + 1], or None: one row per sequence
-    """
+    """`gdn.causal_conv1d_update`: one decode step."""
 
     op: ClassVar[str] = "conv1d_update"
 
@@ -101,6 +109,23 @@ class Conv1dUpdateProblem(ConvolutionProblem):
         else:
             windows = 2 * self.num_sequences * self._window_bytes()
         return rows + self._filter_bytes() + windows
+
+
+class Conv1dUpdateParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, N sequences. Alignment as in Conv1dParams."""
+
+    x: Tensor  # [L, dim] of the problem's dtype, last dim contiguous; rows at or beyond cu_seqlens[N] are zero in out
+    weight: Tensor  # [dim, width] of weight_dtype, contiguous
+    bias: Tensor | None  # [dim] of bias_dtype, contiguous; None without bias_dtype
+    conv_state: Tensor  # [slots, dim, >= width - 1] of state_dtype, any strides
+    conv_state_indices: Tensor | None  # [>= N], or [>= N, columns] with has_columns, any strides; None without index_dtype
+    num_accepted_tokens: Tensor | None  # [>= N] int32, any stride; None without has_accepted
+    cu_seqlens: (
+        Tensor | None
+    )  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc; None without cu_seqlens_dtype: one row each
+    parent_token: Tensor | None  # [L] int32, contiguous; None without has_parent
+    out: Tensor  # [L, dim] like x
+    null_slot: int  # slots up to this one are padding
 
 
 @dataclass(frozen=True)
