@@ -20,8 +20,11 @@ from gdn.problems import (
     Conv1dUpdateParams,
     Conv1dUpdateProblem,
     ConvolutionProblem,
+    GatingParams,
     GatingProblem,
+    RmsNormGatedParams,
     RmsNormGatedProblem,
+    SplitParams,
     SplitProblem,
 )
 from gdn.runtime import Prepared
@@ -207,7 +210,7 @@ class _Maker:
             "mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba, "num_heads_qk": problem.num_k_heads, "num_heads_v": heads,
             "head_qk": problem.head_k_dim, "head_v": problem.head_v_dim,
         }  # fmt: skip
-        return Work("fused_qkvzba_split_reshape_cat", arguments, (mixed_qkvz, mixed_ba, *outputs), outputs)
+        return Work("fused_qkvzba_split_reshape_cat", arguments, SplitParams(mixed_qkvz, mixed_ba, *outputs), outputs)
 
     def gating(self, problem: GatingProblem) -> Work:
         rows, heads = problem.num_tokens, problem.num_heads
@@ -216,7 +219,7 @@ class _Maker:
         a = self._normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:]
         outputs = self._nan(rows, heads, dtype="float32"), self._nan(rows, heads, dtype="float32")
         arguments = {"A_log": A_log, "a": a, "b": b, "dt_bias": dt_bias}
-        return Work("fused_gdn_gating", arguments, (A_log, a, b, dt_bias, *outputs, 1.0, 20.0), outputs)
+        return Work("fused_gdn_gating", arguments, GatingParams(A_log, a, b, dt_bias, *outputs, 1.0, 20.0), outputs)
 
     def rms_norm_gated(self, problem: RmsNormGatedProblem) -> Work:
         rows, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
@@ -226,4 +229,4 @@ class _Maker:
         weight = self._normal(dim, dtype=problem.weight_dtype)
         out = self._nan(rows, heads, dim, dtype=problem.dtype)
         arguments = {"x": x, "z": z, "weight": weight, "activation": "sigmoid" if problem.sigmoid else "silu"}
-        return Work("rms_norm_gated", arguments, (x, z, weight, out, 1e-6), (out,))
+        return Work("rms_norm_gated", arguments, RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))

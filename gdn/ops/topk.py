@@ -7,7 +7,7 @@ from gdn.ops._call import always, launch, new, operator, prepare, run_reference
 from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES
 from gdn.ops._modes import is_empty
-from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
+from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 
@@ -150,5 +150,6 @@ def expand_topk_groups(
         run_reference()
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
-    launch(prepared, (group_indices, positions, out), (out,))
+    params = ExpandTopkGroupsParams(group_indices=group_indices, positions=positions, out=out)
+    launch(prepared, params, (out,))
     return out

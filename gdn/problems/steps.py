@@ -130,14 +130,7 @@ class Conv1dUpdateParams(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitProblem(Problem):
-    """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart.
-
-    launch(compiled, mixed_qkvz, mixed_ba, mixed_qkv, z, b, a)
-        mixed_qkvz [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row stride multiples of the access: 16
-            bytes where K and V are multiples of 8, else 8 bytes
-        mixed_ba [L, 2 * HV]: last dim contiguous
-        mixed_qkv [L, 2 * H * K + HV * V], z [L, HV * V], b, a [L, HV]: new, contiguous
-    """
+    """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart."""
 
     op: ClassVar[str] = "split"
 
@@ -151,7 +144,7 @@ class SplitProblem(Problem):
 
     @property
     def row_elements(self) -> int:
-        """Of one row of mixed_qkvz."""
+        """Elements of one row of mixed_qkvz."""
         return 2 * (self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim)
 
     def flops(self) -> int:
@@ -162,14 +155,22 @@ class SplitProblem(Problem):
         return 2 * self.num_tokens * row
 
 
+class SplitParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens; H and HV heads, K and V elements each; r = HV / H."""
+
+    # [L, H * (2 * K + 2 * r * V)] of the problem's dtype, last dim contiguous; base and row stride multiples of the access:
+    # 16 bytes where K and V are multiples of 8, else 8 bytes
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor  # [L, 2 * HV] of ba_dtype, last dim contiguous
+    mixed_qkv: Tensor  # [L, 2 * H * K + HV * V] like mixed_qkvz: new, contiguous
+    z: Tensor  # [L, HV * V] likewise
+    b: Tensor  # [L, HV] of ba_dtype: new, contiguous
+    a: Tensor  # [L, HV] likewise
+
+
 @dataclass(frozen=True)
 class GatingProblem(Problem):
-    """`gdn.fused_gdn_gating`.
-
-    launch(compiled, A_log, a, b, dt_bias, g, beta_output, beta, threshold)
-        A_log, dt_bias [HV] any stride; a, b [L, HV] any strides; g, beta_output [L, HV] float32 contiguous
-        beta, threshold: of the softplus, float
-    """
+    """`gdn.fused_gdn_gating`."""
 
     op: ClassVar[str] = "gating"
 
@@ -187,14 +188,22 @@ class GatingProblem(Problem):
         return self.num_tokens * self.num_heads * (DTYPE_BYTES[self.a_dtype] + DTYPE_BYTES[self.b_dtype] + 8)
 
 
+class GatingParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, HV heads."""
+
+    A_log: Tensor  # [HV] of A_log_dtype, any stride
+    a: Tensor  # [L, HV] of a_dtype, any strides
+    b: Tensor  # [L, HV] of b_dtype, any strides
+    dt_bias: Tensor  # [HV] of dt_bias_dtype, any stride
+    g: Tensor  # [L, HV] float32, contiguous
+    beta_output: Tensor  # [L, HV] float32, contiguous
+    beta: float  # of the softplus
+    threshold: float  # of the softplus
+
+
 @dataclass(frozen=True)
 class RmsNormGatedProblem(Problem):
-    """`gdn.rms_norm_gated`.
-
-    launch(compiled, x, z, weight, out, eps)
-        x, z [L, HV, V]: last dim contiguous, bases and strides multiples of 8 elements where V is one, else of 4
-        weight [V] contiguous, base as x; out [L, HV, V] contiguous
-    """
+    """`gdn.rms_norm_gated`."""
 
     op: ClassVar[str] = "rms_norm_gated"
 
@@ -212,3 +221,16 @@ class RmsNormGatedProblem(Problem):
     def bytes_moved(self) -> int:
         per_element = 2 * DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.z_dtype]
         return self.num_tokens * self.num_heads * self.head_dim * per_element
+
+
+class RmsNormGatedParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, HV heads, V elements each.
+
+    Bases and strides of x, z and weight are multiples of 8 elements where V is one, else of 4.
+    """
+
+    x: Tensor  # [L, HV, V] of the problem's dtype, last dim contiguous
+    z: Tensor  # [L, HV, V] of z_dtype, last dim contiguous
+    weight: Tensor  # [V] of weight_dtype, contiguous
+    out: Tensor  # [L, HV, V] like x, contiguous
+    eps: float
