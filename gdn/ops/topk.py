@@ -7,7 +7,7 @@ from gdn.ops._call import always, launch, new, operator, prepare, run_reference
 from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
 from gdn.ops._logits_checks import INDEX_DTYPES
 from gdn.ops._modes import is_empty
-from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkProblem
+from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 
@@ -88,10 +88,16 @@ def select_rows(
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
-        prepared.launch(
-            logits, row_starts, row_ends, out, int(list_short),
-            -1 if num_keys is None else num_keys, drafts,
-        )  # fmt: skip
+        params = TopkParams(
+            logits=logits,
+            row_starts=row_starts,
+            row_ends=row_ends,
+            out=out,
+            list_short=int(list_short),
+            num_keys=-1 if num_keys is None else num_keys,
+            drafts=drafts,
+        )
+        prepared.launch(params)
     return out
 
 

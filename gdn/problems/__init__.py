@@ -18,7 +18,7 @@ from gdn.problems.indexer import (
     WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
-from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkParams, TopkProblem
 from gdn.problems.steps import (
     Conv1dParams,
     Conv1dProblem,
@@ -68,6 +68,7 @@ __all__ = [
     "SplitParams",
     "SplitProblem",
     "TUNES",
+    "TopkParams",
     "TopkProblem",
     "WriteIndexerCacheParams",
     "WriteIndexerCacheProblem",

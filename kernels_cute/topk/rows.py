@@ -20,10 +20,13 @@ What the order of arrival decides (places in the list) no result depends on; bit
 Columns are counted from the last multiple of 16 bytes at or before the row's range, so that as many are one access.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from gdn.problems import TopkParams
 from kernels_cute.topk import ptx
 
 DIGIT_BITS = 12
@@ -53,8 +56,6 @@ class TopkRows:
     def __init__(
         self,
         is_float32: bool,
-        has_starts: bool,
-        has_ends: bool,
         by_score: bool,
         threads: int,
         unroll: int,
@@ -63,7 +64,7 @@ class TopkRows:
         max_columns: int,
     ):
         self.is_float32, self.element_bytes = is_float32, 4 if is_float32 else 2
-        self.has_starts, self.has_ends, self.by_score = has_starts, has_ends, by_score
+        self.by_score = by_score
         self.threads, self.unroll, self.blocks_per_sm = threads, unroll, blocks_per_sm
         self.warps = threads // 32
         self.list_entries = list_entries
@@ -72,9 +73,10 @@ class TopkRows:
     # ---- host
 
     @cute.jit
-    def launch(self, logits, starts, ends, out, list_short, num_keys, drafts, stream):
-        self.kernel(logits, starts, ends, out, list_short, num_keys, drafts).launch(
-            grid=(cute.size(logits, mode=[0]), 1, 1),
+    def __call__(self, *values: Any):
+        params, stream = TopkParams(*values[:-1]), values[-1]
+        self.kernel(params).launch(
+            grid=(cute.size(params.logits, mode=[0]), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=100,  # percent; without a value the DSL asks a device for its limit
@@ -98,30 +100,28 @@ class TopkRows:
     # ---- device
 
     @cute.kernel
-    def kernel(
-        self, logits: cute.Tensor, starts: cute.Tensor, ends: cute.Tensor, out: cute.Tensor, list_short: Int32,
-        num_keys: Int32, drafts: Int32,
-    ):  # fmt: skip
+    def kernel(self, params: TopkParams):
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
-        k = Int32(out.shape[1])
+        k = Int32(params.out.shape[1])
         self.clear_bins(storage, thread)  # while the range is on its way
-        first, end = self.row_range(starts, ends, row, Int32(logits.shape[1]), num_keys, drafts)
-        if list_short != 0 and end - first <= k:
+        first, end = self.row_range(params, row)
+        if params.list_short != 0 and end - first <= k:
             for place in cutlass.range(thread, k, self.threads, unroll=1):
                 column = Int32(place)
                 if place >= end - first:
                     column = Int32(-1)
-                out[row, place] = column
+                params.out[row, place] = column
         else:
-            self.select(storage, logits, out, row, first, end, thread, k)
+            self.select(params, storage, row, first, end, thread)
 
     @cute.jit
-    def select(self, storage, logits, out, row, first, end, thread, k):
-        if cutlass.const_expr(self.is_float32 and not self.has_starts and not self.has_ends):
+    def select(self, params, storage, row, first, end, thread):
+        k = Int32(params.out.shape[1])
+        if cutlass.const_expr(self.is_float32 and params.row_starts is None and params.row_ends is None):
             end = Int32(ptx.again(Uint32(end)))  # as a parameter of the launch, ptxas spills other values for it
-        address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + first) * self.element_bytes
+        address = params.logits.iterator.toint() + (Int64(row) * params.logits.stride[0] + first) * self.element_bytes
         lead = Int32(address & (ACCESS - 1)) // self.element_bytes
         base = address - lead * self.element_bytes
         stop = lead + (end - first)  # the row is columns [lead, stop) of base
@@ -182,7 +182,7 @@ class TopkRows:
         else:
             self.mark_read(storage, base, lead, stop, thread, tie_key, last_column)
         cute.arch.sync_threads()
-        self.write(storage, base, out, row, lead, words, thread, k)
+        self.write(storage, base, params.out, row, lead, words, thread, k)
 
     @cute.jit
     def ask_for(self, address, num_bytes, thread):
@@ -216,25 +216,23 @@ class TopkRows:
             s_bitmap[word] = Uint32(0)
 
     @cute.jit
-    def row_range(self, starts, ends, row, columns, num_keys, drafts):
-        """[first, end) of a row's columns, clamped; first = end where it is empty.
-
-        With starts and num_keys >= 0 they are ranges of so many keys, and column 0 is a range's first. Without starts the end
-        of the last of `drafts` rows is given, and each row before it has one column less.
-        """
+    def row_range(self, params, row):
+        """[first, end) of a row's columns, clamped; first = end where it is empty. See TopkParams."""
+        columns = Int32(params.logits.shape[1])
+        num_keys, drafts = params.num_keys, params.drafts
         first, end = Int32(0), columns
-        if cutlass.const_expr(self.has_starts):
+        if cutlass.const_expr(params.row_starts is not None):
             limit = columns
             if num_keys >= 0:
                 limit = num_keys
-            first, end = self.clamped(starts[row], 0, limit), limit
-            if cutlass.const_expr(self.has_ends):
-                end = self.clamped(ends[row], 0, limit)
+            first, end = self.clamped(params.row_starts[row], 0, limit), limit
+            if cutlass.const_expr(params.row_ends is not None):
+                end = self.clamped(params.row_ends[row], 0, limit)
             end = cutlass.max(first, end)
             if num_keys >= 0:
                 first, end = Int32(0), cutlass.min(end - first, columns)
-        elif cutlass.const_expr(self.has_ends):
-            end = self.clamped(ends[row // drafts], drafts - 1 - row % drafts, columns)
+        elif cutlass.const_expr(params.row_ends is not None):
+            end = self.clamped(params.row_ends[row // drafts], drafts - 1 - row % drafts, columns)
         return first, end
 
     @cute.jit
