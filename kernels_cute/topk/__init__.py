@@ -19,7 +19,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import DeviceSpec
 from gdn.problems import TopkParams, TopkProblem
 from kernels_cute.common.build import library
-from kernels_cute.topk.rows import BINS, MOST_COLUMNS, SPARE_WORDS, TopkRows
+from kernels_cute.topk.kernel import Topk
+from kernels_cute.topk.tiles import BINS, MOST_COLUMNS, SPARE_WORDS, Tiles
 
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
@@ -124,15 +125,17 @@ def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
     return {name: library(name, _kernel(problem, tiles), *_arguments(problem)) for name, tiles in entries.items()}
 
 
-def _kernel(problem: TopkProblem, config: Config) -> TopkRows:
-    return TopkRows(
-        is_float32=problem.dtype == "float32",
-        by_score=problem.sorted_by == "score",
-        threads=config.threads,
-        unroll=config.unroll,
-        blocks_per_sm=config.blocks_per_sm,
-        list_entries=config.list_entries,
-        max_columns=config.max_columns,
+def _kernel(problem: TopkProblem, config: Config) -> Topk:
+    return Topk(
+        Tiles(
+            is_float32=problem.dtype == "float32",
+            by_score=problem.sorted_by == "score",
+            threads=config.threads,
+            unroll=config.unroll,
+            blocks_per_sm=config.blocks_per_sm,
+            list_entries=config.list_entries,
+            bitmap_words=config.max_columns // 32 + SPARE_WORDS,
+        )
     )
 
 
