@@ -25,7 +25,7 @@ from gdn.ops._tensors import (
     in_dtype,
     is_less,
 )
-from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
+from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.reference import conv as reference
 
 Tensor = torch.Tensor
@@ -169,14 +169,22 @@ def causal_conv1d_fn(
         return y.zero_()
     # A block reads the rows before its own, which another block may have written by then.
     written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else _rows.target(y)
-    prepared.launch(
-        _rows.aligned("x", x), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_states,
-        even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
-        None if cache_indices is None else cache_indices.to(slot_dtype),
-        has_initial_state.contiguous().view(torch.uint8) if problem.has_mask and has_initial_state is not None else None,
-        None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
-        None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype), written, null_slot,
-    )  # fmt: skip
+    params = Conv1dParams(
+        x=_rows.aligned("x", x),
+        weight=_rows.constant(weight),
+        bias=None if bias is None else _rows.constant(bias),
+        conv_states=conv_states,
+        cu_seqlens=even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
+        cache_indices=None if cache_indices is None else cache_indices.to(slot_dtype),
+        has_initial_state=has_initial_state.contiguous().view(torch.uint8)
+        if problem.has_mask and has_initial_state is not None
+        else None,
+        checkpoint_offsets=None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
+        checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype),
+        out=written,
+        null_slot=null_slot,
+    )
+    prepared.launch(params)
     return y if written is y else y.copy_(written)
 
 
@@ -314,17 +322,25 @@ def causal_conv1d_update(
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    rows, offsets = x, None if query_start_loc is None else query_start_loc.contiguous()
+    rows, cu_seqlens = x, None if query_start_loc is None else query_start_loc.contiguous()
     if x.dim() == 3:  # rows of neighbouring channels; a copy where the tokens are the neighbours in memory
-        rows, offsets = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
+        rows, cu_seqlens = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
     # In place, a row is read before it is written, but for the ancestors of a tree's nodes, which are read again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
     written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else _rows.target(y)
-    prepared.launch(
-        _rows.aligned("x", rows), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_state,
-        conv_state_indices, None if num_accepted_tokens is None else as_int32(num_accepted_tokens), offsets,
-        None if parent_token is None else parent_token.contiguous(), written, null_slot,
-    )  # fmt: skip
+    params = Conv1dUpdateParams(
+        x=_rows.aligned("x", rows),
+        weight=_rows.constant(weight),
+        bias=None if bias is None else _rows.constant(bias),
+        conv_state=conv_state,
+        conv_state_indices=conv_state_indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else as_int32(num_accepted_tokens),
+        cu_seqlens=cu_seqlens,
+        parent_token=None if parent_token is None else parent_token.contiguous(),
+        out=written,
+        null_slot=null_slot,
+    )
+    prepared.launch(params)
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)

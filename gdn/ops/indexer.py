@@ -26,10 +26,15 @@ from gdn.ops._tensors import (
     dtype_name,
 )
 from gdn.problems import (
+    CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
+    GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
+    PrepareIndexerParams,
     PrepareIndexerProblem,
+    QuantizeFp8Params,
     QuantizeFp8Problem,
+    WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
 from gdn.runtime import env
@@ -100,8 +105,8 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     x_fp8 = new(FP8, x.device, *x.shape)
     scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
     if not is_empty(*x.shape):
-        arguments = (_rows.aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
-        launch(prepared, arguments, (x_fp8, scale), aligned=(x,))
+        params = QuantizeFp8Params(x=_rows.aligned("x", rows), x_fp8=x_fp8.view(rows.shape), scale=scale.view(rows.shape[:2]))
+        launch(prepared, params, (x_fp8, scale), aligned=(x,))
     return x_fp8, scale
 
 
@@ -166,8 +171,8 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     if prepared.launch is None:
         run_reference()
     if not is_empty(k.shape[0], cache.shape[0]):
-        arguments = (_rows.aligned("k", _with_heads(k)), flat_pages(cache), slot_mapping)
-        launch(prepared, arguments, (cache,), aligned=(k, cache))
+        params = WriteIndexerCacheParams(k=_rows.aligned("k", _with_heads(k)), cache=flat_pages(cache), slot_mapping=slot_mapping)
+        launch(prepared, params, (cache,), aligned=(k, cache))
 
 
 def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
@@ -330,21 +335,21 @@ def prepare_indexer(
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
-        arguments = (
-            _rows.aligned("q", q),
-            None if k is None else _rows.aligned("k", _with_heads(k)),
-            weights if folds else None,
-            positions,
-            _rows.aligned("cos_sin", cos_sin),
-            _rows.constant(q_norm),
-            None if k_norm is None else _rows.constant(k_norm),
-            None if cache is None else flat_pages(cache),
-            slot_mapping,
-            q_out,
-            weights_out,
-            eps,
+        params = PrepareIndexerParams(
+            q=_rows.aligned("q", q),
+            k=None if k is None else _rows.aligned("k", _with_heads(k)),
+            weights=weights if folds else None,
+            positions=positions,
+            cos_sin=_rows.aligned("cos_sin", cos_sin),
+            q_norm=_rows.constant(q_norm),
+            k_norm=None if k_norm is None else _rows.constant(k_norm),
+            cache=None if cache is None else flat_pages(cache),
+            slot_mapping=slot_mapping,
+            q_out=q_out,
+            weights_out=weights_out,
+            eps=eps,
         )
-        launch(prepared, arguments, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
+        launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
     return results
 
 
@@ -476,19 +481,19 @@ def compress_indexer_keys(
     if prepared.launch is None or is_empty(cache.shape[0]):
         run_reference()
     if not is_empty(tokens):
-        arguments = (
-            _rows.aligned("raw_k", _with_heads(raw_k)),
-            ring_rows,
-            flat_pages(cache),
-            positions,
-            _rows.aligned("cos_sin", cos_sin),
-            _rows.constant(k_norm),
-            ring_slots,
-            slot_mapping,
-            eps,
-            null_slot,
+        params = CompressIndexerKeysParams(
+            raw_k=_rows.aligned("raw_k", _with_heads(raw_k)),
+            ring=ring_rows,
+            cache=flat_pages(cache),
+            positions=positions,
+            cos_sin=_rows.aligned("cos_sin", cos_sin),
+            k_norm=_rows.constant(k_norm),
+            ring_slots=ring_slots,
+            slot_mapping=slot_mapping,
+            eps=eps,
+            null_slot=null_slot,
         )
-        launch(prepared, arguments, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))
+        launch(prepared, params, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))
 
 
 def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -570,15 +575,17 @@ def gather_indexer_cache(
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    arguments = (flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    params = GatherIndexerCacheParams(
+        cache=flat_pages(cache), block_tables=block_tables, cu_seqlens=cu_seqlens, k=k, k_scale=k_scale
+    )
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
     else:
         results = (k.view(rows, kv_heads, head_dim), k_scale)
     if num_rows is None:  # read back from the device: another call may have another number
-        prepared.launch(*arguments)
+        prepared.launch(params)
     else:
-        launch(prepared, arguments, results, aligned=(cache,))
+        launch(prepared, params, results, aligned=(cache,))
     return results
 
 

@@ -6,7 +6,7 @@ from gdn.ops import _tensors as _rows
 from gdn.ops._call import operator, prepare, run_reference
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_not_negative, check_tensor, dtype_name
-from gdn.problems import RmsNormGatedProblem
+from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -80,11 +80,14 @@ def rms_norm_gated(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
-        rows = [
-            _rows.aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
-            for name, part in (("x", x), ("z", z))
-        ]
-        prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), eps)
+
+        def rows(name: str, part: Tensor) -> Tensor:
+            return _rows.aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
+
+        params = RmsNormGatedParams(
+            x=rows("x", x), z=rows("z", z), weight=_rows.constant(weight), out=out.view(-1, heads, dim), eps=eps
+        )
+        prepared.launch(params)
     return out
 
 

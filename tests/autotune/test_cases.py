@@ -73,7 +73,7 @@ def _paged(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
-    logits, starts, ends, out = tensors
+    logits, starts, ends, out, *_ = tensors
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
 
 
@@ -159,6 +159,7 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
     """A "kernel" that is the reference, and afterwards does what spoil does."""
 
     def launch(*tensors: Any) -> None:
+        tensors = tensors[0] if hasattr(tensors[0], "_fields") else tensors
         _BY_OP[shape.op](tensors, shape.problem)
         spoil(tensors)
 
