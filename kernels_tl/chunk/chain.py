@@ -60,6 +60,9 @@ ROWS = T.GemmWarpPolicy.FullRow  # each math warpgroup owns 64 rows of every pro
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
+STAGES = 3  # chunks in shared memory at once
+MATH_THREADS = 128
+BLOCK_REGISTERS = MATH_THREADS * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
 
 
 def transposed_accumulator(columns: int) -> Any:
@@ -77,8 +80,8 @@ def transposed_accumulator(columns: int) -> Any:
     return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
 
 
-def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False, decides: bool = False) -> Any:
-    """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup).
+def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> Any:
+    """The prim_func `chunk_chain`.
 
     split: a block works on a segment of a sequence. Without, `segment_starts` and `segment` are not read.
     decides: as of `prepare`.
@@ -91,7 +94,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
     pooled = problem.pooled
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
     has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
-    math_threads = columns * 2
+    columns, stages, math_threads = PANEL, STAGES, MATH_THREADS
     wide = head_k > HALF
     halves = head_k // HALF
     panels = columns // PANEL
@@ -140,7 +143,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
             T.copy(v_first_stage, v_fragment)
         elif stage == 1:
             T.copy(v_second_stage, v_fragment)
-        elif stages == 3:
+        else:
             T.copy(v_third_stage, v_fragment)
         for i, j in T.Parallel(columns, CHUNK):
             factor_fragment[i, j] = vectors[stage, ROW_STATE_KEY, j]
@@ -185,7 +188,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
             # One buffer a stage: matrix loads ignore the offset of a region.
             v_shared = T.alloc_shared((rows, PANEL), dtype)
             v_second_shared = T.alloc_shared((rows, PANEL), dtype)
-            v_third_shared = T.alloc_shared((rows if stages == 3 else 8, PANEL), dtype)
+            v_third_shared = T.alloc_shared((rows, PANEL), dtype)
             z_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             z_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
             r_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
@@ -295,7 +298,7 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
                             load_v(v, v_shared, full, 0, token, head, column_begin)
                         elif stage == 1:
                             load_v(v, v_second_shared, full, 1, token, head, column_begin)
-                        elif stages == 3:
+                        else:
                             load_v(v, v_third_shared, full, 2, token, head, column_begin)
                         T.tma_copy(
                             vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32

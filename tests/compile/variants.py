@@ -69,7 +69,6 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
 _CONFIG_AXES: dict[str, Axes] = {
     "kernels_tl.chunk": {
         "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
-        "fused": [True, False],  # whole sequences in one launch or in two
         "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
         "cut_above": [0],  # both ways in a call are compiled in test_chunk_launches.py
     },
@@ -433,9 +432,7 @@ def problem(op: str, row: Row) -> Problem | None:
 
 def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row], bool]:
     def allowed(row: Row) -> bool:
-        if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
-            return False  # the same code as without
-        if row.get("cluster", 2) > 2 and not row["fused"]:
+        if row.get("cluster", 2) > 2 and not _in_one_launch(row):
             return False
         if row.get("cut_above") and not row["segment"]:
             return False
@@ -447,9 +444,14 @@ def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row
     return allowed
 
 
+def _in_one_launch(row: Row) -> bool:
+    """Whether TileLang's chunk kernel takes whole sequences in one launch."""
+    return row["head_dim"] == 128 and not row["segment"]
+
+
 def _cost(row: Row) -> float:
     """Of compiling it, as far as the rows of an operator differ: TileLang's chunk kernel in two launches, and with segments."""
-    if row.get("fused", True):
+    if "cluster" not in row or _in_one_launch(row):
         return 1.0
     return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["segment"] else 0.0)
 
