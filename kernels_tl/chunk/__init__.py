@@ -40,11 +40,12 @@ import torch
 
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkProblem, unserved_dtypes
-from kernels_tl.chunk.chain import BLOCK_REGISTERS, PANEL, STAGES, chain
+from kernels_tl.chunk.chain import BLOCK_REGISTERS, STAGES, chain
 from kernels_tl.chunk.fused import FUSED_BYTES, FUSED_REGISTERS, fused
 from kernels_tl.chunk.makers import CHAINS, MOST_MAKERS
 from kernels_tl.chunk.prepare import prepare
 from kernels_tl.chunk.segments import starts, summaries
+from kernels_tl.chunk.state_chain import PANEL
 from kernels_tl.chunk.types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
 from kernels_tl.common import build
 

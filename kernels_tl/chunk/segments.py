@@ -25,15 +25,8 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
-from kernels_tl.chunk.chain import (
-    ACCUMULATOR,
-    MATH_REGISTERS,
-    PANEL,
-    PRODUCER_REGISTERS,
-    PRODUCER_THREADS,
-    ROWS,
-    transposed_accumulator,
-)
+from kernels_tl.chunk.chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS
+from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, transposed_accumulator
 from kernels_tl.chunk.types import (
     CHUNK,
     HALF,
