@@ -44,7 +44,6 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
 _CONFIG_AXES: dict[str, Axes] = {
     "kernels_tl.chunk": {
         "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
-        "fused": [True, False],  # sequences in one launch or in two
         "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
         "cut_above": [0],  # 1 and more is compiled in test_chunk_launches.py
     },
@@ -117,9 +116,7 @@ def _recurrent_problem(row: Row) -> Problem | None:
 
 
 def _is_chunk_config(row: Row) -> bool:
-    if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
-        return False  # the same code as without
-    if row.get("cluster", 2) > 2 and not row["fused"]:
+    if row.get("cluster", 2) > 2 and not _in_one_launch(row):
         return False
     if row.get("cut_above") and not row["segment"]:
         return False
@@ -132,9 +129,14 @@ def _chunk_config(default: Any, changes: Row) -> Any:
     return dataclasses.replace(default, **changes)
 
 
+def _in_one_launch(row: Row) -> bool:
+    """Whether TileLang's chunk kernel takes whole sequences in one launch."""
+    return bool(row["head_dim"] == 128 and not row["segment"])
+
+
 def _chunk_cost(row: Row) -> float:
     """Compile time of TileLang's chunk kernel in two launches, and with segments, against the other rows."""
-    if row.get("fused", True):
+    if "cluster" not in row or _in_one_launch(row):
         return 1.0
     return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["segment"] else 0.0)
 
