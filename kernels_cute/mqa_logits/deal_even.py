@@ -1,8 +1,8 @@
 """Which items a block of the ragged logits kernel takes.
 
 Items are (query tile, span of key tiles), query tiles first, so blocks that take them round robin read the same keys at the same
-time. Their loads then differ by an item or two. With `even` > 0 the last even / 8 of the rounds are held back, and each block
-takes one run of their key tiles, long enough that all blocks end with the same cost. The cost of an item is its number of key
+time. Their loads then differ by an item or two. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the rounds are
+held back, and each block takes one run of their key tiles, long enough that all blocks end with the same cost. The cost of an item is its number of key
 tiles plus a few more for its queries. Runs end anywhere inside an item, so the loads are equal to the tile.
 
 Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
@@ -84,15 +84,15 @@ class EvenDeal:
         tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + item_tiles)
         return tile_first, tile_end
 
-    # ---- only with even > 0
+    # ---- only with balanced_fraction > 0
 
     @cute.jit
     def head_items(self, all_tiles, num_items, blocks):
         """Items dealt round robin: whole rounds. All of them where costs might not fit 32 bits."""
         head = num_items
-        if cutlass.const_expr(self.even > 0):
+        if cutlass.const_expr(self.balanced_fraction > 0):
             rounds = num_items // blocks
-            held = cutlass.min(cutlass.max(rounds * self.even // 8, 1), rounds)
+            held = cutlass.min(cutlass.max(rounds * self.balanced_fraction // 8, 1), rounds)
             head = (rounds - held) * blocks
             if all_tiles + Int64(num_items) * self.item_cost >= 2**30:
                 head = num_items
@@ -150,7 +150,7 @@ class EvenDeal:
     def tail_run(self, storage, num_items, head_items):
         """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost
         of the run)."""
-        if cutlass.const_expr(self.even < 8):
+        if cutlass.const_expr(self.balanced_fraction < 8):
             cute.arch.barrier(barrier_id=COSTS_BARRIER, number_of_threads=128)
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()

@@ -70,10 +70,10 @@ class OverlappedMath:
                 self.issue(first, operands, 0, key_stage, stage * 2 + half)
                 self.issue(second, operands, 1, key_stage, stage * 2 + half)
                 # While the second half is still on its way the other warpgroup may queue its own behind it.
-                if cutlass.const_expr(self.handoff > 0):
+                if cutlass.const_expr(self.pass_turn_at_issue):
                     self.pass_turn(1 - half)
                 warpgroup.wait_group(1)
-                if cutlass.const_expr(self.handoff == 0):
+                if cutlass.const_expr(not self.pass_turn_at_issue):
                     self.pass_turn(1 - half)
                 self.begin(place, half)
                 self.half_sums(storage, out, first, held, 0, parts, factor, scale, place, stage, tile, warp)

@@ -19,7 +19,7 @@ range touches, the others only see what is published; query row -1 ends the list
     keys_full       1: warp 0, with the bytes                          math warps
     keys_free       8: one lane of each math warp, products done       warp 0
     turn 0 / 1     named, 256 threads: the other warpgroup arrives, this one waits, before it issues a tile
-    scores 0 / 1   named, 128 threads of a math warpgroup, twice a tile (only with segment 32)
+    scores 0 / 1   named, 128 threads of a math warpgroup, twice a tile (only with store_width 32)
     costs          named, 128 threads: warps 2, 3 arrive once, their sums done; warps 0, 1 wait once, where the runs begin
 Both warpgroups meet the same tiles, so the turns alternate strictly; warpgroup 1 hands out the first turn, and warpgroup 0
 takes the last one when the list has ended.
@@ -62,11 +62,12 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         columns: int,
         query_stages: int,
         key_stages: int,
-        handoff: int,
-        halves: int,
-        relu_sum: bool,
-        even: int,
-        segment: int,
+        accumulator_sets: int,
+        steps_in_flight_at_turn: int,
+        pass_turn_at_issue: bool,
+        relu_as_add_abs: bool,
+        balanced_fraction: int,
+        store_width: int,
         tiles_per_item: int,
         num_blocks: int,
     ):
@@ -78,20 +79,21 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         self.bounded = not packed  # ranges end with the columns of out, too
         self.columns = columns
         self.query_stages, self.key_stages = query_stages, key_stages
-        self.handoff, self.halves = handoff, halves
+        self.accumulator_sets, self.pass_turn_at_issue = accumulator_sets, pass_turn_at_issue
+        self.steps_in_flight_at_turn = steps_in_flight_at_turn
         # x + |x| is twice relu(x), exactly, and one FADD, which has twice the rate of FMNMX; the half goes into the scale. An
         # infinity would give NaN, but no product of FP8 values is one.
-        self.doubled = relu_sum and relu and fp8
-        self.even, self.segment = even, segment
+        self.doubled = relu_as_add_abs and relu and fp8
+        self.balanced_fraction, self.store_width = balanced_fraction, store_width
         # Of a query tile's loads and an item's ends, in key tiles: more where nothing loads the next queries in advance.
         self.item_cost = 1 if query_stages == 2 else 3
-        self.load_words = num_blocks + PARTS if even else 1
+        self.load_words = num_blocks + PARTS if balanced_fraction else 1
         self.tiles_per_item, self.num_blocks = tiles_per_item, num_blocks
         self.product_columns = columns // num_kv_heads
         self.queries_per_warpgroup = self.product_columns // self.order.slots
         self.groups = self.queries_per_warpgroup // layouts.QUERIES_PER_GROUP
         self.queries = 2 * self.queries_per_warpgroup
-        self.score_words = score_words(segment, self.queries)
+        self.score_words = score_words(store_width, self.queries)
         # Fewer at once where a division by the number of heads takes registers of its own.
         self.weight_loads = 4 if num_heads & (num_heads - 1) else 8
         self.item_lanes = 1 << (self.queries // ROWS_PER_LANE - 1).bit_length()
@@ -103,7 +105,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         self.key_bytes = KEY_ROWS * row_bytes * self.kv_turn
         self.k_steps = head_dim * self.dtype.width // 256
         # With 128, 128 and 128 threads: the 168 a thread at launch.
-        self.math_registers, self.copy_registers = (216, 72) if even else (224, 56)
+        self.math_registers, self.copy_registers = (216, 72) if balanced_fraction else (224, 56)
 
     # ---- host
 
@@ -112,7 +114,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, least: Int32, scale: Float32, stream
     ):  # fmt: skip
         # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
-        mma = cute.make_tiled_mma(self._mma_op(self.product_columns // self.halves))
+        mma = cute.make_tiled_mma(self._mma_op(self.product_columns // self.accumulator_sets))
         query_smem, key_smem = self.query_smem(), self.key_smem()
         num_queries = cute.size(q, mode=[0])
         # A descriptor needs an extent of at least one; nothing is loaded where there are no keys.
@@ -140,13 +142,13 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         item_tiles = cutlass.max(cutlass.min(wanted, self.tiles_per_item), min(4, self.tiles_per_item))
         fill_tiles = item_tiles
         most_blocks = Int64(self.num_blocks)
-        if cutlass.const_expr(self.even == 8):
+        if cutlass.const_expr(self.balanced_fraction == 8):
             # Nothing but runs: an item needs no end but where its keys would leave the L2 cache.
             fill_tiles = cutlass.max(cutlass.min(wanted, FILL_TILES), 4)
             item_tiles = cutlass.max(cutlass.min(key_tiles, self.tiles_per_item), 1)
         num_items = query_tiles * self.pieces(key_tiles, item_tiles)
         fill_items = query_tiles * self.pieces(key_tiles, fill_tiles)
-        if cutlass.const_expr(self.even > 0):
+        if cutlass.const_expr(self.balanced_fraction > 0):
             blocks = cutlass.max(Int32(cutlass.min(all_tiles, most_blocks)), 1)
         else:
             blocks = cutlass.max(cutlass.min(num_items, self.num_blocks), 1)
@@ -246,9 +248,9 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                     cute.arch.mbarrier_init(storage.keys_free.data_ptr() + stage, MATH_WARPS)
         cute.arch.mbarrier_init_fence()
         work = (storage, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, least)
-        if cutlass.const_expr(self.even > 0):
+        if cutlass.const_expr(self.balanced_fraction > 0):
             self.clear_costs(storage)
-        if cutlass.const_expr(self.even == 8):
+        if cutlass.const_expr(self.balanced_fraction == 8):
             cute.arch.sync_threads()
             self.sum_costs(*work, warp, NUM_THREADS // 32)
         cute.arch.sync_threads()
@@ -264,7 +266,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                 self.publish_warp(
                     storage, weights, starts, ends, out, num_keys, query_tiles, item_tiles, num_items, head_items, least
                 )
-            if cutlass.const_expr(0 < self.even < 8):
+            if cutlass.const_expr(0 < self.balanced_fraction < 8):
                 if warp >= FILL_WARP:
                     self.sum_costs(*work, warp - FILL_WARP, 2)
                     cute.arch.barrier_arrive(barrier_id=COSTS_BARRIER, number_of_threads=WARPGROUP)
@@ -275,7 +277,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
             cute.arch.setmaxregister_increase(self.math_registers)
             if cutlass.const_expr(self.doubled):
                 scale = scale * 0.5
-            if cutlass.const_expr(self.halves == 2):
+            if cutlass.const_expr(self.accumulator_sets == 2):
                 self.overlapped_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
             else:
                 self.math_warpgroup(storage, k_scale, out, scale, mma, warp // 4 - 1, warp % 4)
@@ -299,7 +301,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
 
         stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, least)
-        if cutlass.const_expr(self.even > 0):
+        if cutlass.const_expr(self.balanced_fraction > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
                 if tail == 0 and base >= limit:
@@ -390,7 +392,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
 
         stage, parity = Int32(0), Int32(0)
         ranges = (starts, ends, num_queries, num_keys, num_columns, query_tiles, item_tiles, least, out)
-        if cutlass.const_expr(self.even > 0):
+        if cutlass.const_expr(self.balanced_fraction > 0):
             base, stride, limit, position, count, tail = self.first_round(head_items)
             while tail < DONE:
                 if tail == 0 and base >= limit:
@@ -573,7 +575,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
                             )
                             warpgroup.commit_group()
                     # While the last products are still on their way the other warpgroup may queue its own behind them.
-                    warpgroup.wait_group(self.handoff)
+                    warpgroup.wait_group(self.steps_in_flight_at_turn)
                     self.pass_turn(1 - half)
                     warpgroup.wait_group(0)
                     if lane == 0:

@@ -1,7 +1,7 @@
 """How the math warps of the ragged logits kernel write scores.
 
 After the sum over heads a lane has two keys, 8 apart, of one query a group; eight lanes have neighbouring keys. A store
-instruction writes `segment` neighbouring scores of a row:
+instruction writes `store_width` neighbouring scores of a row:
 
     8    directly from the accumulators: four rows, a 32-byte sector each
     32   through shared memory, where the four warps of a warpgroup lay their keys side by side: one row, a line of 128 bytes
@@ -18,9 +18,9 @@ SCORES_BARRIER = 4  # named barriers 4 and 5: one a math warpgroup
 PITCH = KEY_ROWS + 8  # words between rows: four rows of eight keys then lie in 32 different banks
 
 
-def score_words(segment: int, queries: int) -> int:
+def score_words(store_width: int, queries: int) -> int:
     """Words of shared memory that both warpgroups' scores of one tile take; at least one, as a field of a struct."""
-    return queries * PITCH if segment == 32 else 1
+    return queries * PITCH if store_width == 32 else 1
 
 
 class Scores:
@@ -30,14 +30,14 @@ class Scores:
     def place(self, storage, out, row0, stage, half):
         """The pointer to this lane's first row of out, and that row's number in the query tile."""
         query = half * self.queries_per_warpgroup
-        if cutlass.const_expr(self.segment == 8):
+        if cutlass.const_expr(self.store_width == 8):
             query = query + cute.arch.lane_idx() % 4
         return out.iterator + Int64(row0 + query) * out.stride[0], query
 
     @cute.jit
     def begin(self, place, half):
         """Before a tile's first `put`: what the tile before left in shared memory has been read."""
-        if cutlass.const_expr(self.segment == 32):
+        if cutlass.const_expr(self.store_width == 32):
             cute.arch.barrier(barrier_id=SCORES_BARRIER + half, number_of_threads=WARPGROUP)
 
     @cute.jit
@@ -54,7 +54,7 @@ class Scores:
         line, query = place
         lane = cute.arch.lane_idx()
         key = tile * KEY_ROWS + 16 * warp + lane // 4
-        if cutlass.const_expr(self.segment == 8):
+        if cutlass.const_expr(self.store_width == 8):
             first, end = self.range_of(storage, stage, query + 4 * group)
             start = self.start_of(line + 4 * group * out.stride[0], first) + key
             store_between(out.element_type, start, low, key, first, end)
@@ -68,7 +68,7 @@ class Scores:
     @cute.jit
     def finish(self, storage, out, place, stage, tile, half, warp):
         """After a tile's last `put`."""
-        if cutlass.const_expr(self.segment == 32):
+        if cutlass.const_expr(self.store_width == 32):
             line, query = place
             lane = cute.arch.lane_idx()
             s_scores = storage.scores.get_tensor(cute.make_layout(self.score_words))
