@@ -21,7 +21,9 @@ from gdn.device import DeviceSpec
 from gdn.problems import (
     ChunkProblem,
     GdnDecodeProblem,
+    MqaLogitsParams,
     MqaLogitsProblem,
+    PagedMqaLogitsParams,
     PagedMqaLogitsProblem,
     RecurrentProblem,
     TopkProblem,
@@ -156,22 +158,24 @@ class _LogitsCase:
             made = [replace(one, rows=one.rows.new_empty(0), row_scales=None) for one in made]
         return made
 
-    def _tensors(self, made: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
-        """Positional tensors of a launch with a NaN-filled out, and that out."""
+    def _params(self, made: Any) -> MqaLogitsParams | PagedMqaLogitsParams:
+        """Arguments of a launch with a NaN-filled out."""
         problem = self._problem
         dtype = getattr(torch, problem.out_dtype)
         if isinstance(problem, MqaLogitsProblem):
             out = torch.full((problem.num_queries, problem.num_columns), torch.nan, dtype=dtype, device=self._device)
-            tensors = (made.q, made.k, made.k_scale, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke, out, 1.0)
-            return tensors, out
+            return MqaLogitsParams(
+                made.q, made.k, made.k_scale, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke, out, scale=1.0
+            )
         shape = (problem.batch * problem.next_n, problem.max_context_len)
         out = torch.full(shape, torch.nan, dtype=dtype, device=self._device)
         cache = made.cache.flatten(1)  # a view: only the pages may lie apart
-        return (made.q, cache, made.weights, made.context_lens, made.block_tables, out, 1.0), out
+        return PagedMqaLogitsParams(made.q, cache, made.weights, made.context_lens, made.block_tables, out, scale=1.0)
 
     def check(self, prepared: Prepared) -> float:
-        tensors, out = self._tensors(self._checked)
-        launch_of(prepared, tensors)()
+        params = self._params(self._checked)
+        launch_of(prepared, params)()
+        out = params.out
         problem, expected = self._problem, self._expected
         wrong = oracle_logits.logits_error(out, expected, fp8=problem.dtype == "float8_e4m3fn", clean=problem.clean)
         if wrong is not None:
@@ -180,7 +184,7 @@ class _LogitsCase:
         return oracle_logits.calc_diff(seen, expected.values)
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, self._tensors(made)[0]) for made in self._timed]
+        return [launch_of(prepared, self._params(made)) for made in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         problem = self._problem

@@ -12,7 +12,14 @@ from gdn.problems.indexer import (
     RotatedKeysProblem,
     WriteIndexerCacheProblem,
 )
-from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems.logits import (
+    LogitsProblem,
+    MqaLogitsParams,
+    MqaLogitsProblem,
+    PagedMqaLogitsParams,
+    PagedMqaLogitsProblem,
+    TopkProblem,
+)
 from gdn.problems.steps import (
     Conv1dProblem,
     Conv1dUpdateProblem,
@@ -37,7 +44,9 @@ __all__ = [
     "GdnDecodeProblem",
     "IndexerCacheProblem",
     "LogitsProblem",
+    "MqaLogitsParams",
     "MqaLogitsProblem",
+    "PagedMqaLogitsParams",
     "PagedMqaLogitsProblem",
     "PrepareIndexerProblem",
     "Problem",

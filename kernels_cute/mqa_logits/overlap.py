@@ -42,8 +42,6 @@ class OverlappedMath:
         held = cute.make_rmem_tensor(cute.make_layout(self.columns // 4), Float32)  # weights of this lane's queries
         parts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)  # sums of a query
 
-        num_keys = cute.size(k_scale, mode=[0])
-        key_scales = cute.make_tensor(k_scale.iterator, cute.make_layout(num_keys))
         key_lane = 16 * warp + lane // 4  # this lane's first key row in a tile; its second is 8 further
         query_lane = half * self.queries_per_warpgroup + lane % 4
 
@@ -63,7 +61,7 @@ class OverlappedMath:
                         held[group * self.num_heads + head] = s_weights[(slot + 4 * group) * self.num_heads + head]
             for tile in cutlass.range(tile_first, tile_end, unroll=1):
                 key = tile * KEY_ROWS + key_lane
-                factor = self.key_factors(key_scales, key, num_keys)
+                factor = self.key_factors(k_scale, key)
                 cute.arch.mbarrier_wait(keys_full + key_stage, key_parity)
                 cute.arch.barrier(barrier_id=TURN_BARRIER + half, number_of_threads=2 * WARPGROUP)
                 warpgroup.fence()
@@ -110,11 +108,13 @@ class OverlappedMath:
         warpgroup.commit_group()
 
     @cute.jit
-    def key_factors(self, key_scales, key, num_keys):
+    def key_factors(self, k_scale, key):
         """Scales of this lane's two keys. Asked for before the products are waited for, they cost no wait."""
         factor = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         factor.fill(1.0)
         if cutlass.const_expr(self.has_k_scale):
+            num_keys = cute.size(k_scale, mode=[0])
+            key_scales = cute.make_tensor(k_scale.iterator, cute.make_layout(num_keys))
             for side in cutlass.range_constexpr(2):
                 if key + 8 * side < num_keys:
                     factor[side] = key_scales[key + 8 * side]

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, PagedMqaLogitsProblem
+from gdn.problems import DTYPE_BYTES, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_cute.common.build import library
 from kernels_cute.mqa_logits.layouts import QUERIES_PER_GROUP, HeadOrder, heads_at_once
 from kernels_cute.mqa_logits.paged_kernel import KEY_ROWS, QUERY_STAGES, REGISTERS, PagedLogits
@@ -205,12 +205,11 @@ def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
         key_stages=config.key_stages,
         num_sms=config.num_sms,
     )
-    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+    return {ENTRY: library(ENTRY, kernel, *_arguments(problem), cutlass.Int32(0))}
 
 
-def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
-    """The fake tensors of a launch. Absent weights are stood in for by block_tables, which the kernel then never reads as
-    such."""
+def _arguments(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
+    """Fake tensors and numbers of a launch."""
     dtype = DTYPES[problem.dtype]
     # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
     q = make_fake_tensor(
@@ -220,42 +219,26 @@ def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
         assumed_align=16,
     )
     page_bytes = problem.page_size * problem.num_kv_heads * (problem.head_dim + 4 * problem.has_k_scale)
-    cache = _matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16)
-    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _table()
     lengths = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
     if problem.per_draft_lengths:
         lengths = _matrix(cutlass.Int32, problem.next_n)
-    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    numbers = [cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
-    return [q, cache, weights, lengths, _table(), out, *numbers]
-
-
-def _table() -> Any:
-    return _matrix(cutlass.Int32, cute.sym_int())
+    return PagedMqaLogitsParams(
+        q=q,
+        cache=_matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16),
+        weights=_matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else None,
+        context_lens=lengths,
+        block_tables=_matrix(cutlass.Int32, cute.sym_int()),
+        out=_matrix(DTYPES[problem.out_dtype], cute.sym_int()),
+        scale=cutlass.Float32(1.0),
+        skip_rows_up_to=cutlass.Int32(0),
+    )
 
 
 def _matrix(dtype: Any, columns: Any, align: int | None = None) -> Any:
     return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1), assumed_align=align)
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_tables: Any,
-    out: Any,
-    scale: float,
-    least: int = 0,
-) -> None:
-    problem = compiled.problem
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    if cache.shape[0] == 0 or block_tables.shape[1] == 0:  # no page, so no key: a descriptor cannot describe an empty tensor
-        if problem.clean:
-            out.fill_(float("-inf"))
-        return
-    limit = min(out.shape[1], block_tables.shape[1] * problem.page_size)
-    weights = block_tables if weights is None else weights
-    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, least, scale)
+def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:
+    # Of Python's integers: the keys that a wide block table addresses may exceed 32 bits.
+    most_keys = min(params.out.shape[1], params.block_tables.shape[1] * compiled.problem.page_size)
+    compiled.functions[ENTRY](*params, most_keys)

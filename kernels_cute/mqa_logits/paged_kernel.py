@@ -31,6 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from gdn.problems import PagedMqaLogitsParams
 from kernels_cute.mqa_logits import layouts
 from kernels_cute.mqa_logits.deal import Deal
 from kernels_cute.mqa_logits.ptx import copy_bulk, prefetch, store_between
@@ -122,9 +123,10 @@ class PagedLogits:
     # ---- host
 
     @cute.jit
-    def launch(
-        self, q, cache, weights, lengths, tables, out, limit: Int32, least: Int32, scale: Float32, stream
-    ):  # fmt: skip
+    def __call__(self, *values):
+        """values: PagedMqaLogitsParams, flat, the most keys that a draft can see, and the stream."""
+        params, limit, stream = PagedMqaLogitsParams(*values[:-2]), values[-2], values[-1]
+        q, cache = params.q, params.cache
         mma = cute.make_tiled_mma(self._mma_op())
         heads, dim = self.num_heads, self.head_dim
         (in_run, positions), (run_stride, position_stride) = self.order.view(dim)
@@ -151,8 +153,7 @@ class PagedLogits:
             copy, k_view, cute.slice_(self.key_smem(), (None, None, None, 0, 0)), (self.piece, dim, 1)
         )
         self.kernel(
-            query_atom, query_tensor, key_atom, key_tensor, cache, weights, lengths, tables, out, scale, mma, limit,
-            cute.size(q, mode=[0]), least,
+            query_atom, query_tensor, key_atom, key_tensor, params._replace(q=None), mma, limit, cute.size(q, mode=[0]),
         ).launch(
             grid=(self.blocks, 1, 1),
             block=(self.num_threads, 1, 1),
@@ -216,17 +217,12 @@ class PagedLogits:
         query_tensor: cute.Tensor,
         key_atom: cute.CopyAtom,
         key_tensor: cute.Tensor,
-        cache: cute.Tensor,
-        weights: cute.Tensor,
-        lengths: cute.Tensor,
-        tables: cute.Tensor,
-        out: cute.Tensor,
-        scale: Float32,
+        params: PagedMqaLogitsParams,  # without q, which the copy engine reads through its descriptor
         mma: cute.TiledMma,
         limit: Int32,
         batch: Int32,
-        least: Int32,
     ):
+        _, cache, weights, lengths, tables, out, scale, least = params
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         if warp == 0:

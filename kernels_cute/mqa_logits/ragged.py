@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, MqaLogitsProblem
+from gdn.problems import DTYPE_BYTES, MqaLogitsParams, MqaLogitsProblem
 from kernels_cute.common.build import library
 from kernels_cute.mqa_logits.layouts import HeadOrder, heads_at_once
 from kernels_cute.mqa_logits.ragged_kernel import KEY_ROWS, PARTS, RaggedLogits
@@ -268,21 +268,27 @@ def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
         tiles_per_item=config.tiles_per_item,
         num_blocks=config.num_blocks,
     )
-    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+    return {ENTRY: library(ENTRY, kernel, *_arguments(problem))}
 
 
-def _arguments(problem: MqaLogitsProblem) -> list[Any]:
-    """The fake tensors of a launch. An absent tensor is stood in for by cu_seqlen_ks, which the kernel then never reads."""
+def _arguments(problem: MqaLogitsProblem) -> MqaLogitsParams:
+    """Fake tensors and numbers of a launch."""
     dtype = DTYPES[problem.dtype]
     kv_heads = problem.num_kv_heads
-    starts = _vector()
-    k_scale = _vector()
+    k_scale = None
     if problem.has_k_scale:
         k_scale = make_fake_tensor(cutlass.Float32, (cute.sym_int(), kv_heads), stride=(cute.sym_int64(), cute.sym_int64()))
-    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
-    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, kv_heads, problem.head_dim)
-    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
+    return MqaLogitsParams(
+        q=_rows(dtype, problem.num_heads, problem.head_dim),
+        k=_rows(dtype, kv_heads, problem.head_dim),
+        k_scale=k_scale,
+        weights=_matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else None,
+        cu_seqlen_ks=_vector(),
+        cu_seqlen_ke=_vector(),
+        out=_matrix(DTYPES[problem.out_dtype], cute.sym_int()),
+        scale=cutlass.Float32(1.0),
+        skip_rows_up_to=cutlass.Int32(0),
+    )
 
 
 def _rows(dtype: Any, heads: int, dim: int) -> Any:
@@ -298,23 +304,5 @@ def _vector() -> Any:
     return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    k_scale: Any,
-    weights: Any,
-    cu_seqlen_ks: Any,
-    cu_seqlen_ke: Any,
-    out: Any,
-    scale: float,
-    least: int = 0,
-) -> None:
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    num_keys = k.shape[0]
-    if num_keys == 0:
-        k = q[:1, : k.shape[1]]  # the copy engine's descriptor needs an address; nothing is read through it
-    k_scale = cu_seqlen_ks if k_scale is None else k_scale
-    weights = cu_seqlen_ks if weights is None else weights
-    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, least, scale)
+def launch(compiled: Any, params: MqaLogitsParams) -> None:
+    compiled.functions[ENTRY](*params)

@@ -30,6 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from gdn.problems import MqaLogitsParams
 from kernels_cute.mqa_logits import layouts
 from kernels_cute.mqa_logits.deal_even import COSTS_BARRIER, DONE, PARTS, ROWS_PER_LANE, EvenDeal
 from kernels_cute.mqa_logits.overlap import OverlappedMath
@@ -110,24 +111,21 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
     # ---- host
 
     @cute.jit
-    def launch(
-        self, q, k, k_scale, weights, starts, ends, out, num_keys: Int32, least: Int32, scale: Float32, stream
-    ):  # fmt: skip
-        # num_keys is an argument of its own because a descriptor of no keys needs the memory of another tensor in k.
+    def __call__(self, *values):
+        """values: MqaLogitsParams, flat, and the stream."""
+        params, stream = MqaLogitsParams(*values[:-1]), values[-1]
+        q, k, out = params.q, params.k, params.out
         mma = cute.make_tiled_mma(self._mma_op(self.product_columns // self.accumulator_sets))
         query_smem, key_smem = self.query_smem(), self.key_smem()
-        num_queries = cute.size(q, mode=[0])
-        # A descriptor needs an extent of at least one; nothing is loaded where there are no keys.
+        num_queries, num_keys = cute.size(q, mode=[0]), cute.size(k, mode=[0])
         heads, dim = self.num_heads, self.head_dim
         (in_run, positions), (run_stride, position_stride) = self.order.view(dim)
         q_view = cute.make_tensor(
             q.iterator,
-            cute.make_layout(
-                (in_run, cutlass.max(num_queries, 1), positions, dim), stride=(run_stride, heads * dim, position_stride, 1)
-            ),
+            cute.make_layout((in_run, num_queries, positions, dim), stride=(run_stride, heads * dim, position_stride, 1)),
         )
         key_row = self.num_kv_heads * dim
-        k_view = cute.make_tensor(k.iterator, cute.make_layout((cutlass.max(num_keys, 1), key_row), stride=(key_row, 1)))
+        k_view = cute.make_tensor(k.iterator, cute.make_layout((num_keys, key_row), stride=(key_row, 1)))
         copy = cpasync.CopyBulkTensorTileG2SOp()
         query_box = self.query_box()
         query_atom, query_tensor = cpasync.make_tiled_tma_atom(copy, q_view, layouts.leading(query_smem, 4), query_box)
@@ -153,9 +151,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         else:
             blocks = cutlass.max(cutlass.min(num_items, self.num_blocks), 1)
         self.kernel(
-            query_atom, query_tensor, key_atom, key_tensor, k_scale, weights, starts, ends, out, scale, mma,
-            num_keys, query_tiles, item_tiles, num_items, self.head_items(all_tiles, num_items, blocks), fill_tiles,
-            fill_items, least,
+            query_atom, query_tensor, key_atom, key_tensor, params._replace(q=None, k=None), mma, num_keys, query_tiles,
+            item_tiles, num_items, self.head_items(all_tiles, num_items, blocks), fill_tiles, fill_items,
         ).launch(
             grid=(blocks, 1, 1),
             block=(NUM_THREADS, 1, 1),
@@ -218,12 +215,7 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         query_tensor: cute.Tensor,
         key_atom: cute.CopyAtom,
         key_tensor: cute.Tensor,
-        k_scale,
-        weights,
-        starts: cute.Tensor,
-        ends: cute.Tensor,
-        out: cute.Tensor,
-        scale: Float32,
+        params: MqaLogitsParams,  # without q and k, which the copy engine reads through its descriptors
         mma: cute.TiledMma,
         num_keys: Int32,
         query_tiles: Int32,
@@ -232,8 +224,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         head_items: Int32,
         fill_tiles: Int32,
         fill_items: Int32,
-        least: Int32,
     ):
+        _, _, k_scale, weights, starts, ends, out, scale, least = params
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         if warp == 0:
@@ -523,8 +515,8 @@ class RaggedLogits(EvenDeal, OverlappedMath, Scores):
         held = cute.make_rmem_tensor(cute.make_layout(self.groups * self.num_heads), Float32)
         totals = cute.make_rmem_tensor(cute.make_layout(2 * self.groups), Float32)  # over the key heads of a tile
 
-        num_keys = cute.size(k_scale, mode=[0])
         if cutlass.const_expr(self.has_k_scale):
+            num_keys = cute.size(k_scale, mode=[0])
             key_scales = cute.make_tensor(k_scale.iterator, cute.make_layout(num_keys * self.num_kv_heads))
         key_lane = 16 * warp + lane // 4  # this lane's first key row in a tile; its second is 8 further
         query_lane = half * self.queries_per_warpgroup + lane % 4

@@ -14,7 +14,7 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import MqaLogitsProblem
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
 from gdn.testing.inputs_logits import MqaInputs, make_mqa_inputs
 from gdn.testing.oracle_logits import exact_mqa_logits, logits_error
@@ -167,7 +167,7 @@ def test_configurations_of_cute(variant, fields):
         weights = inputs.weights.contiguous() if inputs.weights is not None else None
         prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
         ranges_of = (inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
-        prepared.launch(inputs.q, inputs.k, inputs.k_scale, weights, *ranges_of, out, SCALE)
+        prepared.launch(MqaLogitsParams(inputs.q, inputs.k, inputs.k_scale, weights, *ranges_of, out, SCALE))
         assert error_of(problem, inputs, out) is None, (num_queries, num_keys, ranges)
         assert bool(margin.isnan().all()), "wrote beyond a row"
 
@@ -240,7 +240,8 @@ def test_more_tiles_than_costs_can_count(balanced_fraction):
     config = dataclasses.replace(module.default_config(problem, H100), balanced_fraction=balanced_fraction, tiles_per_item=64)
     out, margin = poisoned(problem)
     prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
-    prepared.launch(q.view(torch.float8_e4m3fn), k.view(torch.float8_e4m3fn), None, None, starts, ends, out, SCALE)
+    fp8 = torch.float8_e4m3fn
+    prepared.launch(MqaLogitsParams(q.view(fp8), k.view(fp8), None, None, starts, ends, out, SCALE))
     assert bool(margin.isnan().all()), "wrote beyond a row"
     for first in range(0, rows, 1024):
         part, low = slice(first, first + 1024), first // 8 * apart
