@@ -5,7 +5,7 @@
     q [M, H, D] e4m3 or bf16    k [Nk, kv_heads, D] as q    k_scale [Nk, kv_heads] float32    weights [M, H] float32 or bf16
     cu_seqlen_ks, cu_seqlen_ke [M] int32                    out [M, W] float32 or bf16        h of g: H / kv_heads heads each
 
-The kernel, its warp roles and its barriers: _logits_ragged.py; the order of heads and queries: _logits_layouts.py.
+The kernel and its warp roles: ragged_kernel.py; its barriers: ragged_tiles.py; the order of heads and queries: layouts.py.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,10 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, MqaLogitsParams, MqaLogitsProblem
 from kernels_cute.common.build import library
-from kernels_cute.mqa_logits.layouts import HeadOrder, heads_at_once
-from kernels_cute.mqa_logits.ragged_kernel import KEY_ROWS, PARTS, RaggedLogits
-from kernels_cute.mqa_logits.scores import score_words
+from kernels_cute.mqa_logits.constants import KEY_ROWS
+from kernels_cute.mqa_logits.layouts import HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.ragged_kernel import RaggedLogits
+from kernels_cute.mqa_logits.ragged_tiles import PARTS, RaggedTiles, score_words
 
 ENTRY = "gdn_cute_mqa_logits"
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
@@ -109,7 +110,7 @@ def _columns(problem: MqaLogitsProblem) -> list[int]:
 
 def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
     row_bytes, queries = _row_bytes(problem), _queries(problem, config.columns)
-    key_rows = KEY_ROWS * heads_at_once(problem.num_kv_heads, row_bytes, KEY_ROWS)
+    key_rows = KEY_ROWS * kv_heads_per_round(problem.num_kv_heads, row_bytes, KEY_ROWS)
     tables = config.query_stages * (16 + 16 + queries * (8 + 4 * problem.num_heads)) + 16 * config.key_stages
     tables += 4 * (config.num_blocks + PARTS) * (config.balanced_fraction > 0) + 4 * score_words(config.store_width, queries) + 32
     tiles = (2 * config.columns * config.query_stages + key_rows * config.key_stages) * row_bytes
@@ -246,28 +247,7 @@ def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 
 
 def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    kernel = RaggedLogits(
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        fp8=problem.dtype == "float8_e4m3fn",
-        has_k_scale=problem.has_k_scale,
-        has_weights=problem.weights_dtype is not None,
-        relu=problem.relu,
-        clean=problem.clean,
-        packed=problem.packed,
-        columns=config.columns,
-        query_stages=config.query_stages,
-        key_stages=config.key_stages,
-        accumulator_sets=config.accumulator_sets,
-        steps_in_flight_at_turn=config.steps_in_flight_at_turn,
-        pass_turn_at_issue=config.pass_turn_at_issue,
-        relu_as_add_abs=config.relu_as_add_abs,
-        balanced_fraction=config.balanced_fraction,
-        store_width=config.store_width,
-        tiles_per_item=config.tiles_per_item,
-        num_blocks=config.num_blocks,
-    )
+    kernel = RaggedLogits(RaggedTiles(problem, config))
     return {ENTRY: library(ENTRY, kernel, *_arguments(problem))}
 
 
