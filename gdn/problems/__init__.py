@@ -1,7 +1,15 @@
 """What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
-from gdn.problems.delta_rule import ChunkProblem, DeltaRuleProblem, GdnDecodeProblem, RecurrentProblem, unserved_dtypes
+from gdn.problems.delta_rule import (
+    ChunkProblem,
+    DeltaRuleProblem,
+    GdnDecodeParams,
+    GdnDecodeProblem,
+    RecurrentParams,
+    RecurrentProblem,
+    unserved_dtypes,
+)
 from gdn.problems.indexer import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
@@ -34,6 +42,7 @@ __all__ = [
     "ExpandTopkGroupsProblem",
     "GatherIndexerCacheProblem",
     "GatingProblem",
+    "GdnDecodeParams",
     "GdnDecodeProblem",
     "IndexerCacheProblem",
     "LogitsProblem",
@@ -42,6 +51,7 @@ __all__ = [
     "PrepareIndexerProblem",
     "Problem",
     "QuantizeFp8Problem",
+    "RecurrentParams",
     "RecurrentProblem",
     "RmsNormGatedProblem",
     "RotatedKeysProblem",

@@ -1,9 +1,11 @@
 """Gated delta rule: chunk, recurrent and the fused decode step."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+Tensor = Any  # a torch.Tensor or None: leaves import no torch
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,31 @@ class RecurrentProblem(DeltaRuleProblem):
         return self.num_tokens * self._token_bytes() + states
 
 
+class RecurrentParams(NamedTuple):
+    """Arguments of a launch of the recurrent kernel, on packed tokens: L tokens in N sequences, HS state heads."""
+
+    q: Tensor  # [1, L, Hq, K], last dim contiguous; base and strides multiples of 16 bytes (strides of 8 where a head is none)
+    k: Tensor  # [1, L, Hk, K], as q
+    v: Tensor  # [1, L, HV, V], as q
+    g: Tensor  # [1, L, HS], any strides: log decay, or with use_gate the raw gate; None: no decay
+    beta: Tensor  # [1, L, HS], any strides; None: beta is 1
+    A_log: Tensor  # [HS] float32 contiguous; None without use_gate
+    dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
+    # The pool [slots, HS, K, V] (or V first) where there are indices, read and written; else [N, HS, K, V] or None (zeros). Slot
+    # stride any multiple of 16 bytes.
+    initial_state: Tensor
+    state_indices: Tensor  # [>= N], or with write_every_token [>= N, columns], any strides; None without a pool
+    num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
+    final_state: Tensor  # [N, HS, K, V] (or V first) float32 contiguous; None with a pool, and where no state is written
+    final_state_indices: Tensor  # as state_indices: the slots to write; None: those of state_indices
+    cu_seqlens: Tensor  # [N + 1] contiguous
+    parent_token: Tensor  # [L] int32 contiguous: draft trees; None: each token follows the one before
+    rounding_seed: Tensor  # [1] int64; None: round to nearest
+    out: Tensor  # [1, L, HS, V], as q; every row is written
+    scale: float
+    null_slot: int
+
+
 @dataclass(frozen=True)
 class GdnDecodeProblem(Problem):
     """`gdn.fused_gdn_decode`: everything of a decode step between the projections.
@@ -210,3 +237,29 @@ class GdnDecodeProblem(Problem):
         row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters
+
+
+class GdnDecodeParams(NamedTuple):
+    """Arguments of a launch of the fused decode step: L tokens in N sequences, H key heads, HV value heads."""
+
+    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row stride multiples of
+    # 16 bytes
+    mixed_qkv: Tensor
+    z: Tensor  # [L, HV, V], last dim contiguous; None: interleaved, part of mixed_qkv
+    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides
+    a: Tensor  # [L, HV], any strides; None: interleaved, part of b
+    conv_state: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
+    conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes
+    conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
+    A_log: Tensor  # [HV], any stride
+    dt_bias: Tensor  # [HV], any stride
+    norm_weight: Tensor  # [V], any stride
+    ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
+    state_indices: Tensor  # [>= N], or with has_columns [>= N, columns], any strides
+    num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
+    cu_seqlens: Tensor  # [N + 1] contiguous; None: one token per sequence
+    rounding_seed: Tensor  # [1] int64; None: round to nearest
+    out: Tensor  # [L, HV, V], last dim contiguous; every row is written
+    scale: float
+    eps: float
+    null_slot: int

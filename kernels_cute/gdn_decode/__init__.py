@@ -28,14 +28,15 @@ from cutlass.cute.runtime import make_fake_tensor
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
-from gdn.recurrent_tiles import k_vector, reads_lines, rows_k_first
+from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake
-from kernels_cute.gdn_decode.step import CHANNELS, DecodeStep
+from kernels_cute.gdn_decode.kernel import GdnDecode
+from kernels_cute.gdn_decode.spec import CHANNELS, Spec
 
 ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _MOST_BLOCKS = 8  # of a cluster, on every device
-_RESIDENT = (768, 512, 384, 256)
+_MIN_THREADS_PER_SM = (768, 512, 384, 256)
 _MANY_WAVES = 16  # heads an SM
 _STATE_BYTES = 128  # of the state, a thread, where there are many heads
 
@@ -76,41 +77,41 @@ def _entries(problem: GdnDecodeProblem, lanes: int) -> int:
 
 def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     """Estimate of the registers that a thread cannot do without, from compiled variants."""
-    entries = _entries(problem, config.lanes)
-    state = config.rows * entries
+    entries = _entries(problem, config.threads_per_column)
+    state = config.v_per_thread * entries
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
     more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2 + 8 * (config.threads == 64)
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
-    more += 6 * (config.rows == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
+    more += 6 * (config.v_per_thread == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
     # Over several tokens the filter, the window and the addresses stay.
     if not problem.state_v_first:  # of S q a thread keeps one column's after the exchange, and addresses of sums instead
-        return more + 92 + 19 * state // 16 + 4 * max(0, config.rows - 4)
+        return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
+    if config.threads_per_column not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
         return False
-    if config.resident not in _RESIDENT or config.resident % config.threads:
+    if config.min_threads_per_sm not in _MIN_THREADS_PER_SM or config.min_threads_per_sm % config.threads:
         return False
-    if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes:
+    if config.v_per_thread not in (1, 2, 4, 8) or config.v_per_thread > config.threads_per_column:
         return False
-    if k % (config.lanes * k_vector(problem.state_v_first, problem.state_dtype, k)) or v % config.block_v:
+    if k % (config.threads_per_column * k_vector(problem.state_v_first, problem.state_dtype, k)) or v % config.block_v:
         return False
     blocks = v // config.block_v
     if problem.num_v_heads % problem.num_k_heads or blocks * (problem.num_v_heads // problem.num_k_heads) > _MOST_BLOCKS:
         return False
-    if _entries(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
+    if _entries(problem, config.threads_per_column) * config.v_per_thread > _MAX_STATE_REGISTERS:
         return False
-    return _registers(problem, config) <= min(device.registers_per_sm // config.resident // 8 * 8, 255)
+    return _registers(problem, config) <= min(device.registers_per_sm // config.min_threads_per_sm // 8 * 8, 255)
 
 
-def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, lanes: int, rows: int) -> Config | None:
-    """With the tightest cap on registers that the estimate allows."""
-    found = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
+def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, lanes: int, columns: int) -> Config | None:
+    """The configuration with the tightest cap on registers that the estimate allows."""
+    found = (Config(threads, lanes, columns, least) for least in _MIN_THREADS_PER_SM)
     return next((config for config in found if fits(problem, config, device)), None)
 
 
@@ -127,13 +128,13 @@ def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
     k, v = problem.head_k_dim, problem.head_v_dim
 
     def is_worth(config: Config) -> bool:
-        entries = _entries(problem, config.lanes)
-        return 8 <= entries <= 16 and entries * config.rows >= 16 and config.block_v >= 16
+        entries = _entries(problem, config.threads_per_column)
+        return 8 <= entries <= 16 and entries * config.v_per_thread >= 16 and config.block_v >= 16
 
     found = [config for config in space if is_worth(config)] or space
     if problem.state_v_first:
         return found
-    found = [config for config in found if config.rows in rows_k_first(problem.state_dtype)] or found
+    found = [config for config in found if config.v_per_thread in v_per_thread_k_first(problem.state_dtype)] or found
     if _heads(problem) < device.num_sms:
         return found
     return [config for config in found if reads_lines(k, v, config)] or found
@@ -150,7 +151,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     heads = _heads(problem)
 
     def state(config: Config) -> int:
-        return config.rows * _entries(problem, config.lanes)
+        return config.v_per_thread * _entries(problem, config.threads_per_column)
 
     def blocks(config: Config) -> int:
         return problem.head_v_dim // config.block_v
@@ -159,20 +160,20 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     k_first = not problem.state_v_first
 
     if heads < device.num_sms:  # as many blocks as there can be
-        return min(space, key=lambda c: (-blocks(c), -state(c), c.lanes))
+        return min(space, key=lambda c: (-blocks(c), -state(c), c.threads_per_column))
     if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM
-        return min(space, key=lambda c: (-c.resident * state(c), blocks(c), c.lanes))
+        return min(space, key=lambda c: (-c.min_threads_per_sm * state(c), blocks(c), c.threads_per_column))
     # A head a block, so that no sums pass between blocks, where all of them are on the device at once.
-    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.resident // c.threads)]
+    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.min_threads_per_sm // c.threads)]
     if wave:
-        return min(wave, key=lambda c: (-state(c), -c.rows * k_first, c.lanes))
+        return min(wave, key=lambda c: (-state(c), -c.v_per_thread * k_first, c.threads_per_column))
     if k_first:  # of what reads lines, in blocks of 128 threads for any number of heads
-        return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.lanes))
+        return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.threads_per_column))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
-        return min(space, key=lambda c: (-state(c), -blocks(c), c.lanes))
+        return min(space, key=lambda c: (-state(c), -blocks(c), c.threads_per_column))
     # Less state a thread and more threads an SM: some load while others store.
     size = DTYPE_BYTES[problem.state_dtype]
-    return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.rows - 4)))
+    return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.v_per_thread - 4)))
 
 
 def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
@@ -181,8 +182,7 @@ def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    kernel = DecodeStep(problem, config.threads, config.lanes, config.rows, config.resident)
-    return {ENTRY: build.library(ENTRY, kernel, *_arguments(problem))}
+    return {ENTRY: build.library(ENTRY, GdnDecode(Spec(problem, config)), *_arguments(problem))}
 
 
 def launch(
@@ -208,10 +208,6 @@ def launch(
     null_slot: int,
 ) -> None:
     problem: GdnDecodeProblem = compiled.problem
-    # An empty tensor has no address to pass.
-    if mixed_qkv.shape[0] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] == 1):
-        out.zero_()
-        return
     absent = conv_weight  # stands in for every tensor that the problem's flags leave out
     compiled.functions[ENTRY](
         mixed_qkv,

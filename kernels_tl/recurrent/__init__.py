@@ -26,9 +26,8 @@ import tilelang.language as T
 from gdn import recurrent_tiles
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Config, k_per_thread, k_vector, k_warps, refusal
-from gdn.recurrent_tiles import configs_ahead as configs
-from gdn.recurrent_tiles import default_ahead as default_config
+from gdn.recurrent_tiles import TUNED_WITHIN, k_per_thread, k_vector, k_warps, reads_pool, refusal, writes_new_state
+from gdn.recurrent_tiles import Tiles as Config
 from kernels_tl.common import build
 from kernels_tl.common.rounding import make_key, mix_seed, round_value
 from kernels_tl.recurrent.draft_tree import ancestor, start_path
@@ -37,8 +36,17 @@ __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fi
 
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled, without spills, and launched; a token ahead is always loaded."""
-    return config.ahead and recurrent_tiles.fits(problem, config, device)
+    """Whether the configuration can be compiled, without spills, and launched."""
+    return recurrent_tiles.fits(problem, recurrent_tiles.prefetching(config), device)
+
+
+def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
+    """The feasible configurations worth measuring; the next token is always prefetched."""
+    return [config.tiles for config in recurrent_tiles.configs_prefetching(problem, device)]
+
+
+def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
+    return recurrent_tiles.default_prefetching(problem, device).tiles
 
 
 def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
@@ -73,9 +81,6 @@ def launch(
     null_slot: int,
 ) -> None:
     problem: RecurrentProblem = compiled.problem
-    if q.shape[1] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
-        _launch_empty(problem, initial_state, final_state, out)
-        return
     absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
     pool = initial_state if problem.has_initial_state else final_state
     compiled.functions["recurrent"](
@@ -86,10 +91,10 @@ def launch(
         absent if problem.beta_dtype is None else beta,
         A_log if problem.use_gate else absent,
         dt_bias if problem.use_gate else absent,
-        pool if _has_pool(problem) else absent,
+        pool if reads_pool(problem) else absent,
         state_indices if problem.pooled else absent,
         num_accepted_tokens if problem.has_accepted else absent,
-        final_state if _has_new_final(problem) else absent,
+        final_state if writes_new_state(problem) else absent,
         final_state_indices if problem.has_final_indices else absent,
         cu_seqlens,
         parent_token if problem.has_parent else absent,
@@ -100,32 +105,12 @@ def launch(
     )
 
 
-def _launch_empty(problem: RecurrentProblem, initial_state: Any, final_state: Any, out: Any) -> None:
-    """No token, or no sequence: nothing to compute, the states of unpooled sequences pass through."""
-    out.zero_()
-    if _has_new_final(problem):
-        if problem.has_initial_state:
-            final_state.copy_(initial_state)
-        else:
-            final_state.zero_()
-
-
-def _has_new_final(problem: RecurrentProblem) -> bool:
-    """The final state is a float32 tensor of its own (which may still be initial_state itself)."""
-    return problem.has_final_state and not problem.pooled
-
-
-def _has_pool(problem: RecurrentProblem) -> bool:
-    """A tensor that states are read from, and with indices written to."""
-    return problem.has_initial_state or problem.pooled
-
-
 def _kernel(problem: RecurrentProblem, config: Config) -> Any:
-    threads, lanes, rows, block_v = config.threads, config.lanes, config.rows, config.block_v
+    threads, lanes, rows, block_v = config.threads, config.threads_per_column, config.v_per_thread, config.block_v
     K, V, HS = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
     q_group, k_group, v_group = HS // problem.num_q_heads, HS // problem.num_k_heads, HS // problem.num_v_heads
     v_first, pooled, every_token = problem.state_v_first, problem.pooled, problem.write_every_token
-    has_pool, has_new_final = _has_pool(problem), _has_new_final(problem)
+    has_pool, has_new_final = reads_pool(problem), writes_new_state(problem)
     read_state, write_pool = problem.has_initial_state, problem.has_final_state and pooled
     has_accepted, has_final_indices = problem.has_accepted, problem.has_final_indices
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
@@ -434,7 +419,7 @@ def _kernel(problem: RecurrentProblem, config: Config) -> Any:
         null_slot: T.int64,
     ):
         with T.Kernel((num_offsets - 1) * (HS * v_tiles), threads=threads) as block:
-            T.annotate_min_blocks_per_sm(config.resident // threads)
+            T.annotate_min_blocks_per_sm(config.min_threads_per_sm // threads)
             thread = T.get_thread_binding(0)
             sequence = block // (HS * v_tiles)
             head = block // v_tiles % HS

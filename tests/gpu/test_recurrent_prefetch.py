@@ -43,8 +43,11 @@ def tiles(problem: RecurrentProblem) -> list[Config]:
     shapes = [(t, n, r) for t in (256, 128, 64, 32) for n in (8, 16, 4, 32) for r in (4, 2, 1)]
     module = importlib.import_module("kernels_cute.recurrent")
     space = [config for shape in shapes if module.fits(problem, config := Config(*shape, 512, False), H100)]
-    most = max(space, key=lambda config: (config.rows * k_per_thread(problem, config.lanes), config.threads == 128))
-    return [most, next(config for config in space if (config.threads, config.rows) != (most.threads, most.rows))]
+    most = max(
+        space, key=lambda config: (config.v_per_thread * k_per_thread(problem, config.threads_per_column), config.threads == 128)
+    )
+    others = (config for config in space if (config.threads, config.v_per_thread) != (most.threads, most.v_per_thread))
+    return [most, next(others)]
 
 
 def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
