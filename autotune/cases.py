@@ -87,7 +87,7 @@ class _DeltaCase:
             tensors = inputs.chunk_tensors(self._problem, arguments, workspace)
             return tensors, tensors[-4]
         tensors = inputs.recurrent_tensors(self._problem, arguments)
-        return tensors, tensors[-3]
+        return tensors, tensors.out
 
     def check(self, prepared: Prepared) -> float:
         if not (self._problem.pooled and self._problem.has_final_state):

@@ -74,7 +74,7 @@ def writes_new_state(problem: RecurrentProblem) -> bool:
     return problem.has_final_state and not problem.pooled
 
 
-def reads_pool(problem: RecurrentProblem) -> bool:
+def has_pool(problem: RecurrentProblem) -> bool:
     """Whether there is a tensor that states are read from, and with indices written to."""
     return problem.has_initial_state or problem.pooled
 

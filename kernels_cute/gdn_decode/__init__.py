@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
+from gdn.problems import DTYPE_BYTES, GdnDecodeParams, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
 from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake
@@ -182,88 +182,44 @@ def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {ENTRY: build.library(ENTRY, GdnDecode(Spec(problem, config)), *_arguments(problem))}
+    return {ENTRY: build.library(ENTRY, GdnDecode(Spec(problem, config)), *_fakes(problem))}
 
 
-def launch(
-    compiled: Any,
-    mixed_qkv: Any,
-    z: Any,
-    b: Any,
-    a: Any,
-    conv_state: Any,
-    conv_weight: Any,
-    conv_bias: Any,
-    A_log: Any,
-    dt_bias: Any,
-    norm_weight: Any,
-    ssm_state: Any,
-    state_indices: Any,
-    num_accepted_tokens: Any,
-    cu_seqlens: Any,
-    rounding_seed: Any,
-    out: Any,
-    scale: float,
-    eps: float,
-    null_slot: int,
-) -> None:
-    problem: GdnDecodeProblem = compiled.problem
-    absent = conv_weight  # stands in for every tensor that the problem's flags leave out
-    compiled.functions[ENTRY](
-        mixed_qkv,
-        absent if problem.interleaved else z,
-        b,
-        absent if problem.interleaved else a,
-        conv_state,
-        conv_weight,
-        absent if problem.bias_dtype is None else conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        ssm_state,
-        state_indices,
-        num_accepted_tokens if problem.has_accepted else absent,
-        absent if problem.cu_seqlens_dtype is None else cu_seqlens,
-        rounding_seed if problem.has_rounding else absent,
-        out,
-        scale,
-        eps,
-        null_slot,
-    )
+def launch(compiled: Any, params: GdnDecodeParams) -> None:
+    compiled.functions[ENTRY](*params)
 
 
-def _arguments(problem: GdnDecodeProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _fakes(problem: GdnDecodeProblem) -> GdnDecodeParams:
+    """Tensors and scalars to compile for; None for tensors that the problem leaves out."""
     HV, K, V = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     num_tokens, dim = cute.sym_int(), problem.dim
-    weight = make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], (dim, problem.width), stride=(problem.width, 1))
     conv_strides = (cute.sym_int64(), 1 if problem.conv_channels_contiguous else cute.sym_int64(), cute.sym_int64())
     conv_shape = (cute.sym_int64(), dim, cute.sym_int64())
     inner = (V, K) if problem.state_v_first else (K, V)
     pool_strides = (cute.sym_int64(), cute.sym_int64(), inner[1], 1)
 
-    def flat(dtype: str | None, *shape: Any, last: Any = None) -> Any:
-        return weight if dtype is None else fake(dtype, *shape, last=last)
+    def optional(dtype: str | None, *shape: Any, last: Any = None) -> Any:
+        return None if dtype is None else fake(dtype, *shape, last=last)
 
     indices = (cute.sym_int(), cute.sym_int()) if problem.has_columns else (cute.sym_int(),)
-    return [
-        fake(problem.dtype, num_tokens, dim + (HV * V if problem.interleaved else 0), last=1),
-        flat(problem.z_dtype, num_tokens, HV, V, last=1),
-        fake(problem.b_dtype, num_tokens, 2 * HV if problem.interleaved else HV),
-        flat(problem.a_dtype, num_tokens, HV),
-        make_fake_tensor(CUTE_DTYPES[problem.conv_dtype], conv_shape, stride=conv_strides),
-        weight,
-        flat(problem.bias_dtype, dim, last=1),
-        fake(problem.A_log_dtype, HV),
-        fake(problem.dt_bias_dtype, HV),
-        fake(problem.norm_dtype, V),
-        make_fake_tensor(CUTE_DTYPES[problem.state_dtype], (cute.sym_int64(), HV, *inner), stride=pool_strides),
-        fake(problem.index_dtype, *indices),
-        flat("int32" if problem.has_accepted else None, cute.sym_int()),
-        flat(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
-        flat("int64" if problem.has_rounding else None, 1, last=1),
-        fake(problem.dtype, num_tokens, HV, V, last=1),
-        cutlass.Float32(1.0),
-        cutlass.Float32(1e-6),
-        cutlass.Int64(-1),
-    ]
+    return GdnDecodeParams(
+        mixed_qkv=fake(problem.dtype, num_tokens, dim + (HV * V if problem.interleaved else 0), last=1),
+        z=optional(problem.z_dtype, num_tokens, HV, V, last=1),
+        b=fake(problem.b_dtype, num_tokens, 2 * HV if problem.interleaved else HV),
+        a=optional(problem.a_dtype, num_tokens, HV),
+        conv_state=make_fake_tensor(CUTE_DTYPES[problem.conv_dtype], conv_shape, stride=conv_strides),
+        conv_weight=make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], (dim, problem.width), stride=(problem.width, 1)),
+        conv_bias=optional(problem.bias_dtype, dim, last=1),
+        A_log=fake(problem.A_log_dtype, HV),
+        dt_bias=fake(problem.dt_bias_dtype, HV),
+        norm_weight=fake(problem.norm_dtype, V),
+        ssm_state=make_fake_tensor(CUTE_DTYPES[problem.state_dtype], (cute.sym_int64(), HV, *inner), stride=pool_strides),
+        state_indices=fake(problem.index_dtype, *indices),
+        num_accepted_tokens=optional("int32" if problem.has_accepted else None, cute.sym_int()),
+        cu_seqlens=optional(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        rounding_seed=optional("int64" if problem.has_rounding else None, 1, last=1),
+        out=fake(problem.dtype, num_tokens, HV, V, last=1),
+        scale=cutlass.Float32(1.0),
+        eps=cutlass.Float32(1e-6),
+        null_slot=cutlass.Int64(-1),
+    )

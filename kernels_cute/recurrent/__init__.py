@@ -29,15 +29,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.problems import RecurrentProblem
+from gdn.problems import RecurrentParams, RecurrentProblem
 from gdn.recurrent_tiles import (
     TUNED_WITHIN,
     Config,
     configs,
     default_config,
     fits,
+    has_pool,
     is_single,
-    reads_pool,
     refusal,
     writes_new_state,
 )
@@ -48,6 +48,9 @@ from kernels_cute.recurrent.spec import Spec
 __all__ = [
     "TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "suits", "workspace_bytes",
 ]  # fmt: skip
+
+
+ENTRY = "recurrent"
 
 
 def suits(problem: RecurrentProblem, config: Config) -> bool:
@@ -62,97 +65,50 @@ def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
 
 def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {"recurrent": build.library("recurrent", Recurrent(Spec(problem, config)), *_arguments(problem))}
+    return {ENTRY: build.library(ENTRY, Recurrent(Spec(problem, config)), *_fakes(problem))}
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    A_log: Any,
-    dt_bias: Any,
-    initial_state: Any,
-    state_indices: Any,
-    num_accepted_tokens: Any,
-    final_state: Any,
-    final_state_indices: Any,
-    cu_seqlens: Any,
-    parent_token: Any,
-    rounding_seed: Any,
-    out: Any,
-    scale: float,
-    null_slot: int,
-) -> None:
-    problem: RecurrentProblem = compiled.problem
-    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
-    pool = initial_state if problem.has_initial_state else final_state
-    compiled.functions["recurrent"](
-        q,
-        k,
-        v,
-        absent if problem.gate_dtype is None else g,
-        absent if problem.beta_dtype is None else beta,
-        A_log if problem.use_gate else absent,
-        dt_bias if problem.use_gate else absent,
-        pool if reads_pool(problem) else absent,
-        state_indices if problem.pooled else absent,
-        num_accepted_tokens if problem.has_accepted else absent,
-        final_state if writes_new_state(problem) else absent,
-        final_state_indices if problem.has_final_indices else absent,
-        cu_seqlens,
-        parent_token if problem.has_parent else absent,
-        rounding_seed if problem.has_rounding else absent,
-        out,
-        scale,
-        null_slot,
-    )
+def launch(compiled: Any, params: RecurrentParams) -> None:
+    compiled.functions[ENTRY](*params)
 
 
-def _arguments(problem: RecurrentProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
-    K, V, HS = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
-    num_tokens, num_offsets = cute.sym_int(), cute.sym_int()
+def _fakes(problem: RecurrentProblem) -> RecurrentParams:
+    """Tensors and scalars to compile for; None for tensors that the problem leaves out."""
+    K, V, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
+    num_tokens = cute.sym_int()
 
-    def offsets() -> Any:
-        return fake(problem.cu_seqlens_dtype, num_offsets, last=1)
-
-    def per_head() -> Any:
-        return fake("float32", HS, last=1) if problem.use_gate else offsets()
+    def rows(heads: int, dim: int) -> Any:
+        return fake(problem.dtype, 1, num_tokens, heads, dim, last=1)
 
     def gate(dtype: str | None) -> Any:
-        return offsets() if dtype is None else fake(dtype, 1, num_tokens, HS)
+        return None if dtype is None else fake(dtype, 1, num_tokens, heads)
 
     def state(dtype: str) -> Any:
         inner = (V, K) if problem.state_v_first else (K, V)
         strides = (cute.sym_int64(), cute.sym_int64(), inner[1], 1)
-        return make_fake_tensor(CUTE_DTYPES[dtype], (cute.sym_int64(), HS, *inner), stride=strides)
+        return make_fake_tensor(CUTE_DTYPES[dtype], (cute.sym_int64(), heads, *inner), stride=strides)
 
-    def indices(present: bool) -> Any:
-        if not present:
-            return offsets()
+    def indices() -> Any:
         shape = (cute.sym_int(), cute.sym_int()) if problem.write_every_token else (cute.sym_int(),)
         return fake(str(problem.index_dtype), *shape)
 
-    return [
-        fake(problem.dtype, 1, num_tokens, problem.num_q_heads, K, last=1),
-        fake(problem.dtype, 1, num_tokens, problem.num_k_heads, K, last=1),
-        fake(problem.dtype, 1, num_tokens, problem.num_v_heads, V, last=1),
-        gate(problem.gate_dtype),
-        gate(problem.beta_dtype),
-        per_head(),
-        per_head(),
-        state(problem.state_dtype) if reads_pool(problem) else offsets(),
-        indices(problem.pooled),
-        fake("int32", cute.sym_int()) if problem.has_accepted else offsets(),
-        state("float32") if writes_new_state(problem) else offsets(),
-        indices(problem.has_final_indices),
-        offsets(),
-        fake("int32", num_tokens, last=1) if problem.has_parent else offsets(),
-        fake("int64", 1, last=1) if problem.has_rounding else offsets(),
-        fake(problem.dtype, 1, num_tokens, HS, V, last=1),
-        cutlass.Float32(1.0),
-        cutlass.Int64(-1),
-    ]
+    return RecurrentParams(
+        q=rows(problem.num_q_heads, K),
+        k=rows(problem.num_k_heads, K),
+        v=rows(problem.num_v_heads, V),
+        g=gate(problem.gate_dtype),
+        beta=gate(problem.beta_dtype),
+        A_log=fake("float32", heads, last=1) if problem.use_gate else None,
+        dt_bias=fake("float32", heads, last=1) if problem.use_gate else None,
+        initial_state=state(problem.state_dtype) if has_pool(problem) else None,
+        state_indices=indices() if problem.pooled else None,
+        num_accepted_tokens=fake("int32", cute.sym_int()) if problem.has_accepted else None,
+        final_state=state("float32") if writes_new_state(problem) else None,
+        final_state_indices=indices() if problem.has_final_indices else None,
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        parent_token=fake("int32", num_tokens, last=1) if problem.has_parent else None,
+        rounding_seed=fake("int64", 1, last=1) if problem.has_rounding else None,
+        out=rows(heads, V),
+        scale=cutlass.Float32(1.0),
+        null_slot=cutlass.Int64(-1),
+    )
