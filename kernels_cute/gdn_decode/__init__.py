@@ -146,7 +146,7 @@ def _heads(problem: GdnDecodeProblem) -> int:
 
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
-    """As measured (NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
+    """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
     space = configs(problem, device)
     heads = _heads(problem)
 
