@@ -109,16 +109,12 @@ class ChunkProblem(DeltaRuleProblem):
 
 @dataclass(frozen=True)
 class RecurrentProblem(DeltaRuleProblem):
-    """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens.
+    """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens; launched with RecurrentParams.
 
-    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state,
-           final_state_indices, cu_seqlens, parent_token, rounding_seed, out, scale, null_slot)
-        as ChunkProblem's, and: state_indices [>= N] or, with write_every_token, [>= N, columns] (any strides);
-        num_accepted_tokens [>= N] int32 or None; final_state_indices of the rank of state_indices;
-        parent_token [L] int32 or None; rounding_seed int64 [1] or None.
     Without write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
     column num_accepted_tokens - 1 (column 0 without), and the state after token i goes to column i (tokens beyond the last
-    column are not stored). A sequence without tokens touches nothing. Every row of out is written, padding with zeros.
+    column are not stored). A sequence of a pool without tokens touches nothing; without a pool its state passes on. Every row of
+    out is written, padding with zeros. A launch has at least one token and one sequence.
     """
 
     op: ClassVar[str] = "recurrent"
@@ -169,22 +165,11 @@ class RecurrentParams(NamedTuple):
 
 @dataclass(frozen=True)
 class GdnDecodeProblem(Problem):
-    """`gdn.fused_gdn_decode`: everything of a decode step between the projections.
+    """`gdn.fused_gdn_decode`: the whole decode step between the projections; launched with GdnDecodeParams.
 
-    launch(compiled, mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state,
-           state_indices, num_accepted_tokens, cu_seqlens, rounding_seed, out, scale, eps, null_slot)
-        mixed_qkv [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row
-            stride multiples of 16 bytes
-        z [L, HV, V], last dim contiguous; a [L, HV]; b [L, HV], or interleaved [L, 2 * HV] with a and z None: any strides
-        conv_state [slots, 2 * H * K + HV * V, columns], updated in place; conv_weight [.., width], conv_bias [..] or None:
-            contiguous, bases multiples of 16 bytes
-        A_log, dt_bias [HV], norm_weight [V]: any stride
-        ssm_state [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
-        state_indices [>= N], or [>= N, columns] with has_columns, any strides
-        num_accepted_tokens [>= N] int32 any stride, or None; cu_seqlens [N + 1], or None: one token per sequence
-        rounding_seed int64 [1] or None; out [L, HV, V], last dim contiguous; scale, eps float, null_slot int
     Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
-    is null is padding: nothing of it is read or written. Every row of out is written.
+    is null is padding: nothing of it is read or written. Every row of out is written. A launch has at least one token and one
+    sequence.
     """
 
     op: ClassVar[str] = "gdn_decode"

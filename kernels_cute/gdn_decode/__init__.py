@@ -9,11 +9,11 @@
 
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z), z, out [L, HV, V] bfloat16 | float16; a, b [L, HV];
 windows [slots, 2 * H * K + HV * V, columns]; state [slots, HV, V, K] or [slots, HV, K, V] float32 | bfloat16.
-`gdn.problems.GdnDecodeProblem` is the contract.
+`gdn.problems.GdnDecodeParams` has the contract of each.
 
-A cluster owns a sequence and a key head: `splits` blocks for each of its value heads, a block has threads / lanes * rows
-columns of V. Every block of it computes q and k anew (4 KiB of its 32 KiB and more), so nothing but sums of squares passes
-between blocks, and the window of q and k is written when all of them have read it. `_decode_step` is the kernel.
+A cluster owns a sequence and a key head: `splits` blocks for each of its value heads, a block has threads / threads_per_column *
+v_per_thread columns of V. Every block of it computes q and k again (4 KiB of its 32 KiB and more), so nothing but sums of squares
+passes between blocks, and the window of q and k is written when all of them have read it.
 """
 
 from typing import Any
@@ -35,10 +35,10 @@ from kernels_cute.gdn_decode.spec import CHANNELS, Spec
 
 ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
-_MOST_BLOCKS = 8  # of a cluster, on every device
+_MOST_BLOCKS = 8  # blocks of a cluster, on every device
 _MIN_THREADS_PER_SM = (768, 512, 384, 256)
 _MANY_WAVES = 16  # heads an SM
-_STATE_BYTES = 128  # of the state, a thread, where there are many heads
+_STATE_BYTES = 128  # bytes of the state in a thread, where there are many heads
 
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit: entries of large batches would leave half of the SMs idle.
@@ -70,9 +70,9 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     return None
 
 
-def _entries(problem: GdnDecodeProblem, lanes: int) -> int:
-    """K entries of a thread."""
-    return problem.head_k_dim // lanes
+def _entries(problem: GdnDecodeProblem, threads_per_column: int) -> int:
+    """Number of K entries of a thread."""
+    return problem.head_k_dim // threads_per_column
 
 
 def _registers(problem: GdnDecodeProblem, config: Config) -> int:
@@ -84,8 +84,8 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
     more += 6 * (config.v_per_thread == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
-    # Over several tokens the filter, the window and the addresses stay.
-    if not problem.state_v_first:  # of S q a thread keeps one column's after the exchange, and addresses of sums instead
+    # Over several tokens the filter, the window and the addresses stay in registers.
+    if not problem.state_v_first:  # a thread keeps S q of one column after the exchange, and addresses of sums instead
         return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
@@ -141,7 +141,7 @@ def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _heads(problem: GdnDecodeProblem) -> int:
-    """Value heads of the call."""
+    """Number of value heads of the call."""
     return max(problem.num_sequences, 1) * problem.num_v_heads
 
 
@@ -156,7 +156,8 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     def blocks(config: Config) -> int:
         return problem.head_v_dim // config.block_v
 
-    # Among equals K first: as many columns as a load takes where a block is a whole head, else as few lanes as there can be.
+    # Among equals K first: as many columns as a load takes where a block is a whole head, else as few threads a column as there
+    # can be.
     k_first = not problem.state_v_first
 
     if heads < device.num_sms:  # as many blocks as there can be
@@ -167,7 +168,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.min_threads_per_sm // c.threads)]
     if wave:
         return min(wave, key=lambda c: (-state(c), -c.v_per_thread * k_first, c.threads_per_column))
-    if k_first:  # of what reads lines, in blocks of 128 threads for any number of heads
+    if k_first:  # configurations that read lines, in blocks of 128 threads for any number of heads
         return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.threads_per_column))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
         return min(space, key=lambda c: (-state(c), -blocks(c), c.threads_per_column))

@@ -10,14 +10,14 @@ q (times scale) and k are divided by their L2 norms on request; the norms are ro
 and u, never the registers of q and k.
 
 Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
-[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentProblem` is the contract.
+[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentParams` has the contract of each.
 
-A block owns (sequence, state head, block_v columns of V). `lanes` threads share the K entries of `rows` columns each, so a
-dot product is log2(lanes) shuffles; nothing passes through shared memory but the sums of K-first states, whose columns are
-shared by several warps (`_state_sums`). A thread's part of the state is loaded at once (rows * K / lanes values in flight) and
-every byte of it moves once each way, past L1 and out of L2 first. q, k, v and the gates of the next token are loaded while the
-current one is computed; those of the first token before the state's slot is even known. For single tokens there is a form
-without a token ahead: `_recurrent_in_turn`.
+A block owns (sequence, state head, block_v columns of V). `threads_per_column` threads share the K entries of `v_per_thread`
+columns each, so a dot product is log2(threads_per_column) shuffles; nothing passes through shared memory but the sums of K-first
+states, whose columns are shared by several warps (`state_sums`). A thread's part of the state is loaded at once and every byte of
+it moves once each way, past L1 and out of L2 first. q, k, v and the gates of the next token are loaded while the current one is
+computed; those of the first token before the state's slot is even known. For single tokens there is a form without this prefetch:
+`single_token`.
 """
 
 from typing import Any
@@ -54,8 +54,8 @@ ENTRY = "recurrent"
 
 
 def suits(problem: RecurrentProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here: without a token ahead each further token waits for its loads, which
-    K first the stores of the state cover."""
+    """Whether tiles tuned at other sizes are a choice here: without a prefetch each further token waits for its loads, which the
+    stores of the state cover K first."""
     return config.prefetch_next_token or is_single(problem) or not problem.state_v_first and problem.write_every_token
 
 

@@ -198,7 +198,7 @@ def test_tiles_of_drafts(problem: RecurrentProblem, batch: int, config: Config) 
 
 
 @pytest.mark.parametrize("changes", [{"state_dtype": "float32"}, {"use_beta_sigmoid": False}, {"has_rounding": True}], ids=str)
-def test_drafts_in_turn_that_would_spill_do_not_fit(changes: dict[str, Any]) -> None:
+def test_drafts_without_prefetch_that_would_spill_do_not_fit(changes: dict[str, Any]) -> None:
     whole = Config(256, 16, 8, 512, prefetch_next_token=False)
     drafts = replace(DRAFTS, **BF16)
     assert recurrent_tiles.fits(drafts, whole, H100)

@@ -1,4 +1,4 @@
-"""The recurrent kernel without a token ahead: which calls get it, and that 64 values of the state a thread spill nothing."""
+"""The recurrent kernel without a prefetch: which calls get it, and that 64 values of the state a thread spill nothing."""
 
 from dataclasses import replace
 from pathlib import Path
