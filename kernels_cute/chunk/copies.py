@@ -88,7 +88,7 @@ class CopyRoles:
     def store_warp(self, storage, out_atom, out_tensor, out, begin, length, head, piece, base=0):
         """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
         lane = cute.arch.lane_idx()
-        layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * self.stages)
+        layout = layouts.by_rows(self.dtype, CHUNK, 64, self.stages)
         shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
         rows = cute.domain_offset((begin, 0), out_tensor[None, None, head])
         source, target = cpasync.tma_partition(
@@ -101,18 +101,15 @@ class CopyRoles:
             # Here, not in the warps that wrote O: they would wait for it.
             cute.arch.fence_proxy("async.shared", space="cta")
             valid = length - step * CHUNK
-            for half in cutlass.range_constexpr(self.num_state):
-                if valid >= CHUNK:
-                    cute.copy(
-                        out_atom, source[None, stage * self.num_state + half], target[None, step, piece * self.num_state + half]
-                    )
-                else:
-                    tile = storage.v.data_ptr().toint() + (stage * self.num_state + half) * TILE_BYTES
-                    column = piece * self.columns + half * 64 + lane % 8 * 8
-                    for row in cutlass.range(lane // 8, valid, 4, unroll=1):
-                        offset = Int64(begin + step * CHUNK + row) * out.stride[0] + Int64(head) * out.stride[1] + column
-                        words = ptx.load_words(layouts.address(tile, row, lane % 8))
-                        ptx.store_global_words(out.iterator.toint() + 2 * offset, words)
+            if valid >= CHUNK:
+                cute.copy(out_atom, source[None, stage], target[None, step, piece])
+            else:
+                tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
+                column = piece * self.columns + lane % 8 * 8
+                for row in cutlass.range(lane // 8, valid, 4, unroll=1):
+                    offset = Int64(begin + step * CHUNK + row) * out.stride[0] + Int64(head) * out.stride[1] + column
+                    words = ptx.load_words(layouts.address(tile, row, lane % 8))
+                    ptx.store_global_words(out.iterator.toint() + 2 * offset, words)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()

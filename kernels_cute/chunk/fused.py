@@ -18,9 +18,9 @@ adds to W in float32, and 16 bits of M are enough. With beta in the rows, A's co
 and rounding their diagonal costs more than all the rest.
 
 Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
-depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. With `paired` the two
+depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. At D = 128 the two
 blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
-otherwise a block prepares every chunk itself, buffers in turn.
+at D = 64 a block prepares every chunk itself, buffers in turn.
 
     barrier             arrivals                                      waits
     keys_full[stage]    1: the copying lane, with the bytes of K      state, inverse, score
@@ -59,12 +59,12 @@ from kernels_cute.chunk.shape import (
     AUX_BYTES,
     BUFFERS,
     CHUNK,
+    KEY_STAGES,
     SCRATCH_BYTES,
     START_BARRIERS,
     TILE_BYTES,
     VECTOR_BYTES,
     WARPGROUP,
-    key_stages,
 )
 from kernels_cute.chunk.state import StateRole
 from kernels_cute.chunk.tiles import TileRoles
@@ -96,8 +96,6 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         has_final: bool,
         has_final_indices: bool,
         has_checkpoints: bool,
-        num_state: int,
-        paired: bool,
         stages: int,
         prefetch: int,
         registers: tuple[int, int, int, int],
@@ -112,18 +110,18 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
         self.has_checkpoints = has_checkpoints
-        self.num_state, self.stages, self.prefetch = num_state, stages, prefetch
-        self.key_stages = key_stages(stages)
+        self.stages, self.prefetch = stages, prefetch
+        self.key_stages = KEY_STAGES
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.deals = deals  # blocks take item after item, else one is all that a block works on
         self.decides = decides  # the call has launches for whole sequences and for segments
-        self.columns = 64 * num_state
+        self.columns = 64  # of V, a block
         self.slices = dim // self.columns
-        self.paired = paired
-        self.sharers = 2 if paired else 1  # blocks that take from a `taken`
+        self.paired = dim == 128
+        self.sharers = 2 if self.paired else 1  # blocks that take from a `taken`
         self.units = heads * self.slices // self.sharers  # items of a sequence
-        self.aux_step = 2 if paired else 1  # chunks from one of this block's own to the next
-        self.threads = (num_state + 3) * WARPGROUP
+        self.aux_step = 2 if self.paired else 1  # chunks from one of this block's own to the next
+        self.threads = 4 * WARPGROUP
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 
@@ -193,7 +191,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * self.key_stages], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * stages], 1024]
             m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
@@ -245,7 +243,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         block, _, _ = cute.arch.block_idx()
         rank = block % 2  # in the pair
         # The warp that copies in makes the barriers: it need not wait for the others to begin.
-        first_copier = 4 * (self.num_state + 2)
+        first_copier = 12
         starts_early = self.paired and segment is None
         if warp == first_copier:
             cpasync.prefetch_descriptor(q_atom)
@@ -255,11 +253,11 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.key_stages):
                     cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.keys_empty.data_ptr() + stage, 4 * self.num_state)
+                    cute.arch.mbarrier_init(storage.keys_empty.data_ptr() + stage, 4)
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4 * self.num_state)
+                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4)
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     # Of a pair, block b fills buffer b of both.
                     if cutlass.const_expr(self.paired):
@@ -269,7 +267,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
                         cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
                     else:
                         cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, 2 * WARPGROUP)
-                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
+                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.sharers)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
@@ -278,7 +276,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
                     for record in cutlass.range_constexpr(RECORDS):
                         cute.arch.mbarrier_init(storage.dealt.data_ptr() + record, 1)
                         # A lane of every warp: of state, inverse, score and the copying ones.
-                        cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 4 * self.num_state + 10 + self.sharers)
+                        cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 14 + self.sharers)
                 if cutlass.const_expr(segment is not None):
                     self.init_start(storage)
             cute.arch.sync_warp()
@@ -322,19 +320,19 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
 
         # Every role counts items, and the chunks of those before.
         number, base, going = Int32(0), Int32(0), Boolean(True)
-        if warp < 4 * self.num_state:
+        if warp < 4:
             self.set_registers(self.state_registers)
             self.state_warpgroup(
-                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, warp // 4,
-                warp % 4, segment, only,
+                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, warp % 4,
+                segment, only,
             )  # fmt: skip
-        elif warp < 4 * (self.num_state + 1):
+        elif warp < 8:
             self.set_registers(self.inverse_registers)
             while going:
                 item = self.take(storage, number, only)
                 self.inverse_warpgroup(storage, item.live_length, self.first_own(base, rank), warp % 4, base)
                 number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
-        elif warp < 4 * (self.num_state + 2):
+        elif warp < 12:
             self.set_registers(self.score_registers)
             while going:
                 item = self.take(storage, number, only)

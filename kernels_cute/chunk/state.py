@@ -18,7 +18,6 @@ from kernels_cute.chunk.shape import (
     STATE_BARRIER,
     STATE_KEY,
     STATE_QUERY,
-    TILE_BYTES,
     VECTOR_BYTES,
     VECTORS,
     WARPGROUP,
@@ -31,8 +30,8 @@ class StateRole:
 
     @cute.jit
     def state_warpgroup(
-        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, half, warp,
-        segment, only,
+        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, warp, segment,
+        only,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         dim = self.dim
@@ -57,14 +56,13 @@ class StateRole:
 
         row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
         pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
-        column0 = half * 64 + warp * 16  # the warp's first V column of the block's
+        column0 = warp * 16  # the warp's first V column of the block's
         full, keys_full = storage.full.data_ptr(), storage.keys_full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         vectors = storage.vectors.data_ptr().toint() + pair * 8
         # Lane l names row l % 8 of matrix l // 8; matrices alternate between the warp's two halves of 8 columns.
         matrix_row = lane % 8 + lane // 16 * 8
-        value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
-        value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
+        value_lane = layouts.address(storage.v.data_ptr().toint(), matrix_row, warp * 2 + lane // 8 % 2)
         if cutlass.const_expr(segment is None):
             fetched = cute.make_rmem_tensor(state.layout, Float32)
             first_item = only
@@ -91,7 +89,7 @@ class StateRole:
             if cutlass.const_expr(only is None):
                 item = self.read_record(storage, number)
             num_chunks = self.num_chunks(item.live_length)
-            first_column = item.piece * self.columns + half * 64  # of the warpgroup
+            first_column = item.piece * self.columns  # of the warpgroup
             row0 = item.piece * self.columns + column0 + row  # of this lane
             first_stage, first_parity = self.key_stage_of(base)
             if num_chunks > 0:
@@ -145,7 +143,7 @@ class StateRole:
                         # The block whose turn it was has done this for its own tile alone.
                         self.zero_keys(storage.k.data_ptr().toint() + key_stage * self.key_bytes, valid, warp * 32 + lane)
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
+                        cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
                 factors = self.load_factors(vector, KEY_TO_LAST)
                 for i in cutlass.range_constexpr(dim // 2):
                     state[i] = state[i] * last

@@ -199,10 +199,6 @@ def launch(
 ) -> None:
     problem = compiled.problem
     num_tokens, num_sequences = q.shape[1], cu_seqlens.shape[0] - 1
-    if num_tokens == 0:
-        _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
-        return
-
     def given(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor:
         """cu_seqlens stands in for what the compiled signature does not read."""
         return tensor if wanted and tensor is not None else cu_seqlens
@@ -214,9 +210,6 @@ def launch(
     raw = has_gate and problem.use_gate
     for config in _ways(compiled.config):
         if _in_one_launch(problem, config):
-            if num_sequences == 0:
-                out.zero_()
-                return
             compiled.functions["chunk_fused"](
                 q,
                 k,
@@ -262,8 +255,6 @@ def launch(
             null_slot,
             config.cut_above,
         )
-        if num_sequences == 0:
-            return
         first_states = given(initial_state, problem.has_initial_state)
         mask = given(has_initial_state, problem.has_mask)
         segment_starts = cu_seqlens
@@ -445,21 +436,3 @@ def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
     item = DTYPE_BYTES[problem.dtype]
     stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem) + _VECTOR_BYTES
     return config.stages * stage + 2 * CHUNK * config.columns * item + _OTHER_BYTES
-
-
-def _states_without_tokens(
-    problem: ChunkProblem,
-    initial_state: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    final_state: torch.Tensor | None,
-    num_sequences: int,
-) -> None:
-    """A call without tokens leaves a pool alone; new final states are what the sequences start from."""
-    if problem.pooled or final_state is None:
-        return
-    if initial_state is None:
-        final_state.zero_()
-        return
-    final_state.copy_(initial_state)
-    if mask is not None:
-        final_state.masked_fill_(mask[:num_sequences].logical_not().view(-1, 1, 1, 1), 0.0)

@@ -38,7 +38,7 @@ _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
 
 
 class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
-    """options: FusedChunk's; `paired` and `registers` are not used. A form (`_chunk_wide_cluster`, `_chunk_wide_ring`) says
+    """options: FusedChunk's; `registers` is not used. A form (`_chunk_wide_cluster`, `_chunk_wide_ring`) says
     where a block belongs and how tiles go from makers to chains:
 
     cluster_blocks, first_maker     blocks of a cluster, and the rank of its first maker
@@ -50,7 +50,7 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        assert self.dim == DIM and self.num_state == 1
+        assert self.dim == DIM
         self.threads = WARPGROUPS * WARPGROUP
         self.parts = scaled_parts(self.dtype is cutlass.BFloat16)
 

@@ -34,7 +34,6 @@ class SplitChunk(Segments, FusedChunk):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        assert self.num_state == 1
         self.summaries = SummaryChunk(**options)
         self.transition_tiles = 2 * self.dim // 64  # K tiles that P takes
         self.start_buffers = min(2, 2 * self.stages // self.transition_tiles)

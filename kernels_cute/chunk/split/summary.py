@@ -64,8 +64,6 @@ class SummaryChunk(Segments, FusedChunk):
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.stages = self.key_stages = STAGES
-        self.paired = self.dim == 128
-        self.sharers = self.aux_step = 2 if self.paired else 1
         self.threads = (_STATE_GROUPS + 2) * WARPGROUP
         self.state_registers, self.inverse_registers, self.copy_registers = _REGISTERS
 
