@@ -35,7 +35,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, unserved_dtypes
+from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_cute.chunk.four_sm.kernel import WideChunk
 from kernels_cute.chunk.four_sm.shape import DIM, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute.chunk.fused import FusedChunk
@@ -268,7 +268,7 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
         return _chunk_stand_in.compile(problem, config)
     variants = dict(zip((ENTRY, _SPLIT_ENTRY), _variants(config), strict=False))
     return {
-        entry: build.library(entry, _kernel(problem, variant).launch, *_arguments(problem, variant))
+        entry: build.library(entry, _kernel(problem, variant).launch, *_arguments(problem, config, variant))
         for entry, variant in variants.items()
     }
 
@@ -306,122 +306,61 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     )
 
 
-def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens."""
-    heads = problem.num_state_heads
-    num_tokens = cute.sym_int()
+def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[Any]:
+    """Fake Params and scalars in the order of the compiled function."""
+    heads, dim = problem.num_state_heads, problem.head_k_dim
+    num_tokens, columns = cute.sym_int(), cute.sym_int()
 
-    def bounds() -> Any:
-        return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)
-
-    def tokens(count: int, dim: int) -> Any:
+    def tokens(count: int) -> Any:
         return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
 
     def gate(dtype: str | None) -> Any:
-        return bounds() if dtype is None else fake(dtype, 1, num_tokens, heads)
+        return None if dtype is None else fake(dtype, 1, num_tokens, heads)
 
-    def per_head() -> Any:
-        return fake("float32", heads, last=1) if problem.use_gate and problem.gate_dtype is not None else bounds()
+    def state(dtype: str) -> Any:
+        return fake(dtype, cute.sym_int64(), heads, dim, dim, last=1)
 
-    def state(dtype: str | None) -> Any:
-        if dtype is None:
-            return bounds()
-        inner = (problem.head_k_dim, problem.head_v_dim)
-        return fake(dtype, cute.sym_int64(), heads, *(inner[::-1] if problem.state_v_first else inner), last=1)
-
-    def rows(dtype: str | None) -> Any:
-        return bounds() if dtype is None else fake(dtype, cute.sym_int())
+    def indices(dtype: str | None) -> Any:
+        return None if dtype is None else fake(dtype, cute.sym_int())
 
     def checkpoints(dtype: str | None) -> Any:
-        return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else bounds()
+        return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else None
 
-    columns = cute.sym_int()
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)
-    final_dtype = problem.state_dtype if problem.pooled else "float32"
-    return [
-        tokens(problem.num_q_heads, problem.head_k_dim),
-        tokens(problem.num_k_heads, problem.head_k_dim),
-        tokens(problem.num_v_heads, problem.head_v_dim),
-        gate(problem.gate_dtype),
-        gate(problem.beta_dtype),
-        per_head(),
-        per_head(),
-        state(problem.state_dtype if problem.has_initial_state else None),
-        rows(problem.index_dtype),
-        rows("bool" if problem.has_mask else None),
-        state(final_dtype if problem.has_final_state else None),
-        rows(problem.index_dtype if problem.has_final_indices else None),
-        checkpoints("int32"),
-        checkpoints(problem.index_dtype),
-        bounds(),
-        tokens(heads, problem.head_v_dim),
-        *([workspace] if _uses_workspace(config) else []),
-        cutlass.Float32(1.0),
-        cutlass.Int64(-1),
-        # Tokens of a segment, slots; or the number of clusters, or of groups of the L2 ring.
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.split_chunks else [cutlass.Int32(1)]),
-        cutlass.Int32(0),  # split_if_longest_exceeds
-    ]
-
-
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    A_log: Any,
-    dt_bias: Any,
-    initial_state: Any,
-    state_indices: Any,
-    has_initial_state: Any,
-    final_state: Any,
-    final_state_indices: Any,
-    cu_seqlens: Any,
-    checkpoint_offsets: Any,
-    checkpoint_slots: Any,
-    out: Any,
-    workspace: Any,
-    scale: float,
-    null_slot: int,
-) -> None:
-    problem: ChunkProblem = compiled.problem
-    num_sequences = cu_seqlens.shape[0] - 1
-    num_tokens = q.shape[1]
-    if problem.head_k_dim not in _HEAD_DIMS:
-        _chunk_stand_in.launch(
-            compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
-            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
-        )  # fmt: skip
-        return
-    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
-    has_gate = problem.gate_dtype is not None
-    raw = has_gate and problem.use_gate
-    tensors = (
-        q,
-        k,
-        v,
-        g if has_gate else absent,
-        beta if problem.beta_dtype is not None else absent,
-        A_log if raw else absent,
-        dt_bias if raw else absent,
-        initial_state if problem.has_initial_state else absent,
-        state_indices if problem.pooled else absent,
-        has_initial_state if problem.has_mask else absent,
-        final_state if problem.has_final_state else absent,
-        final_state_indices if problem.has_final_indices else absent,
-        checkpoint_offsets if problem.has_checkpoints else absent,
-        checkpoint_slots if problem.has_checkpoints else absent,
-        cu_seqlens,
-        out,
+    params = ChunkParams(
+        q=tokens(problem.num_q_heads),
+        k=tokens(problem.num_k_heads),
+        v=tokens(problem.num_v_heads),
+        g=gate(problem.gate_dtype),
+        beta=gate(problem.beta_dtype),
+        A_log=fake("float32", heads, last=1) if problem.use_gate else None,
+        dt_bias=fake("float32", heads, last=1) if problem.use_gate else None,
+        initial_state=state(problem.state_dtype) if problem.has_initial_state else None,
+        state_indices=indices(problem.index_dtype),
+        has_initial_state=indices("bool" if problem.has_mask else None),
+        final_state=state(problem.state_dtype if problem.pooled else "float32") if problem.has_final_state else None,
+        final_state_indices=indices(problem.index_dtype if problem.has_final_indices else None),
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        checkpoint_offsets=checkpoints("int32"),
+        checkpoint_slots=checkpoints(problem.index_dtype),
+        out=tokens(heads),
+        workspace=workspace if any(_uses_workspace(one) for one in _variants(config)) else None,
+        scale=cutlass.Float32(1.0),
+        null_slot=cutlass.Int64(-1),
     )
+    # Tokens of a segment, slots; or the number of clusters, or of groups of the L2 ring. Then split_if_longest_exceeds.
+    scalars = [CHUNK, 1] if variant.split_chunks else [1]
+    return [*params, *map(cutlass.Int32, (*scalars, 0))]
+
+
+def launch(compiled: Any, params: ChunkParams) -> None:
+    problem: ChunkProblem = compiled.problem
+    if problem.head_k_dim not in _HEAD_DIMS:
+        _chunk_stand_in.launch(compiled, params)
+        return
+    num_tokens, num_sequences = params.q.shape[1], params.cu_seqlens.shape[0] - 1
     for entry, variant in zip((ENTRY, _SPLIT_ENTRY), _variants(compiled.config), strict=False):
-        scalars = _scalars(variant, problem, num_tokens, num_sequences)
-        if _uses_workspace(variant):
-            compiled.functions[entry](*tensors, workspace, scale, null_slot, *scalars)
-        else:
-            compiled.functions[entry](*tensors, scale, null_slot, *scalars)
+        compiled.functions[entry](*params, *_scalars(variant, problem, num_tokens, num_sequences))
 
 
 def _scalars(config: Config, problem: ChunkProblem, num_tokens: int, num_sequences: int) -> tuple[int, ...]:

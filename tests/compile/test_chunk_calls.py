@@ -58,5 +58,5 @@ def test_launch_fails_for_want_of_a_device_alone(call: str, tmp_path: Path) -> N
 
     kernel = compiled.Compiled({name: calling(name) for name in functions}, problem, config)
     arguments = chunk_inputs(problem, "cpu", 1, lengths=[100, 200], strided=True)
-    chunk.launch(kernel, *chunk_tensors(problem, arguments, fake_cuda.workspace(chunk.workspace_bytes(problem, config))))
+    chunk.launch(kernel, chunk_tensors(problem, arguments, fake_cuda.workspace(chunk.workspace_bytes(problem, config))))
     assert sorted(refused) == sorted(functions)
