@@ -19,7 +19,8 @@ from gdn.testing.compare import error, same_bits, token_error
 from gdn.testing.inputs import chunk_inputs, chunk_problem
 from gdn.testing.oracle import oracle_of
 from kernels_cute import chunk
-from kernels_cute.chunk.head_dims import padding, stand_in
+from kernels_cute.chunk import head_dims
+from kernels_cute.chunk.head_dims import padding
 from tests.compile import checks
 from tests.ops.contract_kernel import WORKSPACE_BYTES, ContractKernel
 
@@ -96,7 +97,7 @@ class Composed(ContractKernel):
 
     def prepare(self, problem: Any, device: torch.device, backend: str | None) -> Prepared:
         copies = {padding.PAD: functools.partial(torch_pad, problem), padding.UNPAD: functools.partial(torch_unpad, problem)}
-        dim = stand_in.stand_in(problem).head_k_dim
+        dim = head_dims.stand_in(problem).head_k_dim
         present = self.copies = _copies(problem, dim)
         compiled = SimpleNamespace(problem=problem, config=None, functions={name: copies[name] for name in present})
         launch = functools.partial(chunk.launch, compiled)
@@ -124,7 +125,7 @@ def _copies(problem: ChunkProblem, dim: int) -> tuple[str, ...]:
 def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
     kernel = Composed()
     monkeypatch.setattr(operator, "prepare", kernel.prepare)
-    monkeypatch.setattr(stand_in, "kernel", lambda problem: kernel)
+    monkeypatch.setattr(head_dims, "kernel", lambda problem: kernel)
     return kernel
 
 

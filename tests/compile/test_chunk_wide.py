@@ -14,6 +14,7 @@ from gdn.testing.inputs import chunk_problem
 from tests.compile import checks, variants
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+kernel = pytest.importorskip("kernels_cute.chunk.kernel", reason="needs the CuTe DSL")
 plan = pytest.importorskip("kernels_cute.chunk.plan", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.four_sm.shape", reason="needs the CuTe DSL")
 
@@ -58,8 +59,8 @@ def test_what_goes_through_the_ring(heads: int, num_sequences: int, groups: int)
     """The rest beside the clusters of four, unless it is more than there is room for: then nothing."""
     problem = problem_of(heads, 4096, num_sequences)
     config = wide_config(problem)
-    assert chunk._num_l2_ring_groups(heads * num_sequences, config) == groups
-    assert chunk._num_l2_ring_groups(heads * num_sequences, replace(config, max_l2_ring_groups=0)) == 0
+    assert kernel.num_l2_ring_groups(heads * num_sequences, config) == groups
+    assert kernel.num_l2_ring_groups(heads * num_sequences, replace(config, max_l2_ring_groups=0)) == 0
     # A place of counts more than there are rings of tiles.
     tile, vectors = 64 * 64 * 2, 4 * 64 * 4
     expected = 256 * (groups + 1) + groups * shape.RING * (3 * tile + vectors)
