@@ -3,9 +3,8 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
 
-from kernels_cute.common.ptx import in_block, load_four, load_one, load_pair, pack, store_one, unpack
+from kernels_cute.common.ptx import as_float, in_block, load_four, load_one, load_pair, pack, store_one, unpack
 
 __all__ = [
     "as_float",
@@ -64,8 +63,3 @@ def load_some(address: Any, width: int) -> Any:
 def store_global_pair(address: Any, first: Any, second: Any) -> None:
     """Two words to global memory."""
     cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
-
-
-def as_float(word: Any) -> Any:
-    """The float32 of these bits."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])

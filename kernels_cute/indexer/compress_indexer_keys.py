@@ -30,7 +30,6 @@ from gdn.device import DeviceSpec
 from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import FLOAT_DTYPES, fake
-from kernels_cute.indexer import ptx
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of
 
@@ -246,7 +245,7 @@ class _CompressIndexerKeys(IndexerRows):
     def divided(self, total: Float32):
         if cutlass.const_expr(self.ratio & (self.ratio - 1) == 0):
             return total * (1.0 / self.ratio)
-        return ptx.divide(total, float(self.ratio))
+        return total / float(self.ratio)
 
     @cute.jit
     def keep_raw_key(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, warp_lane: Int32):

@@ -17,7 +17,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import load, pointer, store, word_pointer, words
+from kernels_cute.common.memory import CUTE_DTYPES, load, pointer, store, word_pointer, words
+from kernels_cute.common.ptx import pack, unpack
 from kernels_cute.indexer import ptx
 
 CHUNK = 8  # values of a 16-byte load
@@ -122,14 +123,14 @@ class IndexerRows:
     @cute.jit
     def unpack(self, rWords: cute.Tensor, start: cutlass.Constexpr, dtype: cutlass.Constexpr, rX: cute.Tensor):
         for i in cutlass.range_constexpr(WORDS):
-            first, second = ptx.unpack(dtype, rWords[start + i])
+            first, second = unpack(CUTE_DTYPES[dtype], rWords[start + i])
             rX[2 * i] = first
             rX[2 * i + 1] = second
 
     @cute.jit
     def pack(self, rX: cute.Tensor, dtype: cutlass.Constexpr, rWords: cute.Tensor, start: cutlass.Constexpr):
         for i in cutlass.range_constexpr(WORDS):
-            rWords[start + i] = ptx.pack(dtype, rX[2 * i], rX[2 * i + 1])
+            rWords[start + i] = Uint32(pack(CUTE_DTYPES[dtype], rX[2 * i], rX[2 * i + 1]))
 
     @cute.jit
     def norm(self, rX: cute.Tensor, rGain: cute.Tensor, eps: Float32):
@@ -183,7 +184,7 @@ class IndexerRows:
             self.unpack(rWords, start, dtype, rX)
             if cutlass.const_expr(form == SCALED):
                 scale = self.scale_of(rWords, start, dtype)
-                inverse = ptx.reciprocal(scale)
+                inverse = cute.arch.rcp_approx(scale)
                 # The remainder of a division by infinity would be NaN, where the quotient is 0.
                 divisor = ptx.where_infinite(scale, Float32(0.0), scale)
                 for i in cutlass.range_constexpr(ELEMENTS):

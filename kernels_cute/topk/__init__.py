@@ -5,7 +5,7 @@
 
     logits [rows, n] float32 or bf16        row_starts, row_ends [rows] int32 or int64        out [rows, k] int32
 
-The kernel: _topk_rows.py.
+The kernel: kernel.py. DESIGN.md says how it works, and why so.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def _registers_suffice(problem: TopkProblem, config: Config, device: DeviceSpec)
 
 
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
-    # Somewhat more than k entries pass a sampled bound. Blocks, threads and unrolling as measured (NOTES.md).
+    # Somewhat more than k entries pass a sampled bound. Blocks, threads and unrolling as measured (DESIGN.md).
     entries = 4096 if problem.k <= 2048 else 8192
     if problem.num_columns <= 2048:
         return Config(256, 2, 4, 2048, 2048)
