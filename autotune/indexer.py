@@ -1,6 +1,6 @@
 """The steps around the indexer as cases: prepare, quantise, cache write, gather, compressed keys, groups to tokens.
 
-Inputs lie as a layer has them: q, k and w are slices of one projection, raw keys too; cache rows are dealt in no order.
+Inputs have the strides of a layer's: q, k and w are slices of one projection, raw keys too; cache rows are in random order.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Work:
 
     function: str  # of the public operator, and of its reference
     arguments: dict[str, Any]
-    tensors: tuple[Any, ...]  # positional arguments of a launch
+    tensors: tuple[Any, ...]  # the operator's Params
     outputs: tuple[Tensor | None, ...]  # those of `tensors` that are written and returned
     updated: tuple[str, ...] = ()  # names of the arguments that are updated in place
 
@@ -77,7 +77,7 @@ class IndexerCase(SeededCase[Work]):
 
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
-        work = self._work(seed=0)  # anew: a launch updates caches and rings
+        work = self._work(seed=0)  # made again, because a launch updates caches and rings
         launch_of(prepared, work.tensors)()
         found = [output for output in work.outputs if output is not None] + [work.arguments[name] for name in work.updated]
         names = [*(f"output {n}" for n in range(len(found) - len(work.updated))), *work.updated]
@@ -129,7 +129,7 @@ class _Maker:
         return order.to(getattr(torch, str(dtype)))
 
     def _cache(self, problem: IndexerCacheProblem, rows: int) -> tuple[Tensor, Tensor]:
-        """A cache of at least so many rows, with the flat form of its pages; every byte the same."""
+        """A cache of at least `rows` rows, and the flat form of its pages; every byte the same."""
         row = problem.head_dim + (4 if problem.scaled else 0)
         item = 2 if problem.cache_dtype == "bfloat16" else 1
         pages = -(-rows // _PAGE) + 1
@@ -184,7 +184,7 @@ class _Maker:
         return Work("prepare_indexer", arguments, params, (q_out, weights_out), ("cache",))
 
     def compress(self, problem: CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:
-        """Prompts from their start; steps of a few tokens somewhere behind it."""
+        """Prompts from their start; steps of a few tokens somewhere after it."""
         heads, dim, ratio = problem.num_kv_heads, problem.head_dim, problem.ratio
         starts = [0 if length > 2 * ratio else 1000 + n for n, length in enumerate(lengths)]
         tokens, size, most = sum(lengths), 2 * ratio, max(lengths) + 2000

@@ -1,6 +1,6 @@
 """The steps around the recurrence as cases: both convolutions, the projection split, the gates, the gated norm.
 
-Inputs lie as a layer has them: x of a convolution, a and b of the gates are slices of wider projections, and so is the
+Inputs have the strides of a layer's: x of a convolution, a and b of the gates are slices of wider projections, and so is the
 norm's gate where its problem keeps heads apart.
 """
 
@@ -43,7 +43,7 @@ class Work:
 
     function: str  # of the public operator, and of its reference
     arguments: dict[str, Any]  # its arguments
-    tensors: tuple[Any, ...]  # positional arguments of a launch
+    tensors: tuple[Any, ...]  # the operator's Params
     outputs: tuple[Tensor, ...]  # those of `tensors` that are written, full of NaN
     state: str | None = None  # name of the argument that is updated in place
 
@@ -86,7 +86,7 @@ class StepCase(SeededCase[Work]):
 
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
-        work = self._work(seed=0)  # anew: a launch updates the pool
+        work = self._work(seed=0)  # made again, because a launch updates the pool
         launch_of(prepared, work.tensors)()
         if work.state is not None and expected.state is not None:
             if not compare.same_bits(work.arguments[work.state], expected.state):
@@ -224,7 +224,7 @@ class _Maker:
     def rms_norm_gated(self, problem: RmsNormGatedProblem) -> Work:
         rows, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
         x = self._normal(rows, heads, dim, dtype=problem.dtype)
-        gap = 0 if heads == 1 else 2 * heads * dim  # what stands before z in a row of its projection
+        gap = 0 if heads == 1 else 2 * heads * dim  # elements before z in a row of its projection
         z = self._normal(rows, gap + heads * dim, dtype=problem.z_dtype)[:, gap:].unflatten(1, (heads, dim))
         weight = self._normal(dim, dtype=problem.weight_dtype)
         out = self._nan(rows, heads, dim, dtype=problem.dtype)

@@ -1,4 +1,4 @@
-"""What surrounds the indexer's logits: quantisation, norm and RoPE, the cache write, compressed keys, the prefix gather.
+"""Steps around the indexer's logits: quantisation, norm and RoPE, the cache write, compressed keys, the prefix gather.
 
 Formulas: gdn/reference/indexer.py.
 """
@@ -312,13 +312,14 @@ def compress_indexer_keys(
 ) -> None:
     """Compressed keys: the mean of each finished group of `ratio` tokens goes to the cache, raw keys to a ring.
 
-    raw_k [tokens, D] or [tokens, kv_heads, D] bfloat16 (float16, float32), any row stride. Tokens of one sequence stand
-        together with positions ascending by one; positions [tokens] int32 or int64.
+    raw_k [tokens, D] or [tokens, kv_heads, D] bfloat16 (float16, float32), any row stride. Tokens of one sequence are
+        neighbours, with positions ascending by one. positions [tokens] int32 or int64: a token whose position is negative, or
+        larger than int32 holds, is skipped whole.
     ring [sequences, size, D] or [sequences, size, kv_heads, D] of raw_k's dtype: raw key of position p at row p % size of
         the sequence's slot; size a multiple of ratio (ratio plus drafts, rounded up). Read before it is overwritten.
     ring_slots [tokens] int32 or int64: slot of the token's sequence; negative or null_slot: the token is skipped whole.
     cache: as `gdn.paged_mqa_logits`, its rows counting groups. slot_mapping [tokens] int64 or int32: the cache row of the
-        token's group, read at tokens with (pos + 1) % ratio == 0; negative = skip.
+        token's group, read at tokens with (pos + 1) % ratio == 0; negative, or larger than int32 holds, = skip.
     cos_sin, rotary_dim, k_norm, eps, zero_centred: as `gdn.prepare_indexer`; the rotation is that of the group's first
         position.
     backend: as in chunk_gated_delta_rule.

@@ -67,8 +67,8 @@ def select_rows(
 ) -> torch.Tensor:
     """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read.
 
-    num_keys: row_starts and row_ends are ranges of so many keys, and column 0 is the first key of each.
-    drafts: row_ends [rows / drafts] are those of the last of so many rows; each row before it has one column less.
+    num_keys: row_starts and row_ends are ranges of num_keys keys, and column 0 is the first key of each.
+    drafts: row_ends [rows / drafts] belong to the last of `drafts` rows; each row before it has one column less.
     """
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
@@ -134,10 +134,10 @@ def expand_topk_groups(
 ) -> torch.Tensor:
     """Selected groups of `ratio` tokens as token positions, with the causal tail: int32 [tokens, k * ratio + ratio - 1].
 
-    group_indices [tokens, k] int32 or int64, -1 = none; positions [tokens] int32 or int64 of the query tokens (negative:
-    no tail). The tail is the query's own unfinished group: (pos + 1) // ratio * ratio up to and with pos. Groups keep
-    their order, the tail follows, -1 is last. backend: as in chunk_gated_delta_rule. ValueError or TypeError before anything
-    is written.
+    group_indices [tokens, k] int32 or int64: negative, or larger than int32 holds, = no group. positions [tokens] int32 or
+    int64 of the query tokens: negative, or larger than int32 holds, = no tail. The tail is the query's own unfinished group:
+    (pos + 1) // ratio * ratio up to and including pos. Groups keep their order, the tail follows, -1 is last.
+    backend: as in chunk_gated_delta_rule. ValueError or TypeError before anything is written.
     """
     check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape

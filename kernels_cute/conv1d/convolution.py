@@ -33,7 +33,7 @@ def refusal(problem: ConvolutionProblem) -> str | None:
 
 
 def threads_fit(problem: ConvolutionProblem, threads: int) -> bool:
-    """Whether a block of so many threads may share a row: no more than half of them are idle."""
+    """Whether blocks of this size are allowed: at most half of the threads are idle."""
     return threads in THREADS and (threads == THREADS[0] or threads * CHANNELS < 2 * problem.dim)
 
 

@@ -3,7 +3,7 @@
     y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
-input first. `gdn.problems.Conv1dProblem` is the contract.
+input first. `gdn.problems.Conv1dParams` is the contract.
 
 A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in
 registers, so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start
@@ -36,8 +36,8 @@ TUNED_WITHIN = 0.5
 
 @dataclass(frozen=True)
 class Config:
-    threads: int  # threads of a block, 8 channels each
-    rows: int  # tokens of a block: more of them re-read fewer rows, fewer make more blocks
+    threads: int  # threads per block, 8 channels each
+    rows: int  # tokens per block: more of them re-read fewer rows, fewer make more blocks
     batch: int  # rows of x that a thread loads at once: more bytes in flight, more registers
     min_threads_per_sm: int = 384  # resident threads that registers must allow: at most 65536 / min_threads_per_sm a thread
 

@@ -3,7 +3,7 @@
     y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first. `gdn.problems.Conv1dUpdateProblem` is the contract.
+first. `gdn.problems.Conv1dUpdateParams` is the contract.
 
 A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any
 column of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft
@@ -33,7 +33,7 @@ TUNED_WITHIN = 1.5
 
 @dataclass(frozen=True)
 class Config:
-    threads: int  # threads of a block, 8 channels each
+    threads: int  # threads per block, 8 channels each
     batch: int  # rows of x that a thread loads at once: all tokens of a sequence, or a few
 
 
@@ -58,7 +58,7 @@ def configs(problem: Conv1dUpdateProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: Conv1dUpdateProblem, device: DeviceSpec) -> Config:
-    """All tokens of a sequence at once up to 4, and blocks wide enough that there are two per SM."""
+    """Up to 4 tokens of a sequence at once, and the widest blocks that leave two per SM."""
     per_sequence = problem.num_tokens / max(problem.num_sequences, 1)
     batch = 4 if per_sequence > 2 else 2 if per_sequence > 1 else 1
     feasible = [config for config in configs(problem, device) if config.batch == batch or problem.has_parent]
