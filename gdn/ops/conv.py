@@ -356,7 +356,7 @@ def _check_update_slots(
     window: int,
     strict: bool,
 ) -> None:
-    """What a decode step reads and writes of the windows: one slot a sequence, or in a draft tree one a node."""
+    """Checks the slots that a decode step reads and writes: one per sequence, or one per node of a draft tree."""
     name, num_windows = "conv_state_indices", conv_state.shape[2] - window + 1
     if indices is not None and indices.dim() == 2:
         num_windows = indices.shape[1] if parent_token is not None else min(num_windows, indices.shape[1])

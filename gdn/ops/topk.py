@@ -93,8 +93,8 @@ def select_rows(
 ) -> torch.Tensor:
     """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read.
 
-    num_keys: row_starts and row_ends are ranges of so many keys, and column 0 is the first key of each.
-    drafts: row_ends [rows / drafts] are those of the last of so many rows; each row before it has one column less.
+    num_keys: row_starts and row_ends are ranges of num_keys keys, and column 0 is the first key of each.
+    drafts: row_ends [rows / drafts] belong to the last of `drafts` rows; each row before it has one column less.
     """
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
@@ -166,9 +166,9 @@ def expand_topk_groups(
     Parameters
     ----------
     group_indices : Tensor [tokens, k]
-        Selected groups, int32 or int64; -1 = none.
+        Selected groups, int32 or int64; negative, or larger than int32 holds, = none.
     positions : Tensor [tokens]
-        Position of each query token, int32 or int64; negative = no tail.
+        Position of each query token, int32 or int64; negative, or larger than int32 holds, = no tail.
     ratio : int
         Tokens per group, >= 1.
     out : Tensor [tokens, k * ratio + ratio - 1] of int32, optional
