@@ -36,6 +36,7 @@ from kernels_tl.chunk.types import (
     Tensors,
     bounds_tensor,
     checkpoint_tensor,
+    exit_macro,
     find_ranked,
     find_segment,
     row_tensor,
@@ -44,7 +45,6 @@ from kernels_tl.chunk.types import (
     state_tensor,
     tiles_tensor,
     token_tensor,
-    turn,
 )
 
 STAGES = 3  # chunks in shared memory at a time
@@ -285,7 +285,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
     checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
     checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
 
-    take_turn = turn(decides, cuts=True)
+    exit_unless_chosen = exit_macro(decides, cuts=True)
     load_state = state_loader(problem, columns)
     steps, stores, copies, math = (
         chain_macros(problem, columns), store_macros(problem, columns), _copy_macros(problem), _math_macros(problem),
@@ -345,7 +345,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
                 null_slot=null_slot,
             )  # fmt: skip
 
-            take_turn(cu_seqlens, bounds, cut_above)
+            exit_unless_chosen(cu_seqlens, bounds, cut_above)
             if split:
                 find_segment(cu_seqlens, bounds, piece_slot, segment, place)
                 if has_checkpoints:

@@ -39,6 +39,7 @@ from kernels_tl.chunk.types import (
     TRANSITION_DTYPE,
     Tensors,
     bounds_tensor,
+    exit_macro,
     find_segment,
     row_tensor,
     starts_tensor,
@@ -47,7 +48,6 @@ from kernels_tl.chunk.types import (
     tiles_tensor,
     token_tensor,
     transitions_tensor,
-    turn,
 )
 
 SUMMARY_STAGES = 3
@@ -252,7 +252,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
     index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
     mask_type = row_tensor("mask", bounds, problem, "bool" if has_mask else None)
     bounds_type = bounds_tensor(bounds, problem)
-    take_turn = turn(decides, cuts=True)
+    exit_unless_chosen = exit_macro(decides, cuts=True)
     load_state = state_loader(problem, columns)
     steps = chain_macros(problem, columns)
     roles = _summary_macros(problem, columns)
@@ -285,7 +285,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
                 {buffer: make_swizzled_layout(buffer) for buffer in shared.v} | {registers.v: transposed_accumulator(columns)}
             )
 
-            take_turn(cu_seqlens, bounds, cut_above)
+            exit_unless_chosen(cu_seqlens, bounds, cut_above)
             find_segment(cu_seqlens, bounds, piece, segment, place)
             sequence = place[0]
             index = place[1]
@@ -346,7 +346,7 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
     bounds, segment_slots = T.dynamic("num_bounds"), T.dynamic("num_segment_slots")
     index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
     bounds_type = bounds_tensor(bounds, problem)
-    take_turn = turn(decides, cuts=True)
+    exit_unless_chosen = exit_macro(decides, cuts=True)
 
     @T.macro
     def load(source, target, barriers, stage, piece, head, before, after):
@@ -403,7 +403,7 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
             live = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
 
-            take_turn(cu_seqlens, bounds, cut_above)
+            exit_unless_chosen(cu_seqlens, bounds, cut_above)
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
             first[0] = whole_begin // (segment * CHUNK) + sequence + 1  # the second segment's slot

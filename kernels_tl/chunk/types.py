@@ -103,12 +103,15 @@ def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
     T.sync_threads()  # bulk copies write where the lengths lie
 
 
-def turn(decides: bool, cuts: bool) -> Any:
-    """A macro that ends a launch at once whose turn it is not, of a call that has launches for whole sequences and for segments
-    (`cuts`): these have theirs where the longest sequence has more than cut_above tokens. Without `decides` it is nothing."""
+def exit_macro(decides: bool, cuts: bool) -> Any:
+    """A macro that ends a launch which the lengths of the call do not choose.
+
+    With `decides`, a call launches kernels for whole sequences and kernels for segments (`cuts`); the latter work if the longest
+    sequence has more than cut_above tokens. Without `decides` the macro does nothing.
+    """
 
     @T.macro
-    def take_turn(cu_seqlens, bounds, cut_above):
+    def exit_unless_chosen(cu_seqlens, bounds, cut_above):
         if decides:
             longest = T.alloc_var("int32", init=0)
             for sequence in T.serial(bounds - 1):
@@ -116,7 +119,7 @@ def turn(decides: bool, cuts: bool) -> Any:
             if (longest <= cut_above) if cuts else (longest > cut_above):
                 T.thread_return()
 
-    return take_turn
+    return exit_unless_chosen
 
 
 def num_tiles(problem: ChunkProblem) -> int:
