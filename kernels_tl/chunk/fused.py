@@ -56,9 +56,9 @@ from kernels_tl.chunk.makers import (
     ring_allocation,
     ring_slot,
 )
-from kernels_tl.chunk.prepare import DIAGONAL_PITCH
 from kernels_tl.chunk.product import product_role
 from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, chain_macros, store_macros, transposed_accumulator
+from kernels_tl.chunk.tile_math import DIAGONAL_PITCH
 from kernels_tl.chunk.types import (
     CHUNK,
     HALF,

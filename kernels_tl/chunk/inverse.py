@@ -17,7 +17,7 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.makers import KEY_BUFFERS, WARPGROUP
-from kernels_tl.chunk.prepare import BLOCK, NORM_EPS, SHORT, scales_of
+from kernels_tl.chunk.tile_math import BLOCK, NORM_EPS, SHORT, scales_of
 from kernels_tl.chunk.types import CHUNK, HALF
 
 INVERSE_SYNC = 5  # a named barrier

@@ -16,7 +16,7 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.gates import LOG2_E, gate_macros
-from kernels_tl.chunk.prepare import DIAGONAL_PITCH
+from kernels_tl.chunk.tile_math import DIAGONAL_PITCH
 from kernels_tl.chunk.types import CHUNK, HALF, NUM_VECTORS
 
 CHAINS = 2  # blocks of a cluster that run the chain, 64 V columns each; the others only make tiles

@@ -8,7 +8,7 @@ import tilelang.language as T
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.inverse import QUARTER
 from kernels_tl.chunk.makers import CHAINS, KEY_BUFFERS, ring_slot
-from kernels_tl.chunk.prepare import BLOCK, NORM_EPS, right_operands, square_rows
+from kernels_tl.chunk.tile_math import BLOCK, NORM_EPS, right_operands, square_rows
 from kernels_tl.chunk.types import (
     CHUNK,
     HALF,
