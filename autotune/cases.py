@@ -84,8 +84,8 @@ class _DeltaCase:
         """Positional tensors of a launch, and which of them is out."""
         if isinstance(self._problem, ChunkProblem):
             workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=self._device)
-            tensors = inputs.chunk_tensors(self._problem, arguments, workspace)
-            return tensors, tensors[-4]
+            params = inputs.chunk_tensors(self._problem, arguments, workspace)
+            return params, params.out
         tensors = inputs.recurrent_tensors(self._problem, arguments)
         return tensors, tensors[-3]
 

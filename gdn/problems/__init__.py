@@ -1,7 +1,14 @@
 """What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
-from gdn.problems.delta_rule import ChunkProblem, DeltaRuleProblem, GdnDecodeProblem, RecurrentProblem, unserved_dtypes
+from gdn.problems.delta_rule import (
+    ChunkParams,
+    ChunkProblem,
+    DeltaRuleProblem,
+    GdnDecodeProblem,
+    RecurrentProblem,
+    unserved_dtypes,
+)
 from gdn.problems.indexer import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
@@ -24,6 +31,7 @@ from gdn.problems.steps import (
 
 __all__ = [
     "COMPILES",
+    "ChunkParams",
     "ChunkProblem",
     "CompressIndexerKeysProblem",
     "Conv1dProblem",

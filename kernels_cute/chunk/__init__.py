@@ -12,13 +12,13 @@ L2 norms of q and k are row scales and enter as factors; raw gates are evaluated
 contract: q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V], out [1, L, HS, V] bfloat16 | float16; g, beta [1, L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
-The kernel, its roles and barriers: _chunk_fused.py, with _chunk_{state,tiles,copies}.py; which block works on what:
-_chunk_items.py; tiles in shared memory: _chunk_layouts.py. With `segment` a sequence is cut into pieces that run side by side:
-_chunk_segments.py (slots, workspace), _chunk_summary.py (first launch), _chunk_compose.py (second).
-With `makers` a head has four SMs instead of two: _chunk_wide.py. With `cut_above` both whole sequences and segments are launched,
-and the lengths decide on the device which of the launches work: _chunk_choice.py.
+The kernel, its roles and barriers: fused.py, with state.py, tiles.py and copies.py; which block works on what: scheduler.py;
+tiles in shared memory: layouts.py. With `split_chunks` a sequence is split into segments that run side by side: split/segments.py
+(slots, workspace), split/summary.py (first launch), split/compose.py (second). With `num_four_sm_clusters` a head has four SMs
+instead of two: four_sm/kernel.py. With `split_if_longest_exceeds` both whole sequences and segments are launched, and the lengths
+decide on the device which of the launches work: dispatch.py.
 
-Head dims other than 64 and 128: _chunk_stand_in.py.
+Head dims other than 64 and 128: head_dims/stand_in.py.
 """
 
 import functools
@@ -35,9 +35,9 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, unserved_dtypes
+from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_cute.chunk.four_sm.kernel import WideChunk
-from kernels_cute.chunk.four_sm.shape import DIM, MAKERS, chain_bytes, maker_bytes, ring_bytes, scaled_parts
+from kernels_cute.chunk.four_sm.shape import DIM, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.head_dims import stand_in as _chunk_stand_in
 from kernels_cute.chunk.plan import (
@@ -49,21 +49,20 @@ from kernels_cute.chunk.plan import (
     wide_places,
 )
 from kernels_cute.chunk.scheduler import places_limit
-from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, key_stages
+from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, KEY_STAGES, SCRATCH_BYTES, STAGES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.split import summary as _chunk_summary
 from kernels_cute.chunk.split.compose import SplitChunk
 from kernels_cute.chunk.split.segments import num_slots, summary_bytes
 from kernels_cute.common.memory import CUTE_DTYPES, fake
 
 ENTRY = "gdn_cute_chunk"
-_CUT_ENTRY = "gdn_cute_chunk_cut"  # beside it, with `cut_above`
+_SPLIT_ENTRY = "gdn_cute_chunk_split"  # next to it, with `split_if_longest_exceeds`
 _HEAD_DIMS = (64, 128)
 _BARRIER_BYTES = 1024  # most of the barriers, records and order, and of what aligning the vectors behind them costs
 # Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
 # its threads; with less than this ptxas spills, or serialises the products.
 _REGISTERS = (232, 128, 112, 40)
-_STAGES = 4  # all that fit
-_ALL_PLACES = 2**31 - 1
+_ALL_CLUSTERS = 2**31 - 1
 
 
 # An entry of a tuned table serves calls of nearly its sizes (see gdn.runtime.tuned): for others another design may be faster, and
@@ -71,26 +70,30 @@ _ALL_PLACES = 2**31 - 1
 TUNED_WITHIN = 0.25
 
 
+def _not_compiled(value: int) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Config:
-    paired: bool  # the two 64-column blocks of a head make M and P for each other, in turns
-    stages: int  # chunks of q and v in shared memory, of k one more (not with 2): more hide the way from memory through M and P
-    prefetch: int  # chunks ahead of a copy that the L2 cache is asked for; 0 = none
-    # Chunks of a segment: longer sequences are cut into such pieces, which run side by side; 0 = sequences are whole. A scalar of
+    # Chunks of Q and V in shared memory: 4, and 5 of K; with four SMs a head 2 or 3, and as many of K.
+    stages: int
+    prefetch: int  # chunks ahead of a copy that are prefetched into the L2 cache: 0 or 2
+    # Chunks per segment: longer sequences are split into segments, which run side by side; 0 = sequences are whole. A scalar of
     # the launch.
-    segment: int = field(default=0, metadata={"compiled": bool})
-    # Blocks that make tiles for the two that carry the state of a sequence and head: 2, or 0 = the two make them.
-    makers: int = 0
-    # Clusters (pairs, or blocks alone) of a launch at most, each with item after item; 0 = a cluster has one item, and there are
-    # as many as items. A scalar of the launch. Without segments. With makers: clusters of four that run side by side, or 0.
-    places: int = field(default=0, metadata={"compiled": bool})
-    # With makers: sequences and heads at most that run beside those of the clusters of four, their tiles going through the L2
-    # cache. Of more none does, and all take places in turn. A scalar of the launch.
-    ringed: int = field(default=0, metadata={"compiled": bool})
-    # Tokens: sequences are cut into segments only where the longest of the call has more, else they are whole; 0 = always.
-    # Lengths stand on the device, so both ways are launched. Stages, makers, places and ringed are those of whole sequences. A
-    # scalar of the launch.
-    cut_above: int = field(default=0, metadata={"compiled": bool})
+    split_chunks: int = field(default=0, metadata={"compiled": bool})
+    # Tokens: sequences are split only where the longest of the call has more, else they are whole; 0 = always. Lengths are on the
+    # device, so both variants are launched. Every other field but `split_chunks` is that of whole sequences. A scalar of the
+    # launch.
+    split_if_longest_exceeds: int = field(default=0, metadata={"compiled": bool})
+    # Clusters (of two SMs, at D = 64 of one) of a persistent grid, each of which takes one work tile after the other;
+    # 0 = one cluster per work tile. A scalar of the launch. Whole sequences only.
+    num_persistent_clusters: int = field(default=0, metadata={"compiled": bool})
+    # Clusters of four SMs that run at once, each with a sequence and head; 0 = a head has two SMs. A scalar of the launch.
+    num_four_sm_clusters: int = field(default=0, metadata={"compiled": bool})
+    # With four SMs a head: number of (sequence, head) groups that may use the L2 ring, next to those in clusters of four. If more
+    # are left over, none does and all of them are queued on clusters of four. A scalar of the launch.
+    max_l2_ring_groups: int = field(default=0, metadata={"compiled": _not_compiled})
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -113,55 +116,52 @@ def note(problem: ChunkProblem) -> str | None:
     return None if problem.head_k_dim in _HEAD_DIMS else _chunk_stand_in.note(problem)
 
 
-def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
+def _shared_bytes(problem: ChunkProblem) -> int:
     key = CHUNK * 2 * problem.head_k_dim
     stage = key + CHUNK * 2 * 64  # of Q and V
     tiles = BUFFERS * 2 + 1  # M and P, and L
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
-    shared = config.stages * stage + key_stages(config.stages) * key + tiles * TILE_BYTES
+    shared = STAGES * stage + KEY_STAGES * key + tiles * TILE_BYTES
     return shared + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
-def _summary_shared_bytes(problem: ChunkProblem, config: Config) -> int:
+def _summary_shared_bytes(problem: ChunkProblem) -> int:
     stage = CHUNK * 2 * 2 * problem.head_k_dim
     tiles = BUFFERS + 2  # M, and L and zeros
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
     return _chunk_summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
-def _wide_shared_bytes(problem: ChunkProblem, config: Config) -> int:
+def _four_sm_shared_bytes(problem: ChunkProblem, config: Config) -> int:
     return max(chain_bytes(config.stages), maker_bytes(scaled_parts(problem.dtype == "bfloat16")))
 
 
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if problem.head_k_dim not in _HEAD_DIMS:
         return bool(_chunk_stand_in.kernel(problem).fits(_chunk_stand_in.stand_in(problem), config, device))
-    if config.cut_above:
-        ways = [replace(way, cut_above=0) for way in _ways(config)]
-        return config.cut_above > 0 and config.segment > 0 and all(fits(problem, way, device) for way in ways)
-    if config.makers:
+    if config.split_if_longest_exceeds:
+        variants = [replace(variant, split_if_longest_exceeds=0) for variant in _variants(config)]
+        is_split = config.split_if_longest_exceeds > 0 and config.split_chunks > 0
+        return is_split and all(fits(problem, variant, device) for variant in variants)
+    if config.prefetch not in (0, 2):
+        return False
+    if config.num_four_sm_clusters:
         return (
-            config.makers == MAKERS
+            config.num_four_sm_clusters > 0
+            and config.max_l2_ring_groups >= 0
             and problem.head_v_dim == DIM
-            and config.stages >= 2
-            and config.prefetch >= 0
-            and config.segment == 0
-            and config.places >= 0
-            and config.ringed >= 0
-            and config.places + config.ringed > 0
-            and _wide_shared_bytes(problem, config) <= device.shared_bytes_per_block
+            and config.stages in (2, 3)
+            and config.split_chunks == 0
+            and config.num_persistent_clusters == 0
+            and _four_sm_shared_bytes(problem, config) <= device.shared_bytes_per_block
         )
     return (
-        (not config.paired or problem.head_v_dim == 128)
-        and config.stages >= 2
-        and config.prefetch >= 0
-        and config.segment >= 0
-        and 0 <= config.places <= places_limit(config.paired)
-        and config.ringed == 0
-        # Inverse waits for every second fill of such a stage only, see the notes.
-        and not (config.places > 0 and config.paired and config.stages % 2 == 1)
-        and _shared_bytes(problem, config) <= device.shared_bytes_per_block
-        and (config.segment == 0 or _summary_shared_bytes(problem, config) <= device.shared_bytes_per_block)
+        config.stages == STAGES
+        and config.split_chunks >= 0
+        and 0 <= config.num_persistent_clusters <= places_limit(problem.head_v_dim == 128)
+        and config.max_l2_ring_groups == 0
+        and _shared_bytes(problem) <= device.shared_bytes_per_block
+        and (config.split_chunks == 0 or _summary_shared_bytes(problem) <= device.shared_bytes_per_block)
     )
 
 
@@ -170,28 +170,33 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.kernel(problem).default_config(_chunk_stand_in.stand_in(problem), device)
     narrow = _narrow_config(problem, device)
-    is_whole = narrow.segment == 0 or narrow.cut_above > 0
-    return _wide(narrow, device) if is_whole and is_wide(problem, device) else narrow
+    is_whole = narrow.split_chunks == 0 or narrow.split_if_longest_exceeds > 0
+    return _four_sm(narrow, device) if is_whole and is_wide(problem, device) else narrow
 
 
 def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """Every stage that fits: a chunk is loaded, prepared and handed over while the chunks before it are worked on."""
-    segment, cut_above = default_split(problem, device)
-    paired = problem.head_v_dim == 128
-    places = 0 if segment else default_places(problem, paired, device)
+    """The default with two SMs a head, at D = 64 one."""
+    split_chunks, split_if_longest_exceeds = default_split(problem, device)
+    clusters = 0 if split_chunks else default_places(problem, device)
     return Config(
-        paired=paired,
-        stages=_STAGES,
-        prefetch=default_prefetch(problem, segment, places),
-        segment=segment,
-        places=places,
-        cut_above=cut_above,
+        stages=STAGES,
+        prefetch=default_prefetch(problem, split_chunks, clusters),
+        split_chunks=split_chunks,
+        split_if_longest_exceeds=split_if_longest_exceeds,
+        num_persistent_clusters=clusters,
     )
 
 
-def _wide(narrow: Config, device: DeviceSpec) -> Config:
-    places, ringed = wide_places(device)
-    return replace(narrow, stages=3, prefetch=0, makers=MAKERS, places=places, ringed=ringed)
+def _four_sm(narrow: Config, device: DeviceSpec) -> Config:
+    clusters, ring_groups = wide_places(device)
+    return replace(
+        narrow,
+        stages=3,
+        prefetch=0,
+        num_persistent_clusters=0,
+        num_four_sm_clusters=clusters,
+        max_l2_ring_groups=ring_groups,
+    )
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
@@ -201,75 +206,79 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    """Where lengths that nobody knows decide, no table should: both ways are in all of it."""
+    """Where lengths that nobody knows decide, no table should: every candidate launches both variants."""
     narrow = _narrow_config(problem, device)
     splits = splits_to_try(problem, device)
-    if narrow.cut_above:
-        for segment, cut_above in splits:
-            if segment != narrow.segment:
-                yield replace(default_config(problem, device), segment=segment, cut_above=cut_above)
+    if narrow.split_if_longest_exceeds:
+        for split_chunks, longest in splits:
+            if split_chunks != narrow.split_chunks:
+                default = default_config(problem, device)
+                yield replace(default, split_chunks=split_chunks, split_if_longest_exceeds=longest)
     else:
-        for (segment, _), prefetch in product(splits, (0, 2)):
-            yield replace(narrow, segment=segment, prefetch=prefetch, places=0)
-        narrow = replace(narrow, segment=0)
-    for paired, stages, prefetch in product((False, True), (2, 3, 4), (0, 2, 4)):
-        for places in sorted({0, default_places(problem, paired, device)}):
-            yield replace(narrow, paired=paired, stages=stages, prefetch=prefetch, places=places)
+        for (split_chunks, _), prefetch in product(splits, (0, 2)):
+            yield replace(narrow, split_chunks=split_chunks, prefetch=prefetch, num_persistent_clusters=0)
+        narrow = replace(narrow, split_chunks=0)
+    for prefetch, clusters in product((0, 2), sorted({0, default_places(problem, device)})):
+        yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
-            yield replace(_wide(narrow, device), stages=stages, prefetch=prefetch)
+            yield replace(_four_sm(narrow, device), stages=stages, prefetch=prefetch)
 
 
-def _ways(config: Config) -> tuple[Config, ...]:
-    """What is launched, one after the other: whole sequences and segments, each of which may find that it is the other's turn; or
-    the configuration itself."""
-    return _both_ways(config) if config.cut_above else (config,)
+def _variants(config: Config) -> tuple[Config, ...]:
+    """The launches to issue: with `split_if_longest_exceeds` those of whole sequences and those of segments, each of which exits
+    early if the lengths call for the other one; else the configuration itself."""
+    return _both_variants(config) if config.split_if_longest_exceeds else (config,)
 
 
 @functools.lru_cache(maxsize=256)  # every launch asks
-def _both_ways(config: Config) -> tuple[Config, Config]:
-    return replace(config, segment=0), replace(config, stages=_STAGES, makers=0, places=0, ringed=0)
+def _both_variants(config: Config) -> tuple[Config, Config]:
+    split = replace(config, stages=STAGES, num_persistent_clusters=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
+    return replace(config, split_chunks=0), split
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    """One of the ways works at a time."""
+    """Bytes of the variant that needs more: one of them works at a time."""
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.workspace_bytes(problem, config)
-    return max(_workspace_bytes(problem, way) for way in _ways(config))
+    return max(_workspace_bytes(problem, variant) for variant in _variants(config))
 
 
 def _workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    if config.makers:
-        return ring_bytes(_ringed(problem.num_sequences * problem.num_state_heads, config))
-    if config.segment == 0:
+    if config.num_four_sm_clusters:
+        return ring_bytes(_num_l2_ring_groups(problem.num_sequences * problem.num_state_heads, config))
+    if config.split_chunks == 0:
         return 0
-    slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.segment)
+    slots = num_slots(problem.num_tokens, problem.num_sequences, CHUNK * config.split_chunks)
     return slots * problem.num_state_heads * summary_bytes(problem.head_k_dim)
 
 
 def _uses_workspace(config: Config) -> bool:
-    return bool(config.segment or config.makers)
+    return bool(config.split_chunks or config.num_four_sm_clusters)
 
 
-def _ringed(groups: int, config: Config) -> int:
-    """Of so many sequences and heads of the wide form, those whose tiles go through the L2 cache."""
-    rest = max(groups - config.places, 0)
-    return rest if config.places == 0 or rest <= config.ringed else 0
+def _num_l2_ring_groups(num_groups: int, config: Config) -> int:
+    """Number of (sequence, head) groups of the four-SM form whose tiles go through the L2 cache."""
+    rest = max(num_groups - config.num_four_sm_clusters, 0)
+    return rest if rest <= config.max_l2_ring_groups else 0
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     if problem.head_k_dim not in _HEAD_DIMS:
         return _chunk_stand_in.compile(problem, config)
-    ways = dict(zip((ENTRY, _CUT_ENTRY), _ways(config), strict=False))
-    return {entry: build.library(entry, _kernel(problem, way).launch, *_arguments(problem, way)) for entry, way in ways.items()}
+    variants = dict(zip((ENTRY, _SPLIT_ENTRY), _variants(config), strict=False))
+    return {
+        entry: build.library(entry, _kernel(problem, variant).launch, *_arguments(problem, config, variant))
+        for entry, variant in variants.items()
+    }
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
     heads = problem.num_state_heads
     has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    kernel: Callable[..., FusedChunk] = SplitChunk if config.segment > 0 else FusedChunk
-    if config.makers:
-        kernel = functools.partial(WideChunk, fours=config.places > 0, ringed=config.ringed > 0)
+    kernel: Callable[..., FusedChunk] = SplitChunk if config.split_chunks > 0 else FusedChunk
+    if config.num_four_sm_clusters:
+        kernel = WideChunk
     return kernel(
         heads=heads,
         q_group=heads // problem.num_q_heads,
@@ -289,155 +298,77 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
         has_final=problem.has_final_state,
         has_final_indices=problem.has_final_indices,
         has_checkpoints=problem.has_checkpoints,
-        num_state=1,
-        paired=config.paired,
         stages=config.stages,
         prefetch=config.prefetch,
         registers=_REGISTERS,
-        deals=config.places > 0 and config.segment == 0 and config.makers == 0,
-        decides=config.cut_above > 0,
+        deals=config.num_persistent_clusters > 0,
+        decides=config.split_if_longest_exceeds > 0,
     )
 
 
-def _arguments(problem: ChunkProblem, config: Config) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function. An absent tensor is stood in for by cu_seqlens."""
-    heads = problem.num_state_heads
-    num_tokens = cute.sym_int()
+def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[Any]:
+    """Fake Params and scalars in the order of the compiled function."""
+    heads, dim = problem.num_state_heads, problem.head_k_dim
+    num_tokens, columns = cute.sym_int(), cute.sym_int()
 
-    def bounds() -> Any:
-        return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)
-
-    def tokens(count: int, dim: int) -> Any:
+    def tokens(count: int) -> Any:
         return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
 
     def gate(dtype: str | None) -> Any:
-        return bounds() if dtype is None else fake(dtype, 1, num_tokens, heads)
+        return None if dtype is None else fake(dtype, 1, num_tokens, heads)
 
-    def per_head() -> Any:
-        return fake("float32", heads, last=1) if problem.use_gate and problem.gate_dtype is not None else bounds()
+    def state(dtype: str) -> Any:
+        return fake(dtype, cute.sym_int64(), heads, dim, dim, last=1)
 
-    def state(dtype: str | None) -> Any:
-        if dtype is None:
-            return bounds()
-        inner = (problem.head_k_dim, problem.head_v_dim)
-        return fake(dtype, cute.sym_int64(), heads, *(inner[::-1] if problem.state_v_first else inner), last=1)
-
-    def rows(dtype: str | None) -> Any:
-        return bounds() if dtype is None else fake(dtype, cute.sym_int())
+    def indices(dtype: str | None) -> Any:
+        return None if dtype is None else fake(dtype, cute.sym_int())
 
     def checkpoints(dtype: str | None) -> Any:
-        return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else bounds()
+        return fake(dtype, cute.sym_int(), columns, last=1) if problem.has_checkpoints and dtype is not None else None
 
-    columns = cute.sym_int()
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), stride=(1,), assumed_align=256)
-    final_dtype = problem.state_dtype if problem.pooled else "float32"
-    return [
-        tokens(problem.num_q_heads, problem.head_k_dim),
-        tokens(problem.num_k_heads, problem.head_k_dim),
-        tokens(problem.num_v_heads, problem.head_v_dim),
-        gate(problem.gate_dtype),
-        gate(problem.beta_dtype),
-        per_head(),
-        per_head(),
-        state(problem.state_dtype if problem.has_initial_state else None),
-        rows(problem.index_dtype),
-        rows("bool" if problem.has_mask else None),
-        state(final_dtype if problem.has_final_state else None),
-        rows(problem.index_dtype if problem.has_final_indices else None),
-        checkpoints("int32"),
-        checkpoints(problem.index_dtype),
-        bounds(),
-        tokens(heads, problem.head_v_dim),
-        *([workspace] if _uses_workspace(config) else []),
-        cutlass.Float32(1.0),
-        cutlass.Int64(-1),
-        # Tokens of a segment, slots; or places, or what goes through the ring.
-        *([cutlass.Int32(CHUNK), cutlass.Int32(1)] if config.segment else [cutlass.Int32(1)]),
-        cutlass.Int32(0),  # cut_above
-    ]
-
-
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    A_log: Any,
-    dt_bias: Any,
-    initial_state: Any,
-    state_indices: Any,
-    has_initial_state: Any,
-    final_state: Any,
-    final_state_indices: Any,
-    cu_seqlens: Any,
-    checkpoint_offsets: Any,
-    checkpoint_slots: Any,
-    out: Any,
-    workspace: Any,
-    scale: float,
-    null_slot: int,
-) -> None:
-    problem: ChunkProblem = compiled.problem
-    num_sequences = cu_seqlens.shape[0] - 1
-    num_tokens = q.shape[1]
-    if num_tokens == 0 or num_sequences == 0:  # an empty tensor has no address to pass
-        out.zero_()
-        _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
-        return
-    if problem.head_k_dim not in _HEAD_DIMS:
-        _chunk_stand_in.launch(
-            compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
-            final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
-        )  # fmt: skip
-        return
-    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
-    has_gate = problem.gate_dtype is not None
-    raw = has_gate and problem.use_gate
-    tensors = (
-        q,
-        k,
-        v,
-        g if has_gate else absent,
-        beta if problem.beta_dtype is not None else absent,
-        A_log if raw else absent,
-        dt_bias if raw else absent,
-        initial_state if problem.has_initial_state else absent,
-        state_indices if problem.pooled else absent,
-        has_initial_state if problem.has_mask else absent,
-        final_state if problem.has_final_state else absent,
-        final_state_indices if problem.has_final_indices else absent,
-        checkpoint_offsets if problem.has_checkpoints else absent,
-        checkpoint_slots if problem.has_checkpoints else absent,
-        cu_seqlens,
-        out,
+    params = ChunkParams(
+        q=tokens(problem.num_q_heads),
+        k=tokens(problem.num_k_heads),
+        v=tokens(problem.num_v_heads),
+        g=gate(problem.gate_dtype),
+        beta=gate(problem.beta_dtype),
+        A_log=fake("float32", heads, last=1) if problem.use_gate else None,
+        dt_bias=fake("float32", heads, last=1) if problem.use_gate else None,
+        initial_state=state(problem.state_dtype) if problem.has_initial_state else None,
+        state_indices=indices(problem.index_dtype),
+        has_initial_state=indices("bool" if problem.has_mask else None),
+        final_state=state(problem.state_dtype if problem.pooled else "float32") if problem.has_final_state else None,
+        final_state_indices=indices(problem.index_dtype if problem.has_final_indices else None),
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        checkpoint_offsets=checkpoints("int32"),
+        checkpoint_slots=checkpoints(problem.index_dtype),
+        out=tokens(heads),
+        workspace=workspace if any(_uses_workspace(one) for one in _variants(config)) else None,
+        scale=cutlass.Float32(1.0),
+        null_slot=cutlass.Int64(-1),
     )
-    for entry, way in zip((ENTRY, _CUT_ENTRY), _ways(compiled.config), strict=False):
-        scalars = _scalars(way, problem, num_tokens, num_sequences)
-        if _uses_workspace(way):
-            compiled.functions[entry](*tensors, workspace, scale, null_slot, *scalars)
-        else:
-            compiled.functions[entry](*tensors, scale, null_slot, *scalars)
+    # Tokens of a segment, slots; or the number of clusters, or of groups of the L2 ring. Then split_if_longest_exceeds.
+    scalars = [CHUNK, 1] if variant.split_chunks else [1]
+    return [*params, *map(cutlass.Int32, (*scalars, 0))]
+
+
+def launch(compiled: Any, params: ChunkParams) -> None:
+    problem: ChunkProblem = compiled.problem
+    if problem.head_k_dim not in _HEAD_DIMS:
+        _chunk_stand_in.launch(compiled, params)
+        return
+    num_tokens, num_sequences = params.q.shape[1], params.cu_seqlens.shape[0] - 1
+    for entry, variant in zip((ENTRY, _SPLIT_ENTRY), _variants(compiled.config), strict=False):
+        compiled.functions[entry](*params, *_scalars(variant, problem, num_tokens, num_sequences))
 
 
 def _scalars(config: Config, problem: ChunkProblem, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
-    """The last ones of a launch."""
-    if config.segment:
-        tokens = CHUNK * config.segment
-        return tokens, num_slots(num_tokens, num_sequences, tokens), config.cut_above
-    if config.makers:
-        return _ringed(problem.num_state_heads * num_sequences, config), config.cut_above
-    return config.places or _ALL_PLACES, config.cut_above
-
-
-def _states_without_tokens(problem: ChunkProblem, initial_state: Any, mask: Any, final_state: Any, num_sequences: int) -> None:
-    """A call without tokens leaves a pool alone; new final states are what the sequences start from."""
-    if problem.pooled or final_state is None:
-        return
-    if initial_state is None:
-        final_state.zero_()
-        return
-    final_state.copy_(initial_state)
-    if mask is not None:
-        final_state.masked_fill_(mask[:num_sequences].logical_not().view(-1, 1, 1, 1), 0.0)
+    """The last arguments of a launch."""
+    longest = config.split_if_longest_exceeds
+    if config.split_chunks:
+        tokens = CHUNK * config.split_chunks
+        return tokens, num_slots(num_tokens, num_sequences, tokens), longest
+    if config.num_four_sm_clusters:
+        return _num_l2_ring_groups(problem.num_state_heads * num_sequences, config), longest
+    return config.num_persistent_clusters or _ALL_CLUSTERS, longest

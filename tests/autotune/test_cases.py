@@ -207,6 +207,8 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
     """A "kernel" that is the reference, and afterwards does what spoil does."""
 
     def launch(*tensors: Any) -> None:
+        if hasattr(tensors[0], "_fields"):  # an operator's Params
+            (tensors,) = tensors
         _BY_OP[shape.op](tensors, shape.problem)
         spoil(tensors)
 

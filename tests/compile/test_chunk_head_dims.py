@@ -106,9 +106,10 @@ class Composed(ContractKernel):
         return WORKSPACE_BYTES if isinstance(problem, ChunkProblem) else 0
 
     def launch(self, inner: Any, *tensors: Any) -> None:
-        q, *_, scale, null_slot = tensors
-        offsets = next(x for x in tensors[11:14] if x is not None)
-        sizes = {"num_tokens": q.shape[-3], "num_sequences": offsets.shape[0] - 1}
+        params = tensors[0] if len(tensors) == 1 else ()
+        q, *_, scale, null_slot = params or tensors
+        cu_seqlens = (params or tensors)[12]
+        sizes = {"num_tokens": q.shape[-3], "num_sequences": cu_seqlens.shape[0] - 1}
         self.problem = type(inner.problem)(**inner.problem.static_fields(), **sizes)
         assert null_slot == -1 and isinstance(scale, float)
         (self.chunk if isinstance(self.problem, ChunkProblem) else self.recurrent)(*tensors)

@@ -73,10 +73,9 @@ _CONFIG_AXES: dict[str, Axes] = {
         "cut_above": [0],  # both ways in a call are compiled in test_chunk_launches.py
     },
     "kernels_cute.chunk": {
-        "segment": [0, 16],
-        "cut_above": [0, 4096],  # with segments: whole sequences and segments, the lengths decide
-        "places": [0, 3],  # a cluster an item, or so many that take one after the other
-        "stages": [4, 2],
+        "split_chunks": [0, 16],
+        "split_if_longest_exceeds": [0, 4096],  # with segments: whole sequences and segments, the lengths decide
+        "num_persistent_clusters": [0, 3],  # one cluster per work tile, or 3 that take one after the other
         "prefetch": [0, 2],
     },
 }
@@ -85,8 +84,6 @@ _WIDE_AXES: Axes = _CHUNK_AXES | {
     "head_dim": [128],
     "stages": [3, 2],
     "prefetch": [0, 2],
-    "places": [30, 0],
-    "ringed": [3, 0],
 }
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
@@ -434,10 +431,10 @@ def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row
     def allowed(row: Row) -> bool:
         if row.get("cluster", 2) > 2 and not _in_one_launch(row):
             return False
-        if row.get("cut_above") and not row["segment"]:
+        if row.get("split_if_longest_exceeds") and not row["split_chunks"]:
             return False
-        if row.get("places") and row.get("segment") and not row["cut_above"]:
-            return False  # segments have no places
+        if row.get("num_persistent_clusters") and row["split_chunks"] and not row["split_if_longest_exceeds"]:
+            return False  # segments have one cluster each
         made = problem(op, row)
         return made is not None and refusal(made) is None
 
@@ -468,8 +465,8 @@ def _variants(op: str, rows: Iterable[Row], module: Any) -> Iterator[Variant]:
             continue
         changes = {name: row[name] for name in in_config}
         default = module.default_config(made, H100)
-        if getattr(default, "makers", 0) and changes:
-            changes = {"makers": 0, "ringed": 0} | changes  # the wide form of the chunk kernel has no segments
+        if getattr(default, "num_four_sm_clusters", 0) and changes:  # that form has no segments
+            changes = {"num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "stages": 4} | changes
         yield made, dataclasses.replace(default, **changes) if changes else None
 
 
@@ -486,17 +483,18 @@ def cover(op: str, module: Any) -> list[Variant]:
 @functools.cache
 def wide_cover(module: Any) -> list[Variant]:
     """The same for the wide form of the CuTe chunk kernel, of what it serves."""
-    fields = ("stages", "prefetch", "places", "ringed")
+    fields = ("stages", "prefetch")
 
     def allowed(row: Row) -> bool:
-        return bool(row["places"] or row["ringed"]) and problem("chunk", row) is not None
+        return problem("chunk", row) is not None
 
     found: list[Variant] = []
     for row in _least(_WIDE_AXES, allowed):
         made = problem("chunk", row)
         assert made is not None
         changes = {name: row[name] for name in fields}
-        form = {"paired": True, "segment": 0, "cut_above": 0, "makers": 2, **changes}
+        form = {"split_chunks": 0, "split_if_longest_exceeds": 0, "num_persistent_clusters": 0, **changes}
+        form |= {"num_four_sm_clusters": 30, "max_l2_ring_groups": 3}
         found.append((made, dataclasses.replace(module.default_config(made, H100), **form)))
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import DTYPE_BYTES, ChunkProblem, DeltaRuleProblem, RecurrentProblem
+from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentProblem
 from kernels_cute.chunk.head_dims import padding
 
 LARGEST = 256
@@ -81,88 +81,46 @@ def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
     return libraries | padding.compile(problem, instead.head_k_dim)
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    A_log: Any,
-    dt_bias: Any,
-    initial_state: Any,
-    state_indices: Any,
-    has_initial_state: Any,
-    final_state: Any,
-    final_state_indices: Any,
-    cu_seqlens: Any,
-    checkpoint_offsets: Any,
-    checkpoint_slots: Any,
-    out: Any,
-    workspace: Any,
-    scale: float,
-    null_slot: int,
-) -> None:
-    """As the chunk kernel's, with at least one token and one sequence."""
+def launch(compiled: Any, params: ChunkParams) -> None:
     problem: ChunkProblem = compiled.problem
     instead = _of_any_size(problem)
-    parts, rest = _carve(_parts(problem, q.shape[1], cu_seqlens.shape[0] - 1), workspace)
-    inner_q, inner_k, inner_v = parts.get("q", q), parts.get("k", k), parts.get("v", v)
-    inner_out, states, slots = parts.get("out", out), parts.get("states"), parts.get("slots")
-    targets = None
+    num_sequences = params.cu_seqlens.shape[0] - 1
+    parts, rest = _carve(_parts(problem, params.q.shape[1], num_sequences), params.workspace)
+    states, slots, checkpoint_slots = parts.get("states"), parts.get("slots"), None
     if problem.has_checkpoints:
         # From torch's allocator as the workspace is: see workspace_bytes.
-        count, columns = cu_seqlens.shape[0] - 1, checkpoint_offsets.shape[1]
-        states = states.new_empty((count * (1 + columns), *states.shape[1:]))
-        targets = slots.new_empty((count, columns))
-    if not problem.pooled:
-        null_slot = -1  # names slots of a pool alone
-
-    def present(tensor: Any, condition: bool = True) -> Any:
-        return tensor if condition and tensor is not None else cu_seqlens
-
+        columns = params.checkpoint_offsets.shape[1]
+        states = states.new_empty((num_sequences * (1 + columns), *states.shape[1:]))
+        checkpoint_slots = slots.new_empty((num_sequences, columns))
+    inner = params._replace(
+        **{name: parts.get(name, getattr(params, name)) for name in ("q", "k", "v", "out")},
+        initial_state=states,
+        state_indices=slots,
+        has_initial_state=None,
+        final_state=states,
+        final_state_indices=None,
+        checkpoint_slots=checkpoint_slots,
+        workspace=rest if rest is not None and rest.numel() else None,
+        null_slot=-1,
+    )
+    null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
     if padding.PAD in compiled.functions:
-        compiled.functions[padding.PAD](
-            q[0],
-            k[0],
-            v[0],
-            inner_q[0],
-            inner_k[0],
-            inner_v[0],
-            cu_seqlens,
-            present(initial_state, problem.has_initial_state),
-            present(state_indices, problem.pooled),
-            present(has_initial_state, problem.has_mask),
-            present(states),
-            present(slots),
-            present(targets),
-            null_slot,
-        )
-    tokens = (inner_q, inner_k, inner_v, g, beta)
-    inner = Inner(compiled.functions, instead, compiled.config)
+        compiled.functions[padding.PAD](*padding.pad_values(params, inner, null_slot))
+    inner_kernel = Inner(compiled.functions, instead, compiled.config)
     if isinstance(instead, RecurrentProblem):
-        kernel(problem).launch(
-            inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, None, None, inner_out, scale, -1
-        )
+        kernel(problem).launch(inner_kernel, *_recurrent_values(inner))
     else:
-        kernel(problem).launch(
-            inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, checkpoint_offsets, targets, inner_out,
-            rest, scale, -1,
-        )  # fmt: skip
+        kernel(problem).launch(inner_kernel, inner)
     if padding.UNPAD in compiled.functions:
-        stores = problem.has_final_state
-        compiled.functions[padding.UNPAD](
-            inner_out[0],
-            out[0],
-            cu_seqlens,
-            present(states, stores),
-            present(final_state, stores),
-            present(state_indices, problem.pooled),
-            present(final_state_indices, problem.has_final_indices),
-            present(checkpoint_offsets, problem.has_checkpoints),
-            present(checkpoint_slots, problem.has_checkpoints),
-            null_slot,
-        )
+        compiled.functions[padding.UNPAD](*padding.unpad_values(params, inner, null_slot))
+
+
+def _recurrent_values(p: ChunkParams) -> tuple[Any, ...]:
+    """What a launch of the recurrent kernel takes: without drafts and rounding."""
+    return (
+        *(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.state_indices, None, p.final_state, None),
+        *(p.cu_seqlens, None, None, p.out, p.scale, p.null_slot),
+    )
 
 
 _of_any_size = functools.lru_cache(maxsize=256)(stand_in)  # its static fields are those of every call
