@@ -71,8 +71,8 @@ from kernels_tl.chunk.types import (
     TILE_Z,
     TILE_Z_HIGH,
     Tensors,
-    bounds_tensor,
     checkpoint_tensor,
+    cu_seqlens_tensor,
     exit_macro,
     find_ranked,
     gate_tensor,
@@ -355,7 +355,8 @@ def _allocations(problem: ChunkProblem) -> tuple[Any, Any]:
 def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) -> Any:
     """The prim_func `chunk_fused`; makers: blocks of a cluster, two or more.
 
-    decides: the launch works only if no sequence has more than `cut_above` tokens. Without, `cut_above` is not read.
+    decides: the launch works only if no sequence has more than `split_if_longest_exceeds` tokens; without, it reads no
+    such bound.
     """
     head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
     pooled, raw_gate = problem.pooled, problem.gate_dtype is not None and problem.use_gate
@@ -364,23 +365,25 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
     columns = PANEL
     final_dtype = problem.state_dtype if pooled else "float32"
 
-    num_tokens, bounds = T.dynamic("num_tokens"), T.dynamic("num_bounds")
+    num_tokens, num_cu_seqlens = T.dynamic("num_tokens"), T.dynamic("num_cu_seqlens")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
     k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
     v_type = token_tensor("v", num_tokens, problem.num_v_heads, head_v, dtype)
-    g_type = gate_tensor("g", num_tokens, bounds, problem, problem.gate_dtype)
-    beta_type = gate_tensor("beta", num_tokens, bounds, problem, problem.beta_dtype)
-    a_log_type = T.Tensor((heads,), "float32") if raw_gate else bounds_tensor(bounds, problem)
-    dt_bias_type = T.Tensor((heads,), "float32") if raw_gate else bounds_tensor(bounds, problem)
-    initial_type = state_tensor("initial", bounds, problem, problem.state_dtype if has_initial else None)
-    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
-    mask_type = row_tensor("mask", bounds, problem, "bool" if has_mask else None)
-    final_type = state_tensor("final", bounds, problem, final_dtype if has_final else None)
-    final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
-    bounds_type = bounds_tensor(bounds, problem)
+    g_type = gate_tensor("g", num_tokens, num_cu_seqlens, problem, problem.gate_dtype)
+    beta_type = gate_tensor("beta", num_tokens, num_cu_seqlens, problem, problem.beta_dtype)
+    A_log_type = T.Tensor((heads,), "float32") if raw_gate else cu_seqlens_tensor(num_cu_seqlens, problem)
+    dt_bias_type = T.Tensor((heads,), "float32") if raw_gate else cu_seqlens_tensor(num_cu_seqlens, problem)
+    initial_state_type = state_tensor("initial_state", num_cu_seqlens, problem, problem.state_dtype if has_initial else None)
+    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
+    has_initial_state_type = row_tensor("has_initial_state", num_cu_seqlens, problem, "bool" if has_mask else None)
+    final_state_type = state_tensor("final_state", num_cu_seqlens, problem, final_dtype if has_final else None)
+    final_state_indices_type = row_tensor(
+        "final_state_indices", num_cu_seqlens, problem, problem.index_dtype if has_final_indices else None
+    )
+    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
     checkpoints = T.dynamic("num_checkpoints")
-    checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
-    checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
+    checkpoint_offsets_type = checkpoint_tensor(checkpoints, num_cu_seqlens, problem, "int32")
+    checkpoint_slots_type = checkpoint_tensor(checkpoints, num_cu_seqlens, problem, problem.index_dtype)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
     exit_unless_chosen = exit_macro(decides, cuts=False)
@@ -400,23 +403,23 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
         v: v_type,
         g: g_type,
         beta: beta_type,
-        a_log: a_log_type,
+        A_log: A_log_type,
         dt_bias: dt_bias_type,
-        initial_state: initial_type,
-        indices: index_type,
-        mask: mask_type,
-        final_state: final_type,
-        final_indices: final_index_type,
-        cu_seqlens: bounds_type,
+        initial_state: initial_state_type,
+        state_indices: state_indices_type,
+        has_initial_state: has_initial_state_type,
+        final_state: final_state_type,
+        final_state_indices: final_state_indices_type,
+        cu_seqlens: cu_seqlens_type,
         out: out_type,
-        checkpoint_offsets: checkpoint_offset_type,
-        checkpoint_slots: checkpoint_slot_type,
+        checkpoint_offsets: checkpoint_offsets_type,
+        checkpoint_slots: checkpoint_slots_type,
         scale: T.float32,
         null_slot: T.int32,
-        cut_above: T.int32,
+        split_if_longest_exceeds: T.int32,
     ):
         # Sequences are the slowest index: blocks start in this order, those of the longest sequence first.
-        with T.Kernel(makers, heads, bounds - 1, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
+        with T.Kernel(makers, heads, num_cu_seqlens - 1, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
             shared = allocate_shared()
             ring = allocate_ring()
             staged = allocate_staged()
@@ -436,20 +439,20 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
                 | {rows: transposed_accumulator(columns) for rows in (registers.v, output.rows)}
             )
             tensors = Tensors(
-                q=q, k=k, v=v, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias, state_indices=indices, final_state=final_state,
-                final_state_indices=final_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
+                q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, state_indices=state_indices, final_state=final_state,
+                final_state_indices=final_state_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
                 null_slot=null_slot,
             )  # fmt: skip
 
-            exit_unless_chosen(cu_seqlens, bounds, cut_above)
-            find_ranked(cu_seqlens, bounds, place, lengths, chosen)
+            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
+            find_ranked(cu_seqlens, num_cu_seqlens, place, lengths, chosen)
             sequence = chosen[0]
             sequence_begin = T.cast(cu_seqlens[sequence], "int32")
             length = T.cast(cu_seqlens[sequence + 1], "int32") - sequence_begin
             column_begin = rank * columns
             read_slot = T.cast(sequence, "int64")
             if pooled:
-                read_slot = T.cast(indices[sequence], "int64")
+                read_slot = T.cast(state_indices[sequence], "int64")
                 live = length > 0 and read_slot > T.cast(null_slot, "int64")
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
             turns = (num_chunks + makers - 1 - rank) // makers
@@ -464,7 +467,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
                 starts = has_initial and live and chained
                 if has_initial and has_mask:
                     if live and chained:
-                        starts = mask[sequence]
+                        starts = has_initial_state[sequence]
                 if has_initial:
                     run.start_state(initial_state, starts, read_slot, chain, registers.state, 0)
                     run.start_state(initial_state, starts, read_slot, chain, registers.state_high, HALF)
@@ -507,9 +510,11 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
                     if chained and not live:
                         for row in T.serial(length):
                             zero_row(out, sequence_begin + row, head, column)
-                    used = T.cast(cu_seqlens[bounds - 1], "int32")
-                    for round in T.serial(T.if_then_else(chained, T.ceildiv(T.max(num_tokens - used - place, 0), bounds - 1), 0)):
-                        zero_row(out, used + place + round * (bounds - 1), head, column)
+                    used = T.cast(cu_seqlens[num_cu_seqlens - 1], "int32")
+                    for round in T.serial(
+                        T.if_then_else(chained, T.ceildiv(T.max(num_tokens - used - place, 0), num_cu_seqlens - 1), 0)
+                    ):
+                        zero_row(out, used + place + round * (num_cu_seqlens - 1), head, column)
                 elif tx < _GATE:
                     feed_makers(tensors, tx - _GIVE, work, maker_shared, ring)
                 else:

@@ -41,7 +41,7 @@ from kernels_tl.chunk.types import (
     TILE_Z,
     TILE_Z_HIGH,
     Tensors,
-    bounds_tensor,
+    cu_seqlens_tensor,
     exit_macro,
     gate_tensor,
     row_tensor,
@@ -456,22 +456,23 @@ def _macros(problem: ChunkProblem) -> PrepareMacros:
 def prepare(problem: ChunkProblem, decides: bool = False) -> Any:
     """The prim_func `chunk_prepare`.
 
-    decides: the launch works only if a sequence has more than `cut_above` tokens. Without, `cut_above` is not read.
+    decides: the launch works only if a sequence has more than `split_if_longest_exceeds` tokens; without, it reads no
+    such bound.
     """
     head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
     heads_per_q, heads_per_k = heads // problem.num_q_heads, heads // problem.num_k_heads
     pooled, raw_gate = problem.pooled, problem.gate_dtype is not None and problem.use_gate
     wide = head_k > HALF
 
-    num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
+    num_tokens, num_cu_seqlens, slots = T.dynamic("num_tokens"), T.dynamic("num_cu_seqlens"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
     k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
-    g_type = gate_tensor("g", num_tokens, bounds, problem, problem.gate_dtype)
-    beta_type = gate_tensor("beta", num_tokens, bounds, problem, problem.beta_dtype)
-    a_log_type = T.Tensor((heads,), "float32") if raw_gate else bounds_tensor(bounds, problem)
-    dt_bias_type = T.Tensor((heads,), "float32") if raw_gate else bounds_tensor(bounds, problem)
-    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
-    bounds_type = bounds_tensor(bounds, problem)
+    g_type = gate_tensor("g", num_tokens, num_cu_seqlens, problem, problem.gate_dtype)
+    beta_type = gate_tensor("beta", num_tokens, num_cu_seqlens, problem, problem.beta_dtype)
+    A_log_type = T.Tensor((heads,), "float32") if raw_gate else cu_seqlens_tensor(num_cu_seqlens, problem)
+    dt_bias_type = T.Tensor((heads,), "float32") if raw_gate else cu_seqlens_tensor(num_cu_seqlens, problem)
+    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
+    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
 
     exit_unless_chosen = exit_macro(decides, cuts=True)
@@ -493,16 +494,16 @@ def prepare(problem: ChunkProblem, decides: bool = False) -> Any:
         k: k_type,
         g: g_type,
         beta: beta_type,
-        a_log: a_log_type,
+        A_log: A_log_type,
         dt_bias: dt_bias_type,
-        indices: index_type,
-        cu_seqlens: bounds_type,
+        state_indices: state_indices_type,
+        cu_seqlens: cu_seqlens_type,
         out: out_type,
         tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         scale: T.float32,
         null_slot: T.int32,
-        cut_above: T.int32,
+        split_if_longest_exceeds: T.int32,
     ):
         with T.Kernel(slots, heads, threads=PREPARE_THREADS) as (slot, head):
             T.annotate_min_blocks_per_sm(4)  # as many as shared memory holds
@@ -514,11 +515,11 @@ def prepare(problem: ChunkProblem, decides: bool = False) -> Any:
             live = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
             T.annotate_layout({shared.q: make_swizzled_layout(shared.q), shared.q_high: make_swizzled_layout(shared.q_high)})
-            tensors = Tensors(q=q, k=k, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias, tiles=tiles, vectors=vectors)
+            tensors = Tensors(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, tiles=tiles, vectors=vectors)
 
-            exit_unless_chosen(cu_seqlens, bounds, cut_above)
+            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
             # The sequence of this slot: the last n with cu_seqlens[n] // 64 + n <= slot.
-            high = T.max(bounds - 2, 0)
+            high = T.max(num_cu_seqlens - 2, 0)
             while low < high:
                 middle = (low + high + 1) // 2
                 if T.cast(cu_seqlens[middle], "int32") // CHUNK + middle <= slot:
@@ -526,15 +527,15 @@ def prepare(problem: ChunkProblem, decides: bool = False) -> Any:
                 else:
                     high = middle - 1
             sequence_begin = T.cast(cu_seqlens[low], "int32")
-            sequence_end = T.cast(cu_seqlens[T.min(low + 1, bounds - 1)], "int32")
+            sequence_end = T.cast(cu_seqlens[T.min(low + 1, num_cu_seqlens - 1)], "int32")
             begin = sequence_begin + (slot - sequence_begin // CHUNK - low) * CHUNK
             valid = T.min(sequence_end - begin, CHUNK)
             if pooled:
                 if valid > 0:
-                    live = indices[low] > null_slot
+                    live = state_indices[low] > null_slot
 
             # Serial loops: they rarely run, and unrolled they cost the others registers.
-            used = T.cast(cu_seqlens[bounds - 1], "int32")
+            used = T.cast(cu_seqlens[num_cu_seqlens - 1], "int32")
             if slot * CHUNK + CHUNK > used:
                 steps.zero_rows(out, T.max(used, slot * CHUNK), T.min(slot * CHUNK + CHUNK, num_tokens), head)
             if pooled:

@@ -62,36 +62,36 @@ def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
 
 
 @T.macro
-def find_segment(cu_seqlens, bounds, slot, segment, place):
+def find_segment(cu_seqlens, num_cu_seqlens, slot, split_chunks, place):
     """Of a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
 
     The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. What lies behind its segments is nobody's.
     """
     place[0] = 0
-    place[1] = T.max(bounds - 2, 0)
+    place[1] = T.max(num_cu_seqlens - 2, 0)
     while place[0] < place[1]:
         middle = (place[0] + place[1] + 1) // 2
-        if T.cast(cu_seqlens[middle], "int32") // (segment * CHUNK) + middle <= slot:
+        if T.cast(cu_seqlens[middle], "int32") // (split_chunks * CHUNK) + middle <= slot:
             place[0] = middle
         else:
             place[1] = middle - 1
-    place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (segment * CHUNK) - place[0]
+    place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (split_chunks * CHUNK) - place[0]
 
 
 @T.macro
-def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
+def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
     """chosen[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
 
     Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
     """
     tx = T.get_thread_binding()
     ahead = T.alloc_var("int32", init=0)
-    if bounds > 2 and bounds <= MOST_RANKED + 1:
-        if tx < bounds - 1:
+    if num_cu_seqlens > 2 and num_cu_seqlens <= MOST_RANKED + 1:
+        if tx < num_cu_seqlens - 1:
             lengths[tx] = T.cast(cu_seqlens[tx + 1] - cu_seqlens[tx], "int32")
         T.sync_threads()
-        if tx < bounds - 1:
-            for other in T.serial(bounds - 1):
+        if tx < num_cu_seqlens - 1:
+            for other in T.serial(num_cu_seqlens - 1):
                 # Of equal ones the first: ranks are a permutation.
                 if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
                     ahead += 1
@@ -107,16 +107,16 @@ def exit_macro(decides: bool, cuts: bool) -> Any:
     """A macro that ends a launch which the lengths of the call do not choose.
 
     With `decides`, a call launches kernels for whole sequences and kernels for segments (`cuts`); the latter work if the longest
-    sequence has more than cut_above tokens. Without `decides` the macro does nothing.
+    sequence has more than split_if_longest_exceeds tokens. Without `decides` the macro does nothing.
     """
 
     @T.macro
-    def exit_unless_chosen(cu_seqlens, bounds, cut_above):
+    def exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds):
         if decides:
             longest = T.alloc_var("int32", init=0)
-            for sequence in T.serial(bounds - 1):
+            for sequence in T.serial(num_cu_seqlens - 1):
                 longest = T.max(longest, T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32"))
-            if (longest <= cut_above) if cuts else (longest > cut_above):
+            if (longest <= split_if_longest_exceeds) if cuts else (longest > split_if_longest_exceeds):
                 T.thread_return()
 
     return exit_unless_chosen
@@ -139,33 +139,33 @@ def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -
     return T.StridedTensor((num_tokens, heads, dim), (token_stride, head_stride, 1), dtype)
 
 
-def bounds_tensor(bounds: Any, problem: ChunkProblem) -> Any:
+def cu_seqlens_tensor(num_cu_seqlens: Any, problem: ChunkProblem) -> Any:
     """cu_seqlens [N + 1]; also what is declared (and passed) where the problem has no such tensor.
 
     Every parameter needs an annotation object of its own: parameters that share one become one buffer.
     """
-    return T.Tensor((bounds,), problem.cu_seqlens_dtype)
+    return T.Tensor((num_cu_seqlens,), problem.cu_seqlens_dtype)
 
 
-def gate_tensor(name: str, num_tokens: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def gate_tensor(name: str, num_tokens: Any, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[L, HS] with any strides, or the stand-in."""
     if dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     strides = (T.dynamic(f"{name}_token_stride", "int64"), T.dynamic(f"{name}_head_stride", "int64"))
     return T.StridedTensor((num_tokens, problem.num_state_heads), strides, dtype)
 
 
-def row_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def row_tensor(name: str, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[>= N] with any stride, or the stand-in."""
     if dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     return T.StridedTensor((T.dynamic(f"{name}_rows"),), (T.dynamic(f"{name}_stride", "int64"),), dtype)
 
 
-def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def state_tensor(name: str, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[slots, HS, K, V] (or V first), slot stride free, or the stand-in."""
     if dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     inner = (problem.head_k_dim, problem.head_v_dim)
     if problem.state_v_first:
         inner = inner[::-1]
@@ -175,10 +175,10 @@ def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | Non
     return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)
 
 
-def checkpoint_tensor(columns: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def checkpoint_tensor(columns: Any, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[>= N, C] contiguous, or the stand-in."""
     if not problem.has_checkpoints or dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     return T.Tensor((T.dynamic("checkpoint_rows"), columns), dtype)
 
 

@@ -68,9 +68,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
 # Fields of a module's configuration that choose among its kernels; the others are the default's.
 _CONFIG_AXES: dict[str, Axes] = {
     "kernels_tl.chunk": {
-        "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
-        "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
-        "cut_above": [0],  # both ways in a call are compiled in test_chunk_launches.py
+        "split_chunks": [0, 16],  # chunks per segment, 0: sequences are whole
+        "cluster_size": [2, 3, 4],  # of the one launch: blocks per sequence and head
+        "split_if_longest_exceeds": [0],  # both ways in a call are compiled in test_chunk_launches.py
     },
     "kernels_cute.chunk": {
         "split_chunks": [0, 16],
@@ -429,7 +429,7 @@ def problem(op: str, row: Row) -> Problem | None:
 
 def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row], bool]:
     def allowed(row: Row) -> bool:
-        if row.get("cluster", 2) > 2 and not _in_one_launch(row):
+        if row.get("cluster_size", 2) > 2 and not _in_one_launch(row):
             return False
         if row.get("split_if_longest_exceeds") and not row["split_chunks"]:
             return False
@@ -443,14 +443,14 @@ def _allowed(op: str, refusal: Callable[[Problem], str | None]) -> Callable[[Row
 
 def _in_one_launch(row: Row) -> bool:
     """Whether TileLang's chunk kernel takes whole sequences in one launch."""
-    return row["head_dim"] == 128 and not row["segment"]
+    return row["head_dim"] == 128 and not row["split_chunks"]
 
 
 def _cost(row: Row) -> float:
     """Of compiling it, as far as the rows of an operator differ: TileLang's chunk kernel in two launches, and with segments."""
-    if "cluster" not in row or _in_one_launch(row):
+    if "cluster_size" not in row or _in_one_launch(row):
         return 1.0
-    return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["segment"] else 0.0)
+    return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["split_chunks"] else 0.0)
 
 
 def _least(axes: Axes, allowed: Callable[[Row], bool]) -> list[Row]:
