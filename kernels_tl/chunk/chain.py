@@ -1,4 +1,4 @@
-"""Second launch of the chunk kernel: the chain of chunks of a sequence or segment, the state transposed and in registers.
+"""The launch `chunk_chain`: the chain of chunks of a sequence or segment, the state transposed and in registers.
 
 One block per (V slice of 64 columns, sequence or segment, state head): a math warpgroup, whose loop is made of the macros of
 state_chain.py, and a copying warpgroup. Warp 0 of the latter loads K, Q, V, tiles and vectors, warp 1 stores the output of full
@@ -372,7 +372,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
                 read_slot = T.cast(state_indices[sequence], "int64")
                 live = length > 0 and read_slot > T.cast(null_slot, "int64")
             elif split:
-                live = index == 0 or length > 0  # else nobody's slot
+                live = index == 0 or length > 0  # else the slot is unused
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
             piece = Piece(sequence, head, v_slice * columns, token_begin, length, first_slot, num_chunks)
 

@@ -1,4 +1,4 @@
-"""What the blocks of the one launch need to make tiles: everything of a chunk that does not depend on the state.
+"""Structures of the roles that make tiles in the one launch: everything of a chunk that does not depend on the state.
 
 A block of a cluster of `makers` blocks makes the tiles of every makers-th chunk, for both chains. The formulas are in prepare.py;
 here the work is split between two warpgroups, so that two chunks are under way at a time:

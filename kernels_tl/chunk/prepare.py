@@ -1,24 +1,24 @@
-"""First launch of the chunk kernel: everything of a chunk that does not depend on the state.
+"""The launch `chunk_prepare`: everything of a chunk that does not depend on the state.
 
 One block per (chunk slot, state head). With c the inclusive cumulative sum of the log decays g of the chunk, and
-K^ = |k|^-1 K, Q^ = |q|^-1 Q where norms are asked for (folded in as factors; K and Q themselves stay as they are):
+K^ = |k|^-1 K, Q^ = |q|^-1 Q with normalised keys and queries (folded in as factors; K and Q themselves stay as they are):
 
     A = (I + strict_lower(beta_i K^_i . K^_j))^-1                   16 x 16 diagonal blocks by forward substitution in float32,
                                                                     the rest by matmuls of 16-bit operands, block row by block row
     X = |k_i|^-1 A_ij |k_j|                                         16-bit
     Z = beta_i |k_i|^-1 exp(c_last - c_i) (X^T K)_ij                16-bit, [64, K]
     R = exp(c_i - c_j) beta_j |k_j|^-1 (lower(scale |q_i|^-1 Q K^T) X)_ij    16-bit, [64, 64]
-    vectors                                                         float32, see _chunk_types
+    vectors                                                         float32, see types.py
 
 With M = A_ij exp(c_i - c_j) beta_j the chunk's new values are M W, Z is (diag(exp(c_last - c)) M)^T K^ and R is P M for
-P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to what stands before it.
+P = lower(scale exp(c_i - c_j) Q^ K^^T): in both products the exponentials under the sum cancel to the factor before it.
 
 X's diagonal is 1, which 16 bits hold: only what lies below it is rounded. float16 has no room for |k_j| / |k_i|: there X is
 |k_i|^-1 A_ij times HALF_SCALE, and Z and R have beta over HALF_SCALE in the place of beta |k|^-1.
 
 Tokens past the sequence's end have zero rows in K and Q, g = 0 and beta = 0: their rows of Z and R and their columns of R are
-zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows nobody else writes: those of its
-chunk if the sequence is padding, and those of tokens `64 * slot ...` that lie at or beyond cu_seqlens[N].
+zero, and c_last is the sum over the sequence's own tokens. The block also zeroes output rows that no other block writes: those of
+its chunk if the sequence is padding, and those of tokens `64 * slot ...` at or beyond cu_seqlens[N].
 """
 
 from dataclasses import dataclass

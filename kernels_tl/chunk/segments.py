@@ -1,15 +1,15 @@
 """The two launches between `chunk_prepare` and `chunk_chain` that cut sequences into segments of `split_chunks` chunks.
 
-A run of chunks maps the state before it to P S + h. Of every segment but its sequence's last, `chunk_summaries` computes h (the
-state after it, from zero; after the first one, from the sequence's own start) and the transition P (not of the first), each
-in a block of its own: the chain of _chunk_chain.py without Q, output and R; P is what it makes of the identity with V = 0.
+A run of chunks maps the state before it to P S + h. For every segment but its sequence's last, `chunk_summaries` computes h (the
+state after it from a zero state; for the first segment from the sequence's own start) and the transition P (not for the first),
+each in a block of its own: the chain of state_chain.py without Q, output and R; P is the result for the identity with V = 0.
 `chunk_starts` then walks the segments of a sequence, a block per head and 64 V columns:
 
     start_1 = h_0        start_{i+1} = P_i start_i + h_i
 
-P and the starts enter the tensor cores as two bfloat16 summands each, as hi hi + lo hi + hi lo. In the workspace h_i lies where
-start_{i+1} will, and the first segment's start lies there too: a pool's slot may be written by the last segment's block
-before the first one's has begun.
+P and the starts enter the tensor cores as two bfloat16 summands each, as hi hi + lo hi + hi lo. In the workspace h_i is where
+start_{i+1} will be, and the first segment's start is there too: the last segment's block may write a pool's slot before the
+first one's has begun.
 
 Only whole segments are summarised, so there are no tails here. Barriers (`tl.disable_thread_storage_sync`) in both:
 
@@ -444,7 +444,7 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
                         multiply(high_operand, high_rest, high_low_shared, stage, state_fragment)
                         multiply(operand, rest, low_high_shared, stage, state_high_fragment)
                         multiply(high_operand, high_rest, high_high_shared, stage, state_high_fragment)
-                    # h of the step behind this one; in the last step, anything of this sequence.
+                    # h for the step after the next; in the last step, any h of this sequence.
                     ahead = first[0] + T.min(step + 2, steps)
                     for i, j in T.Parallel(PANEL, HALF):
                         next_fragment[i, j] = segment_starts[ahead, head, column_begin + i, j]

@@ -1,8 +1,8 @@
-"""What the launches of the chunk kernel share: tile constants, parameter types, and where slots lie.
+"""Tile constants, parameter types, slots and states, which the launches of the chunk kernel share.
 
 A chunk slot is a row of the workspace. Sequence n owns the slots from `cu_seqlens[n] // 64 + n` on: consecutive sequences
 never overlap, `ceil(L / 64) + N` slots are enough, and finding the sequence of a slot needs no prefix sum over lengths.
-Segment slots are the same thing with the tokens of a segment in place of 64.
+Segment slots are the same with the tokens of a segment in place of 64.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gdn.problems import ChunkProblem
 
 CHUNK = 64  # tokens of a chunk; the tile of every matmul and the rows of a wgmma
 HALF = 64  # columns of K and Q in one shared tile: 128 bytes, a row of the swizzle
-TILE_R = 0  # places of the per-chunk tiles in the workspace, see _chunk_prepare: R,
+TILE_R = 0  # positions of the per-chunk tiles in the workspace, see prepare.py: R,
 TILE_Z = 1  # Z's lower 64 columns,
 TILE_Z_HIGH = 2  # and the upper ones, where K = 128
 NUM_VECTORS = 3  # rows of the per-chunk vectors in the workspace:
@@ -57,15 +57,15 @@ class Tensors:
 
 
 def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
-    """Slots of pieces of so many chunks that a call needs at most, whatever the lengths are."""
+    """Slots that a call needs at most, whatever the lengths are; chunks: of a slot, 1 or a segment's."""
     return -(-num_tokens // (CHUNK * chunks)) + num_sequences
 
 
 @T.macro
 def find_segment(cu_seqlens, num_cu_seqlens, slot, split_chunks, place):
-    """Of a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
+    """Finds a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
 
-    The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. What lies behind its segments is nobody's.
+    The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. Slots after its last segment are unused.
     """
     place[0] = 0
     place[1] = T.max(num_cu_seqlens - 2, 0)
@@ -80,7 +80,7 @@ def find_segment(cu_seqlens, num_cu_seqlens, slot, split_chunks, place):
 
 @T.macro
 def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
-    """chosen[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
+    """chosen[0] = the sequence of this rank by length, the longest first; by position if there are too many to rank.
 
     Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
     """
@@ -92,7 +92,7 @@ def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
         T.sync_threads()
         if tx < num_cu_seqlens - 1:
             for other in T.serial(num_cu_seqlens - 1):
-                # Of equal ones the first: ranks are a permutation.
+                # Equal lengths are ranked by position: ranks are a permutation.
                 if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
                     ahead += 1
             if ahead == rank:
@@ -100,7 +100,7 @@ def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
     elif tx == 0:
         chosen[0] = rank
     T.fence_proxy_async()
-    T.sync_threads()  # bulk copies write where the lengths lie
+    T.sync_threads()  # bulk copies write where the lengths are
 
 
 def exit_macro(decides: bool, cuts: bool) -> Any:
@@ -140,7 +140,7 @@ def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -
 
 
 def cu_seqlens_tensor(num_cu_seqlens: Any, problem: ChunkProblem) -> Any:
-    """cu_seqlens [N + 1]; also what is declared (and passed) where the problem has no such tensor.
+    """cu_seqlens [N + 1]; also declared (and passed) in place of a tensor that the problem leaves out.
 
     Every parameter needs an annotation object of its own: parameters that share one become one buffer.
     """
@@ -188,7 +188,7 @@ def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
 
 
 def transitions_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
-    """[segment slots, HS, 2, K before, K after] bfloat16: what a segment makes of the states before it, as two summands."""
+    """[segment slots, HS, 2, K before, K after] bfloat16: the linear map from the state before a segment to the state after it, as two summands."""
     return T.Tensor((segment_slots, problem.num_state_heads, 2, problem.head_k_dim, problem.head_k_dim), TRANSITION_DTYPE)
 
 
