@@ -186,7 +186,7 @@ def _copy_macros(problem: ChunkProblem) -> CopyMacros:
 
 
 class MathMacros(NamedTuple):
-    """What the math warpgroup does."""
+    """Steps of the math warpgroup."""
 
     begin: Any
     run_chunk: Any
@@ -198,7 +198,7 @@ def _math_macros(problem: ChunkProblem) -> MathMacros:
 
     @T.macro
     def read_ahead(shared, stage, registers):
-        """What the next chunk reads from shared memory before its first product."""
+        """Reads that the next chunk needs from shared memory before its first product."""
         if stage == 0:
             T.copy(shared.v[0], registers.v)
         elif stage == 1:

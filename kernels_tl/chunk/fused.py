@@ -2,8 +2,8 @@
 
 The first two blocks run the chain of 64 V columns each (state_chain.py). Every block of the cluster (`makers` of them) makes the
 tiles R and Z of every makers-th chunk (makers.py, inverse.py, product.py) and gives them to both chains: they never pass through
-global memory. With many sequences and heads two blocks each fill the device. With few, a third or fourth block, on an SM that would
-idle, leaves the makers of each block more time per chunk.
+global memory. With many sequences and heads two blocks each fill the device. With few, a third or fourth block, on an SM that
+would idle, leaves the makers of each block more time per chunk.
 
 | warpgroup | role | registers |
 |---|---|---|
@@ -12,15 +12,15 @@ idle, leaves the makers of each block more time per chunk.
 | 2 | product: R, Z and row factors of this block's chunks | 128 |
 | 3 | copies: warp 0 K, Q, V of every chunk; 1 the output; 2 K and Q for the makers, tiles to other blocks; 3 gates | 40 |
 
-`stage` = chunk % 2 is also the slot of the ring. `turn` counts the chunks that a block makes. A chain's block makes tiles in the slot
-where its chain reads them, once both chains have taken the previous ones. The ring of a block without a chain holds its own tiles
-on their way: they are made once the tiles of two turns ago have arrived, and sent once both chains have room.
+`stage` = chunk % 2 is also the slot of the ring. `turn` counts the chunks that a block makes. A chain's block makes tiles in the
+slot where its chain reads them, once both chains have taken the previous ones. The ring of a block without a chain holds its own
+tiles on their way: they are made once the tiles of two turns ago have arrived, and sent once both chains have room.
 
 | barrier | waits | arrives (count) |
 |---|---|---|
 | full[stage] | chain | warp 0 (32) + bytes of K, Q, V |
 | empty[stage] | warp 0 | one lane of every chain warp (4), Q S done: V is read and U made one chunk earlier |
-| ready[stage] | chain | in the block that made the tiles: 2 lanes of warp 2; else 2 copies that announce themselves + their bytes |
+| ready[stage] | chain | in the maker's block: 2 lanes of warp 2; else 2 copies that announce themselves + their bytes |
 | taken | in the block that fills the slot next: product, or warp 2 where there is no chain | one lane of every chain warp (8) |
 | room | product, where there is no chain | warp 2 (32) after `taken`: the tiles it sent before have arrived |
 | made | warp 2 | product threads (128) |
@@ -250,7 +250,7 @@ def _store_macros() -> tuple[Any, Any]:
 
 
 class _ChainMacros(NamedTuple):
-    """What the chain's warpgroup does."""
+    """Steps of the chain's warpgroup."""
 
     start_state: Any
     begin: Any

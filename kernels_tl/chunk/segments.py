@@ -70,7 +70,7 @@ class SummaryShared:
 
 
 class Summary(NamedTuple):
-    """What a summary block works on."""
+    """The segment that a summary block works on."""
 
     head: Any
     is_state: Any  # h of the segment; else its transition P
@@ -80,7 +80,7 @@ class Summary(NamedTuple):
 
 
 class SummaryMacros(NamedTuple):
-    """What the two warpgroups of a summary block do."""
+    """Steps of the two warpgroups of a summary block."""
 
     allocate: Any
     load_chunks: Any
@@ -164,7 +164,7 @@ def _summary_macros(problem: ChunkProblem, columns: int) -> SummaryMacros:
 
     @T.macro
     def read_ahead(shared, stage, is_state, registers):
-        """What the next chunk reads from shared memory before its first product; P has V = 0."""
+        """Reads that the next chunk needs from shared memory before its first product; P has V = 0."""
         if is_state:
             if stage == 0:
                 T.copy(shared.v[0], registers.v)

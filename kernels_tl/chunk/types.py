@@ -188,7 +188,7 @@ def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
 
 
 def transitions_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
-    """[segment slots, HS, 2, K before, K after] bfloat16: the linear map from the state before a segment to the state after it, as two summands."""
+    """[segment slots, HS, 2, K before, K after] bfloat16: the map of a segment, as two summands."""
     return T.Tensor((segment_slots, problem.num_state_heads, 2, problem.head_k_dim, problem.head_k_dim), TRANSITION_DTYPE)
 
 
