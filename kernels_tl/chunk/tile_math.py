@@ -40,7 +40,7 @@ def right_operands() -> Any:
 def square_rows(dtype: str) -> Any:
     """A macro: sums [2][16, 8] += the products of each warp's 16 rows [16, 64] with the upper and with the lower 8 of them.
 
-    The diagonals of the two blocks of 8 rows are the squared norms. The other half of each product is of other rows and is not used.
+    The diagonals of the two blocks of 8 rows are the squared norms. The other half of each product is not used.
     """
 
     @T.macro
