@@ -1,4 +1,4 @@
-"""Second launch of the chunk kernel: the chain of chunks of a sequence or segment, the state transposed and in registers.
+"""The launch `chunk_chain`: the chain of chunks of a sequence or segment, the state transposed and in registers.
 
 One block per (V slice of 64 columns, sequence or segment, state head): a math warpgroup, whose loop is made of the macros of
 state_chain.py, and a copying warpgroup. Warp 0 of the latter loads K, Q, V, tiles and vectors, warp 1 stores the output of full
@@ -34,8 +34,9 @@ from kernels_tl.chunk.types import (
     TILE_Z,
     TILE_Z_HIGH,
     Tensors,
-    bounds_tensor,
     checkpoint_tensor,
+    cu_seqlens_tensor,
+    exit_macro,
     find_ranked,
     find_segment,
     row_tensor,
@@ -44,7 +45,6 @@ from kernels_tl.chunk.types import (
     state_tensor,
     tiles_tensor,
     token_tensor,
-    turn,
 )
 
 STAGES = 3  # chunks in shared memory at a time
@@ -186,7 +186,7 @@ def _copy_macros(problem: ChunkProblem) -> CopyMacros:
 
 
 class MathMacros(NamedTuple):
-    """What the math warpgroup does."""
+    """Steps of the math warpgroup."""
 
     begin: Any
     run_chunk: Any
@@ -198,7 +198,7 @@ def _math_macros(problem: ChunkProblem) -> MathMacros:
 
     @T.macro
     def read_ahead(shared, stage, registers):
-        """What the next chunk reads from shared memory before its first product."""
+        """Reads that the next chunk needs from shared memory before its first product."""
         if stage == 0:
             T.copy(shared.v[0], registers.v)
         elif stage == 1:
@@ -256,7 +256,7 @@ def _math_macros(problem: ChunkProblem) -> MathMacros:
 def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> Any:
     """The prim_func `chunk_chain`.
 
-    split: a block works on a segment of a sequence. Without, `segment_starts` and `segment` are not read.
+    split: a block works on a segment of a sequence. Without, `segment_starts` and `split_chunks` are not read.
     decides: as for `prepare`.
     """
     head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
@@ -267,25 +267,27 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
     wide = head_k > HALF
     final_dtype = problem.state_dtype if pooled else "float32"
 
-    num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
+    num_tokens, num_cu_seqlens, slots = T.dynamic("num_tokens"), T.dynamic("num_cu_seqlens"), T.dynamic("num_slots")
     q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
     k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
     v_type = token_tensor("v", num_tokens, problem.num_v_heads, head_v, dtype)
-    initial_type = state_tensor("initial", bounds, problem, problem.state_dtype if has_initial else None)
-    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
-    mask_type = row_tensor("mask", bounds, problem, "bool" if has_mask else None)
-    final_type = state_tensor("final", bounds, problem, final_dtype if has_final else None)
-    final_index_type = row_tensor("final_indices", bounds, problem, problem.index_dtype if has_final_indices else None)
-    bounds_type = bounds_tensor(bounds, problem)
+    initial_state_type = state_tensor("initial_state", num_cu_seqlens, problem, problem.state_dtype if has_initial else None)
+    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
+    has_initial_state_type = row_tensor("has_initial_state", num_cu_seqlens, problem, "bool" if has_mask else None)
+    final_state_type = state_tensor("final_state", num_cu_seqlens, problem, final_dtype if has_final else None)
+    final_state_indices_type = row_tensor(
+        "final_state_indices", num_cu_seqlens, problem, problem.index_dtype if has_final_indices else None
+    )
+    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
     out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
     segment_slots = T.dynamic("num_segment_slots")
-    segment_start_type = starts_tensor(segment_slots, problem) if split else bounds_tensor(bounds, problem)
-    pieces = segment_slots if split else bounds - 1
+    segment_starts_type = starts_tensor(segment_slots, problem) if split else cu_seqlens_tensor(num_cu_seqlens, problem)
+    pieces = segment_slots if split else num_cu_seqlens - 1
     checkpoints = T.dynamic("num_checkpoints")
-    checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
-    checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
+    checkpoint_offsets_type = checkpoint_tensor(checkpoints, num_cu_seqlens, problem, "int32")
+    checkpoint_slots_type = checkpoint_tensor(checkpoints, num_cu_seqlens, problem, problem.index_dtype)
 
-    take_turn = turn(decides, cuts=True)
+    exit_unless_chosen = exit_macro(decides, cuts=True)
     load_state = state_loader(problem, columns)
     steps, stores, copies, math = (
         chain_macros(problem, columns), store_macros(problem, columns), _copy_macros(problem), _math_macros(problem),
@@ -305,21 +307,21 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
         q: q_type,
         k: k_type,
         v: v_type,
-        initial_state: initial_type,
-        indices: index_type,
-        mask: mask_type,
-        final_state: final_type,
-        final_indices: final_index_type,
-        cu_seqlens: bounds_type,
+        initial_state: initial_state_type,
+        state_indices: state_indices_type,
+        has_initial_state: has_initial_state_type,
+        final_state: final_state_type,
+        final_state_indices: final_state_indices_type,
+        cu_seqlens: cu_seqlens_type,
         out: out_type,
         tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
-        segment_starts: segment_start_type,
-        checkpoint_offsets: checkpoint_offset_type,
-        checkpoint_slots: checkpoint_slot_type,
+        segment_starts: segment_starts_type,
+        checkpoint_offsets: checkpoint_offsets_type,
+        checkpoint_slots: checkpoint_slots_type,
         null_slot: T.int32,
-        segment: T.int32,
-        cut_above: T.int32,
+        split_chunks: T.int32,
+        split_if_longest_exceeds: T.int32,
     ):
         # Pieces are the slowest index: blocks start in this order, those of the longest sequence first.
         with T.Kernel(head_v // columns, heads, pieces, threads=MATH_THREADS + PRODUCER_THREADS) as (v_slice, head, piece_slot):
@@ -340,37 +342,37 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
                 | {rows: transposed_accumulator(columns) for rows in (registers.v, output.rows)}
             )
             tensors = Tensors(
-                q=q, k=k, v=v, state_indices=indices, final_state=final_state, final_state_indices=final_indices,
+                q=q, k=k, v=v, state_indices=state_indices, final_state=final_state, final_state_indices=final_state_indices,
                 checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots, tiles=tiles, vectors=vectors,
                 null_slot=null_slot,
             )  # fmt: skip
 
-            take_turn(cu_seqlens, bounds, cut_above)
+            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
             if split:
-                find_segment(cu_seqlens, bounds, piece_slot, segment, place)
+                find_segment(cu_seqlens, num_cu_seqlens, piece_slot, split_chunks, place)
                 if has_checkpoints:
                     # The sequence, and its tokens before this segment: kept in registers, they spill.
                     if tx == 0:
                         chosen[0] = place[0]
-                        chosen[1] = place[1] * segment * CHUNK
+                        chosen[1] = place[1] * split_chunks * CHUNK
                     T.sync_threads()
             else:
-                find_ranked(cu_seqlens, bounds, piece_slot, lengths, chosen)
+                find_ranked(cu_seqlens, num_cu_seqlens, piece_slot, lengths, chosen)
             sequence = place[0] if split else chosen[0]
             index = place[1] if split else 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
-            rest = whole_length - index * segment * CHUNK if split else whole_length
-            token_begin = whole_begin + index * segment * CHUNK if split else whole_begin
-            length = T.min(rest, segment * CHUNK) if split else whole_length
-            first_slot = whole_begin // CHUNK + sequence + index * segment if split else whole_begin // CHUNK + sequence
-            only = whole_length <= segment * CHUNK if split else True  # the sequence is one segment
+            rest = whole_length - index * split_chunks * CHUNK if split else whole_length
+            token_begin = whole_begin + index * split_chunks * CHUNK if split else whole_begin
+            length = T.min(rest, split_chunks * CHUNK) if split else whole_length
+            first_slot = whole_begin // CHUNK + sequence + index * split_chunks if split else whole_begin // CHUNK + sequence
+            only = whole_length <= split_chunks * CHUNK if split else True  # the sequence is one segment
             read_slot = T.cast(sequence, "int64")
             if pooled:
-                read_slot = T.cast(indices[sequence], "int64")
+                read_slot = T.cast(state_indices[sequence], "int64")
                 live = length > 0 and read_slot > T.cast(null_slot, "int64")
             elif split:
-                live = index == 0 or length > 0  # else nobody's slot
+                live = index == 0 or length > 0  # else the slot is unused
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
             piece = Piece(sequence, head, v_slice * columns, token_begin, length, first_slot, num_chunks)
 
@@ -392,7 +394,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
                     starts = (live and only) if split else live
                     if has_mask:
                         if (live and only) if split else live:
-                            starts = mask[sequence]
+                            starts = has_initial_state[sequence]
                     if starts:
                         load_state(initial_state, read_slot, head, piece.column_begin, registers.state, registers.state_high)
                 math.begin(shared, piece, registers)
@@ -409,7 +411,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
                     if valid < CHUNK:
                         stores.store_tail(out, begin, valid, head, piece.column_begin, output)
                 if split:
-                    live = live and rest <= segment * CHUNK  # the last segment
+                    live = live and rest <= split_chunks * CHUNK  # the last segment
                 if has_final:
                     # Read again: the loop has no register to keep the sequence in.
                     ending = place[0] if split and not has_checkpoints else chosen[0]

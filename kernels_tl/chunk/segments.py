@@ -1,15 +1,15 @@
-"""The two launches between `chunk_prepare` and `chunk_chain` that cut sequences into segments of `segment` chunks.
+"""The two launches between `chunk_prepare` and `chunk_chain` that cut sequences into segments of `split_chunks` chunks.
 
-A run of chunks maps the state before it to P S + h. Of every segment but its sequence's last, `chunk_summaries` computes h (the
-state after it, from zero; after the first one, from the sequence's own start) and the transition P (not of the first), each
-in a block of its own: the chain of _chunk_chain.py without Q, output and R; P is what it makes of the identity with V = 0.
+A run of chunks maps the state before it to P S + h. For every segment but its sequence's last, `chunk_summaries` computes h (the
+state after it from a zero state; for the first segment from the sequence's own start) and the transition P (not for the first),
+each in a block of its own: the chain of state_chain.py without Q, output and R; P is the result for the identity with V = 0.
 `chunk_starts` then walks the segments of a sequence, a block per head and 64 V columns:
 
     start_1 = h_0        start_{i+1} = P_i start_i + h_i
 
-P and the starts enter the tensor cores as two bfloat16 summands each, as hi hi + lo hi + hi lo. In the workspace h_i lies where
-start_{i+1} will, and the first segment's start lies there too: a pool's slot may be written by the last segment's block
-before the first one's has begun.
+P and the starts enter the tensor cores as two bfloat16 summands each, as hi hi + lo hi + hi lo. In the workspace h_i is where
+start_{i+1} will be, and the first segment's start is there too: the last segment's block may write a pool's slot before the
+first one's has begun.
 
 Only whole segments are summarised, so there are no tails here. Barriers (`tl.disable_thread_storage_sync`) in both:
 
@@ -38,7 +38,8 @@ from kernels_tl.chunk.types import (
     TILE_Z_HIGH,
     TRANSITION_DTYPE,
     Tensors,
-    bounds_tensor,
+    cu_seqlens_tensor,
+    exit_macro,
     find_segment,
     row_tensor,
     starts_tensor,
@@ -47,7 +48,6 @@ from kernels_tl.chunk.types import (
     tiles_tensor,
     token_tensor,
     transitions_tensor,
-    turn,
 )
 
 SUMMARY_STAGES = 3
@@ -70,7 +70,7 @@ class SummaryShared:
 
 
 class Summary(NamedTuple):
-    """What a summary block works on."""
+    """The segment that a summary block works on."""
 
     head: Any
     is_state: Any  # h of the segment; else its transition P
@@ -80,7 +80,7 @@ class Summary(NamedTuple):
 
 
 class SummaryMacros(NamedTuple):
-    """What the two warpgroups of a summary block do."""
+    """Steps of the two warpgroups of a summary block."""
 
     allocate: Any
     load_chunks: Any
@@ -164,7 +164,7 @@ def _summary_macros(problem: ChunkProblem, columns: int) -> SummaryMacros:
 
     @T.macro
     def read_ahead(shared, stage, is_state, registers):
-        """What the next chunk reads from shared memory before its first product; P has V = 0."""
+        """Reads that the next chunk needs from shared memory before its first product; P has V = 0."""
         if is_state:
             if stage == 0:
                 T.copy(shared.v[0], registers.v)
@@ -244,15 +244,15 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
     math_threads = columns * 2
     wide = head_k > HALF
 
-    num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
+    num_tokens, num_cu_seqlens, slots = T.dynamic("num_tokens"), T.dynamic("num_cu_seqlens"), T.dynamic("num_slots")
     segment_slots = T.dynamic("num_segment_slots")
     k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
     v_type = token_tensor("v", num_tokens, problem.num_v_heads, head_v, dtype)
-    initial_type = state_tensor("initial", bounds, problem, problem.state_dtype if has_initial else None)
-    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
-    mask_type = row_tensor("mask", bounds, problem, "bool" if has_mask else None)
-    bounds_type = bounds_tensor(bounds, problem)
-    take_turn = turn(decides, cuts=True)
+    initial_state_type = state_tensor("initial_state", num_cu_seqlens, problem, problem.state_dtype if has_initial else None)
+    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
+    has_initial_state_type = row_tensor("has_initial_state", num_cu_seqlens, problem, "bool" if has_mask else None)
+    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
+    exit_unless_chosen = exit_macro(decides, cuts=True)
     load_state = state_loader(problem, columns)
     steps = chain_macros(problem, columns)
     roles = _summary_macros(problem, columns)
@@ -261,17 +261,17 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
     def chunk_summaries(
         k: k_type,
         v: v_type,
-        initial_state: initial_type,
-        indices: index_type,
-        mask: mask_type,
-        cu_seqlens: bounds_type,
+        initial_state: initial_state_type,
+        state_indices: state_indices_type,
+        has_initial_state: has_initial_state_type,
+        cu_seqlens: cu_seqlens_type,
         tiles: tiles_tensor(slots, problem),
         vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
         segment_starts: starts_tensor(segment_slots, problem),
         transitions: transitions_tensor(segment_slots, problem),
         null_slot: T.int32,
-        segment: T.int32,
-        cut_above: T.int32,
+        split_chunks: T.int32,
+        split_if_longest_exceeds: T.int32,
     ):
         with T.Kernel(2, segment_slots, heads, threads=math_threads + PRODUCER_THREADS) as (kind, piece, head):
             shared = roles.allocate()
@@ -285,21 +285,21 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
                 {buffer: make_swizzled_layout(buffer) for buffer in shared.v} | {registers.v: transposed_accumulator(columns)}
             )
 
-            take_turn(cu_seqlens, bounds, cut_above)
-            find_segment(cu_seqlens, bounds, piece, segment, place)
+            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
+            find_segment(cu_seqlens, num_cu_seqlens, piece, split_chunks, place)
             sequence = place[0]
             index = place[1]
             is_state = kind == 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
-            token_begin = whole_begin + index * segment * CHUNK
-            first_slot = whole_begin // CHUNK + sequence + index * segment
+            token_begin = whole_begin + index * split_chunks * CHUNK
+            first_slot = whole_begin // CHUNK + sequence + index * split_chunks
             read_slot = T.cast(sequence, "int64")
-            live = whole_length - index * segment * CHUNK > segment * CHUNK and (is_state or index > 0)
+            live = whole_length - index * split_chunks * CHUNK > split_chunks * CHUNK and (is_state or index > 0)
             if pooled:
-                read_slot = T.cast(indices[sequence], "int64")
+                read_slot = T.cast(state_indices[sequence], "int64")
                 live = live and read_slot > T.cast(null_slot, "int64")
-            num_chunks = T.if_then_else(live, segment, 0)
+            num_chunks = T.if_then_else(live, split_chunks, 0)
             summary = Summary(head, is_state, token_begin, first_slot, num_chunks)
 
             if tx >= math_threads:
@@ -318,7 +318,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
                     starts = live and is_state and index == 0
                     if has_mask:
                         if starts:
-                            starts = mask[sequence]
+                            starts = has_initial_state[sequence]
                     if starts:
                         load_state(initial_state, read_slot, head, 0, registers.state, registers.state_high)
                 if live and is_state and index == 0:
@@ -343,10 +343,10 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
     slices = head_v // PANEL
     dtype = TRANSITION_DTYPE
 
-    bounds, segment_slots = T.dynamic("num_bounds"), T.dynamic("num_segment_slots")
-    index_type = row_tensor("indices", bounds, problem, problem.index_dtype)
-    bounds_type = bounds_tensor(bounds, problem)
-    take_turn = turn(decides, cuts=True)
+    num_cu_seqlens, segment_slots = T.dynamic("num_cu_seqlens"), T.dynamic("num_segment_slots")
+    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
+    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
+    exit_unless_chosen = exit_macro(decides, cuts=True)
 
     @T.macro
     def load(source, target, barriers, stage, piece, head, before, after):
@@ -375,15 +375,15 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
 
     @T.prim_func
     def chunk_starts(
-        indices: index_type,
-        cu_seqlens: bounds_type,
+        state_indices: state_indices_type,
+        cu_seqlens: cu_seqlens_type,
         segment_starts: starts_tensor(segment_slots, problem),
         transitions: transitions_tensor(segment_slots, problem),
         null_slot: T.int32,
-        segment: T.int32,
-        cut_above: T.int32,
+        split_chunks: T.int32,
+        split_if_longest_exceeds: T.int32,
     ):
-        with T.Kernel(slices, bounds - 1, heads, threads=START_THREADS + 32) as (v_slice, sequence, head):
+        with T.Kernel(slices, num_cu_seqlens - 1, heads, threads=START_THREADS + 32) as (v_slice, sequence, head):
             # Quarters of P: [K before, K after], low or high.
             low_low_shared = T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype)
             low_high_shared = T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype)
@@ -403,15 +403,15 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
             live = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
 
-            take_turn(cu_seqlens, bounds, cut_above)
+            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
-            first[0] = whole_begin // (segment * CHUNK) + sequence + 1  # the second segment's slot
+            first[0] = whole_begin // (split_chunks * CHUNK) + sequence + 1  # the second segment's slot
             column_begin = v_slice * PANEL
             if pooled:
-                live = indices[sequence] > null_slot
+                live = state_indices[sequence] > null_slot
             # Two segments need nothing: what lies in the second one's slot is its start already.
-            steps = T.if_then_else(live, T.max(T.ceildiv(whole_length, segment * CHUNK) - 2, 0), 0)
+            steps = T.if_then_else(live, T.max(T.ceildiv(whole_length, split_chunks * CHUNK) - 2, 0), 0)
 
             if tx >= START_THREADS:
                 for step in T.serial(steps):
@@ -444,7 +444,7 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
                         multiply(high_operand, high_rest, high_low_shared, stage, state_fragment)
                         multiply(operand, rest, low_high_shared, stage, state_high_fragment)
                         multiply(high_operand, high_rest, high_high_shared, stage, state_high_fragment)
-                    # h of the step behind this one; in the last step, anything of this sequence.
+                    # h for the step after the next; in the last step, any h of this sequence.
                     ahead = first[0] + T.min(step + 2, steps)
                     for i, j in T.Parallel(PANEL, HALF):
                         next_fragment[i, j] = segment_starts[ahead, head, column_begin + i, j]

@@ -1,8 +1,8 @@
-"""What the launches of the chunk kernel share: tile constants, parameter types, and where slots lie.
+"""Tile constants, parameter types, slots and states, which the launches of the chunk kernel share.
 
 A chunk slot is a row of the workspace. Sequence n owns the slots from `cu_seqlens[n] // 64 + n` on: consecutive sequences
 never overlap, `ceil(L / 64) + N` slots are enough, and finding the sequence of a slot needs no prefix sum over lengths.
-Segment slots are the same thing with the tokens of a segment in place of 64.
+Segment slots are the same with the tokens of a segment in place of 64.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gdn.problems import ChunkProblem
 
 CHUNK = 64  # tokens of a chunk; the tile of every matmul and the rows of a wgmma
 HALF = 64  # columns of K and Q in one shared tile: 128 bytes, a row of the swizzle
-TILE_R = 0  # places of the per-chunk tiles in the workspace, see _chunk_prepare: R,
+TILE_R = 0  # positions of the per-chunk tiles in the workspace, see prepare.py: R,
 TILE_Z = 1  # Z's lower 64 columns,
 TILE_Z_HIGH = 2  # and the upper ones, where K = 128
 NUM_VECTORS = 3  # rows of the per-chunk vectors in the workspace:
@@ -57,42 +57,42 @@ class Tensors:
 
 
 def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
-    """Slots of pieces of so many chunks that a call needs at most, whatever the lengths are."""
+    """Slots that a call needs at most, whatever the lengths are; chunks: of a slot, 1 or a segment's."""
     return -(-num_tokens // (CHUNK * chunks)) + num_sequences
 
 
 @T.macro
-def find_segment(cu_seqlens, bounds, slot, segment, place):
-    """Of a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
+def find_segment(cu_seqlens, num_cu_seqlens, slot, split_chunks, place):
+    """Finds a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
 
-    The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. What lies behind its segments is nobody's.
+    The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. Slots after its last segment are unused.
     """
     place[0] = 0
-    place[1] = T.max(bounds - 2, 0)
+    place[1] = T.max(num_cu_seqlens - 2, 0)
     while place[0] < place[1]:
         middle = (place[0] + place[1] + 1) // 2
-        if T.cast(cu_seqlens[middle], "int32") // (segment * CHUNK) + middle <= slot:
+        if T.cast(cu_seqlens[middle], "int32") // (split_chunks * CHUNK) + middle <= slot:
             place[0] = middle
         else:
             place[1] = middle - 1
-    place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (segment * CHUNK) - place[0]
+    place[1] = slot - T.cast(cu_seqlens[place[0]], "int32") // (split_chunks * CHUNK) - place[0]
 
 
 @T.macro
-def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
-    """chosen[0] = the sequence of this rank by length, the longest first; by position where there are too many to rank.
+def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
+    """chosen[0] = the sequence of this rank by length, the longest first; by position if there are too many to rank.
 
     Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
     """
     tx = T.get_thread_binding()
     ahead = T.alloc_var("int32", init=0)
-    if bounds > 2 and bounds <= MOST_RANKED + 1:
-        if tx < bounds - 1:
+    if num_cu_seqlens > 2 and num_cu_seqlens <= MOST_RANKED + 1:
+        if tx < num_cu_seqlens - 1:
             lengths[tx] = T.cast(cu_seqlens[tx + 1] - cu_seqlens[tx], "int32")
         T.sync_threads()
-        if tx < bounds - 1:
-            for other in T.serial(bounds - 1):
-                # Of equal ones the first: ranks are a permutation.
+        if tx < num_cu_seqlens - 1:
+            for other in T.serial(num_cu_seqlens - 1):
+                # Equal lengths are ranked by position: ranks are a permutation.
                 if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
                     ahead += 1
             if ahead == rank:
@@ -100,23 +100,26 @@ def find_ranked(cu_seqlens, bounds, rank, lengths, chosen):
     elif tx == 0:
         chosen[0] = rank
     T.fence_proxy_async()
-    T.sync_threads()  # bulk copies write where the lengths lie
+    T.sync_threads()  # bulk copies write where the lengths are
 
 
-def turn(decides: bool, cuts: bool) -> Any:
-    """A macro that ends a launch at once whose turn it is not, of a call that has launches for whole sequences and for segments
-    (`cuts`): these have theirs where the longest sequence has more than cut_above tokens. Without `decides` it is nothing."""
+def exit_macro(decides: bool, cuts: bool) -> Any:
+    """A macro that ends a launch which the lengths of the call do not choose.
+
+    With `decides`, a call launches kernels for whole sequences and kernels for segments (`cuts`); the latter work if the longest
+    sequence has more than split_if_longest_exceeds tokens. Without `decides` the macro does nothing.
+    """
 
     @T.macro
-    def take_turn(cu_seqlens, bounds, cut_above):
+    def exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds):
         if decides:
             longest = T.alloc_var("int32", init=0)
-            for sequence in T.serial(bounds - 1):
+            for sequence in T.serial(num_cu_seqlens - 1):
                 longest = T.max(longest, T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32"))
-            if (longest <= cut_above) if cuts else (longest > cut_above):
+            if (longest <= split_if_longest_exceeds) if cuts else (longest > split_if_longest_exceeds):
                 T.thread_return()
 
-    return take_turn
+    return exit_unless_chosen
 
 
 def num_tiles(problem: ChunkProblem) -> int:
@@ -136,33 +139,33 @@ def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -
     return T.StridedTensor((num_tokens, heads, dim), (token_stride, head_stride, 1), dtype)
 
 
-def bounds_tensor(bounds: Any, problem: ChunkProblem) -> Any:
-    """cu_seqlens [N + 1]; also what is declared (and passed) where the problem has no such tensor.
+def cu_seqlens_tensor(num_cu_seqlens: Any, problem: ChunkProblem) -> Any:
+    """cu_seqlens [N + 1]; also declared (and passed) in place of a tensor that the problem leaves out.
 
     Every parameter needs an annotation object of its own: parameters that share one become one buffer.
     """
-    return T.Tensor((bounds,), problem.cu_seqlens_dtype)
+    return T.Tensor((num_cu_seqlens,), problem.cu_seqlens_dtype)
 
 
-def gate_tensor(name: str, num_tokens: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def gate_tensor(name: str, num_tokens: Any, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[L, HS] with any strides, or the stand-in."""
     if dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     strides = (T.dynamic(f"{name}_token_stride", "int64"), T.dynamic(f"{name}_head_stride", "int64"))
     return T.StridedTensor((num_tokens, problem.num_state_heads), strides, dtype)
 
 
-def row_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def row_tensor(name: str, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[>= N] with any stride, or the stand-in."""
     if dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     return T.StridedTensor((T.dynamic(f"{name}_rows"),), (T.dynamic(f"{name}_stride", "int64"),), dtype)
 
 
-def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def state_tensor(name: str, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[slots, HS, K, V] (or V first), slot stride free, or the stand-in."""
     if dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     inner = (problem.head_k_dim, problem.head_v_dim)
     if problem.state_v_first:
         inner = inner[::-1]
@@ -172,10 +175,10 @@ def state_tensor(name: str, bounds: Any, problem: ChunkProblem, dtype: str | Non
     return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)
 
 
-def checkpoint_tensor(columns: Any, bounds: Any, problem: ChunkProblem, dtype: str | None) -> Any:
+def checkpoint_tensor(columns: Any, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
     """[>= N, C] contiguous, or the stand-in."""
     if not problem.has_checkpoints or dtype is None:
-        return bounds_tensor(bounds, problem)
+        return cu_seqlens_tensor(num_cu_seqlens, problem)
     return T.Tensor((T.dynamic("checkpoint_rows"), columns), dtype)
 
 
@@ -185,7 +188,7 @@ def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
 
 
 def transitions_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
-    """[segment slots, HS, 2, K before, K after] bfloat16: what a segment makes of the states before it, as two summands."""
+    """[segment slots, HS, 2, K before, K after] bfloat16: the map of a segment, as two summands."""
     return T.Tensor((segment_slots, problem.num_state_heads, 2, problem.head_k_dim, problem.head_k_dim), TRANSITION_DTYPE)
 
 

@@ -25,7 +25,7 @@ def _problem(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cluster", "segment"),
+    ("sizes", "cluster_size", "split_chunks"),
     [
         ((16, 32, 1024), 3, 0), ((16, 32, 8192), 3, 0), ((16, 32, 32768), 3, 0),  # SMs to spare for the tiles
         ((11, 33, 8192), 2, 0),  # a cluster of three might be one too many
@@ -34,10 +34,10 @@ def _problem(
         ((16, 32, 8192, 8, 64), None, 0),  # not served
     ],
 )  # fmt: skip
-def test_default(sizes: tuple[int, ...], cluster: int | None, segment: int) -> None:
+def test_default(sizes: tuple[int, ...], cluster_size: int | None, split_chunks: int) -> None:
     """cluster None: not in one launch."""
     config = chunk.default_config(_problem(*sizes), H100)
-    assert (config.cluster, config.segment) == (cluster or chunk.CHAINS, segment)
+    assert (config.cluster_size, config.split_chunks) == (cluster_size or chunk.CHAINS, split_chunks)
 
 
 def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,27 +46,27 @@ def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.M
 
     monkeypatch.setattr(chunk.build, "library", script)
     two = {"chunk_prepare", "chunk_chain"}
-    assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(segment=0))) == {"chunk_fused"}
-    assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(segment=16))) > two
-    assert set(chunk.compile(_problem(4, 8, 8192, 1, 64), chunk.Config(segment=0))) == two
+    assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(split_chunks=0))) == {"chunk_fused"}
+    assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(split_chunks=16))) > two
+    assert set(chunk.compile(_problem(4, 8, 8192, 1, 64), chunk.Config(split_chunks=0))) == two
 
 
 def test_one_launch_has_no_workspace_and_needs_room() -> None:
     problem = _problem(16, 32, 8192)
-    config = chunk.Config(segment=0, cluster=3)
+    config = chunk.Config(split_chunks=0, cluster_size=3)
     assert chunk.workspace_bytes(problem, config) == 0 and chunk.fits(problem, config, H100)
     small = dataclasses.replace(H100, shared_bytes_per_block=chunk.FUSED_BYTES - 1)
     assert not chunk.fits(problem, config, small)
     assert not chunk.fits(_problem(16, 32, 8192, 1, 64), config, H100)
-    assert not chunk.fits(problem, dataclasses.replace(config, cluster=chunk.MOST_MAKERS + 1), H100)
-    assert not chunk.fits(problem, dataclasses.replace(config, segment=16), H100)
+    assert not chunk.fits(problem, dataclasses.replace(config, cluster_size=chunk.MOST_MAKERS + 1), H100)
+    assert not chunk.fits(problem, dataclasses.replace(config, split_chunks=16), H100)
 
 
 def test_clusters_are_what_few_sms_hold() -> None:
     """Of three or four blocks there are fewer at once than SMs would do for: they lie within groups of SMs."""
     few = dataclasses.replace(H100, num_sms=64)
-    assert chunk.default_config(_problem(16, 16, 8192), few).cluster == 3
-    assert chunk.default_config(_problem(16, 32, 8192), few).cluster == chunk.CHAINS
+    assert chunk.default_config(_problem(16, 16, 8192), few).cluster_size == 3
+    assert chunk.default_config(_problem(16, 32, 8192), few).cluster_size == chunk.CHAINS
 
 
 def test_configs_hold_every_cluster_of_the_one_launch() -> None:
@@ -75,18 +75,18 @@ def test_configs_hold_every_cluster_of_the_one_launch() -> None:
         (_problem(4, 8, 8192), {2, 3, 4}),
         (_problem(4, 8, 8192, 1, 64), {2}),
     ):
-        assert {config.cluster for config in chunk.configs(problem, H100) if config.segment == 0} == clusters
+        assert {config.cluster_size for config in chunk.configs(problem, H100) if config.split_chunks == 0} == clusters
 
 
 @pytest.mark.parametrize("sizes", [(4, 8, 16384, 4), (4, 8, 16100, 4), (2, 4, 65536, 8), (8, 16, 8192, 2)])
 def test_lengths_that_nobody_knows_decide(sizes: tuple[int, ...]) -> None:
     problem = _problem(*sizes)
     config = chunk.default_config(problem, H100)
-    assert config.cut_above > 0 and config.segment > 0 and chunk.fits(problem, config, H100)
-    assert problem.num_tokens / problem.num_sequences <= config.cut_above < problem.num_tokens
+    assert config.split_if_longest_exceeds > 0 and config.split_chunks > 0 and chunk.fits(problem, config, H100)
+    assert problem.num_tokens / problem.num_sequences <= config.split_if_longest_exceeds < problem.num_tokens
     found = chunk.configs(problem, H100)
     # No table may decide for lengths that it was not tuned on.
-    assert config in found and len(found) == len(set(found)) and all(one.cut_above for one in found)
+    assert config in found and len(found) == len(set(found)) and all(one.split_if_longest_exceeds for one in found)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +98,20 @@ def test_lengths_that_nobody_knows_decide(sizes: tuple[int, ...]) -> None:
     ],
 )  # fmt: skip
 def test_nothing_to_decide(sizes: tuple[int, ...]) -> None:
-    assert chunk.default_config(_problem(*sizes), H100).cut_above == 0
+    assert chunk.default_config(_problem(*sizes), H100).split_if_longest_exceeds == 0
 
 
 def test_what_of_both_does_not_fit() -> None:
     problem = _problem(4, 8, 16384, 4)
     config = chunk.default_config(problem, H100)
-    for changes in ({"cut_above": -1}, {"segment": 0}, {"cluster": 1}, {"cluster": 5}):
+    for changes in ({"split_if_longest_exceeds": -1}, {"split_chunks": 0}, {"cluster_size": 1}, {"cluster_size": 5}):
         assert not chunk.fits(problem, dataclasses.replace(config, **changes), H100)
 
 
 def test_workspace_of_both_is_what_segments_need() -> None:
     problem = _problem(4, 8, 16384, 4)
     config = chunk.default_config(problem, H100)
-    cut = dataclasses.replace(config, cluster=chunk.CHAINS, cut_above=0)
+    cut = dataclasses.replace(config, cluster_size=chunk.CHAINS, split_if_longest_exceeds=0)
     assert chunk.workspace_bytes(problem, config) == chunk.workspace_bytes(problem, cut) > 0
 
 
@@ -119,8 +119,14 @@ def test_only_whether_lengths_decide_is_compiled_in() -> None:
     problem = _problem(4, 8, 16384, 4)
     config = chunk.default_config(problem, H100)
     keys = [
-        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, segment=segment, cut_above=tokens))
-        for segment, tokens in ((16, 5000), (32, 6000), (32, 0))
+        compiled.entry_key(
+            "chunk",
+            "tilelang",
+            chunk,
+            problem,
+            dataclasses.replace(config, split_chunks=split_chunks, split_if_longest_exceeds=tokens),
+        )
+        for split_chunks, tokens in ((16, 5000), (32, 6000), (32, 0))
     ]
     assert keys[0] == keys[1] != keys[2]
 
@@ -132,6 +138,6 @@ VARIANTS = [(_CHECKPOINTS, chunk.default_config(_CHECKPOINTS, H100))]
 
 @checks.compiles(lambda: checks.tasks_of("kernels_tl.chunk", VARIANTS))
 def test_both_ways_compile() -> None:
-    assert all(config.segment and config.cut_above for _, config in VARIANTS)
+    assert all(config.split_chunks and config.split_if_longest_exceeds for _, config in VARIANTS)
     failed = checks.failures("kernels_tl.chunk", "tilelang", VARIANTS, H100)
     assert not failed, "\n".join(failed)

@@ -29,27 +29,29 @@ def test_only_whether_there_are_segments_is_compiled_in(monkeypatch: pytest.Monk
     monkeypatch.setattr(chunk.build, "library", script)
     problem = dataclasses.replace(_problem(4, 8, 8192), head_k_dim=64, head_v_dim=64)  # without segments: two launches
     config = chunk.default_config(problem, H100)
-    whole, short, long = (chunk.compile(problem, dataclasses.replace(config, segment=segment)) for segment in (0, 3, 64))
+    whole, short, long = (
+        chunk.compile(problem, dataclasses.replace(config, split_chunks=split_chunks)) for split_chunks in (0, 3, 64)
+    )
     assert short == long
     assert set(whole) == {"chunk_prepare", "chunk_chain"} and set(short) == {*whole, "chunk_summaries", "chunk_starts"}
     assert whole["chunk_prepare"] == short["chunk_prepare"] and whole["chunk_chain"] != short["chunk_chain"]
     keys = [
-        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, segment=segment))
-        for segment in (0, 3, 64)
+        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, split_chunks=split_chunks))
+        for split_chunks in (0, 3, 64)
     ]
     assert keys[0] != keys[1] == keys[2]
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens", "sequences", "segment"),
+    ("heads", "tokens", "sequences", "split_chunks"),
     [
         ((4, 8), 8192, 1, 16), ((4, 8), 32768, 1, 64), ((2, 4), 32768, 1, 32),  # all SMs have a segment
         ((16, 32), 8192, 1, 0), ((16, 32), 32768, 1, 0),  # the halves of a head are enough blocks
         ((4, 8), 8192, 64, 0), ((4, 8), 512, 1, 0),  # so are many sequences, and few chunks are not worth two launches
     ],
 )  # fmt: skip
-def test_default(heads: tuple[int, int], tokens: int, sequences: int, segment: int) -> None:
-    assert chunk.default_config(_problem(*heads, tokens, sequences), H100).segment == segment
+def test_default(heads: tuple[int, int], tokens: int, sequences: int, split_chunks: int) -> None:
+    assert chunk.default_config(_problem(*heads, tokens, sequences), H100).split_chunks == split_chunks
 
 
 # Key and value heads, tokens -> us on an H100 by chunks of a segment.
@@ -63,22 +65,22 @@ MEASURED = {
 @pytest.mark.parametrize("sizes", MEASURED, ids=str)
 def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) -> None:
     times, (num_k_heads, num_v_heads, num_tokens) = MEASURED[sizes], sizes
-    segment = chunk.default_config(_problem(num_k_heads, num_v_heads, num_tokens), H100).segment
-    assert times[segment] <= 1.1 * min(times.values())
+    split_chunks = chunk.default_config(_problem(num_k_heads, num_v_heads, num_tokens), H100).split_chunks
+    assert times[split_chunks] <= 1.1 * min(times.values())
 
 
 def test_batch_invariance_fixes_the_length() -> None:
     """Whatever the batch: the default of one sequence of 32768 tokens."""
     switches = Switches(batch_invariant=True, tuned="off")
     wanted = chunk.default_config(_problem(4, 8, 32768), H100)
-    assert wanted.segment > 0
+    assert wanted.split_chunks > 0
     for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
         choice = select.choose(_problem(4, 8, *sizes), H100, runtime.candidates("chunk"), switches, "tilelang")
         assert choice.config == wanted
 
 
 def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
-    assert len({config.segment for config in chunk.configs(_problem(4, 8, 16100, 4), H100)}) > 3
+    assert len({config.split_chunks for config in chunk.configs(_problem(4, 8, 16100, 4), H100)}) > 3
 
 
 def test_configs_hold_the_default_and_whole_sequences() -> None:
@@ -86,7 +88,7 @@ def test_configs_hold_the_default_and_whole_sequences() -> None:
         space = chunk.configs(problem, H100)
         assert chunk.default_config(problem, H100) in space and len(space) == len(set(space))
         assert all(chunk.fits(problem, config, H100) for config in space)
-        assert any(config.segment == 0 or config.cut_above for config in space)
+        assert any(config.split_chunks == 0 or config.split_if_longest_exceeds for config in space)
 
 
 @pytest.mark.parametrize("piece", [64, 128, 192])
@@ -107,5 +109,5 @@ def test_slots_of_sequences_do_not_overlap(piece: int) -> None:
 def test_a_call_that_needs_no_segments_has_a_default(num_tokens: int) -> None:
     problem = _problem(2, 4, num_tokens)
     config = chunk.default_config(problem, H100)
-    assert config.segment == 0 and config in chunk.configs(problem, H100)
-    assert chunk.workspace_bytes(problem, dataclasses.replace(config, segment=2)) >= 0
+    assert config.split_chunks == 0 and config in chunk.configs(problem, H100)
+    assert chunk.workspace_bytes(problem, dataclasses.replace(config, split_chunks=2)) >= 0

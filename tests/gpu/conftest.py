@@ -27,9 +27,6 @@ def device() -> torch.device:
     return found
 
 
-_TILELANG = {"split_chunks": "segment", "split_if_longest_exceeds": "cut_above"}  # its names of the same fields
-
-
 def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     def prepare(problem: ChunkProblem, device: torch.device, backend: str) -> runtime.Prepared:
         spec, _ = devices.describe(device)
@@ -39,11 +36,10 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         plain: dict[str, Any] = {}  # the form without what only one of the designs has
         if getattr(default, "num_four_sm_clusters", 0):
             plain = {"stages": 4, "num_persistent_clusters": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0}
-        if hasattr(default, "cluster"):
-            plain = {"cluster": 2}
+        if hasattr(default, "cluster_size"):
+            plain = {"cluster_size": 2}
         plain |= {"split_if_longest_exceeds": 0}
-        own = {name if hasattr(default, name) else _TILELANG[name]: value for name, value in (plain | fields).items()}
-        config = replace(default, **own)
+        config = replace(default, **(plain | fields))
         assert module.fits(problem, config, spec)
         return runtime.prepare(problem, device, backend, config=config)
 

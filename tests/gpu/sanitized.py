@@ -153,17 +153,17 @@ GROUPS: dict[str, dict[str, Call]] = {
         for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
     },
     "chunk-tilelang": {
-        "pool": partial(chunk, "tilelang", _POOL, segment=2),
+        "pool": partial(chunk, "tilelang", _POOL, split_chunks=2),
         "64": partial(chunk, "tilelang", CHUNKS["64"]),
-        "long": partial(chunk, "tilelang", CHUNKS["long"], segment=3),
-        "checkpoints": partial(chunk, "tilelang", CHUNKS["checkpoints"], segment=2),
+        "long": partial(chunk, "tilelang", CHUNKS["long"], split_chunks=3),
+        "checkpoints": partial(chunk, "tilelang", CHUNKS["checkpoints"], split_chunks=2),
     },
     "chunk-tilelang-one": {
-        name: partial(chunk, "tilelang", CHUNKS[name], segment=0, cluster=cluster)
+        name: partial(chunk, "tilelang", CHUNKS[name], split_chunks=0, cluster_size=cluster)
         for name, cluster in (("pool", 3), ("many", 4), ("checkpoints", 2))
     }
     | {
-        name: partial(chunk, "tilelang", _POOL, segment=2, cluster=3, cut_above=tokens)
+        name: partial(chunk, "tilelang", _POOL, split_chunks=2, cluster_size=3, split_if_longest_exceeds=tokens)
         for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
     },
     "decode": {

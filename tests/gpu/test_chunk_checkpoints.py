@@ -39,14 +39,14 @@ PROBLEMS = [
 def test_variants(
     problem: ChunkProblem, segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(segment=segment)
+    force(split_chunks=segment)
     arguments = arguments_of(problem, device, **RAGGED)
     check(arguments, by(backend), monkeypatch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_is_the_state_of_a_shorter_call(backend: str, device: torch.device, force: Force) -> None:
-    force(segment=0)
+    force(split_chunks=0)
     arguments = arguments_of(PROBLEMS[0], device, lengths=[640], padded_tokens=0)
     arguments["checkpoint_offsets"] = torch.tensor([[192, 640]], dtype=torch.int32, device=device)
     start = copied(arguments)
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_the_state_of_a_shorter_call(backend: str, device: torch
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_that_ask_for_nothing(backend: str, device: torch.device, force: Force) -> None:
-    force(segment=0)
+    force(split_chunks=0)
     arguments = arguments_of(PROBLEMS[0], device, lengths=[100, 128], padded_tokens=0)
     offsets = [[0, 128], [0, 192]]  # none, beyond the sequence; none, beyond the sequence
     arguments["checkpoint_offsets"] = torch.tensor(offsets, dtype=torch.int32, device=device)

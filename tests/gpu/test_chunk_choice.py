@@ -32,8 +32,8 @@ WHOLE: dict[str, dict[str, Any]] = {
     "ring": FOUR_SM | {"num_four_sm_clusters": 1, "max_l2_ring_groups": 1000},
     "clusters": {},
     "items": {"num_persistent_clusters": 3},
-    "tilelang-2": {"cluster": 2},
-    "tilelang-4": {"cluster": 4},
+    "tilelang-2": {"cluster_size": 2},
+    "tilelang-4": {"cluster_size": 4},
 }
 each_form = pytest.mark.parametrize("form", WHOLE)
 
@@ -132,6 +132,5 @@ def test_the_default_serves_few_sequences(
     assert spec is not None
     sized = replace(problem, num_tokens=16384, num_sequences=4)
     config = runtime.candidates("chunk")[backend].module.default_config(sized, spec)
-    names = ("split_if_longest_exceeds", "split_chunks") if backend == "cute" else ("cut_above", "segment")
-    assert all(getattr(config, name) > 0 for name in names)
+    assert config.split_if_longest_exceeds > 0 and config.split_chunks > 0
     check(arguments_of(problem, device, lengths=lengths), by(backend), monkeypatch)

@@ -46,7 +46,7 @@ def test_variants(dim: int, fields: dict[str, Any], device: torch.device, monkey
 @pytest.mark.parametrize("segment", [0, 2])
 @pytest.mark.parametrize("dim", [60, 100])
 def test_checkpoints(dim: int, segment: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    force(segment=segment)
+    force(split_chunks=segment)
     problem = problem_of(dim, index_dtype="int32", has_mask=True, has_checkpoints=True, state_dtype="bfloat16")
     arguments = arguments_of(problem, device, lengths=[0, 63, 64, 65, 128, 700, 64, 257], null_sequences=[6])
     check(arguments, by(BACKEND), monkeypatch)

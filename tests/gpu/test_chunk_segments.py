@@ -50,7 +50,9 @@ class Call:
         module = runtime.candidates("chunk")["tilelang"].module
         tokens, sequences = arguments["q"].shape[1], arguments["cu_seqlens"].shape[0] - 1
         problem = dataclasses.replace(problem, num_tokens=tokens, num_sequences=sequences)
-        config = dataclasses.replace(module.default_config(problem, H100), segment=segment, cluster=2, cut_above=0)
+        config = dataclasses.replace(
+            module.default_config(problem, H100), split_chunks=segment, cluster_size=2, split_if_longest_exceeds=0
+        )
         device = arguments["q"].device
         self.prepared = runtime.prepare(problem, device, "tilelang", config=config)
         workspace = torch.full((self.prepared.workspace_bytes,), 255, dtype=torch.uint8, device=device)

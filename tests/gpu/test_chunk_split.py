@@ -29,10 +29,6 @@ RAGGED: dict[str, Any] = {
 }
 
 
-def _segment_chunks(config: Any) -> int:
-    return int(config.split_chunks if hasattr(config, "split_chunks") else config.segment)
-
-
 @pytest.mark.parametrize("backend", CUTE)
 @pytest.mark.parametrize("problem", cases.chunk_problems(), ids=cases.name)
 def test_variants(
@@ -128,7 +124,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_batch_invariance(backend: str, device: torch.device, invariant: None) -> None:
     """A sequence alone and inside a batch: the same bits, and the batch holds sequences of several segments."""
     problem = replace(cases.MAIN_CHUNK, num_tokens=1, num_sequences=1)
-    tokens = 64 * _segment_chunks(runtime.prepare(problem, device, backend).config)
+    tokens = 64 * runtime.prepare(problem, device, backend).config.split_chunks
     assert tokens > 0
     lengths = [2 * tokens + 70, 300, tokens, 0, tokens + 1]
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, padded_tokens=200)

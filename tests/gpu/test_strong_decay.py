@@ -127,8 +127,8 @@ RAW = next(problem for problem in test_chunk_launches.WIDE if problem.use_gate a
     ("backend", "fields"),
     [
         ("cute", {"split_chunks": 0, "num_persistent_clusters": 3}),
-        ("tilelang", {"split_chunks": 0, "fused": True, "cluster": 2}),
-        ("tilelang", {"split_chunks": 0}),
+        ("tilelang", {"split_chunks": 0, "cluster_size": 2}),
+        ("tilelang", {"split_chunks": 2}),
         ("reference", {}),
     ],
     ids=str,

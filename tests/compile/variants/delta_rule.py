@@ -43,9 +43,9 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
 # Fields of a module's configuration that choose among its kernels; the others keep the default's values.
 _CONFIG_AXES: dict[str, Axes] = {
     "kernels_tl.chunk": {
-        "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
-        "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
-        "cut_above": [0],  # 1 and more is compiled in test_chunk_launches.py
+        "split_chunks": [0, 16],  # chunks of a segment, 0: sequences are whole
+        "cluster_size": [2, 3, 4],  # of the one launch: blocks of a sequence and head
+        "split_if_longest_exceeds": [0],  # 1 and more is compiled in test_chunk_launches.py
     },
     "kernels_cute.chunk": {
         "split_chunks": [0, 16],
@@ -113,7 +113,7 @@ def _recurrent_problem(row: Row) -> Problem | None:
 
 
 def _is_chunk_config(row: Row) -> bool:
-    if row.get("cluster", 2) > 2 and not _in_one_launch(row):
+    if row.get("cluster_size", 2) > 2 and not _in_one_launch(row):
         return False
     if row.get("split_if_longest_exceeds") and not row["split_chunks"]:
         return False
@@ -129,14 +129,14 @@ def _chunk_config(default: Any, changes: Row) -> Any:
 
 def _in_one_launch(row: Row) -> bool:
     """Whether TileLang's chunk kernel takes whole sequences in one launch."""
-    return bool(row["head_dim"] == 128 and not row["segment"])
+    return bool(row["head_dim"] == 128 and not row["split_chunks"])
 
 
 def _chunk_cost(row: Row) -> float:
     """Compile time of TileLang's chunk kernel in two launches, and with segments, against the other rows."""
-    if "cluster" not in row or _in_one_launch(row):
+    if "cluster_size" not in row or _in_one_launch(row):
         return 1.0
-    return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["segment"] else 0.0)
+    return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["split_chunks"] else 0.0)
 
 
 def _chunk_code(problem: ChunkProblem, backend: str, entries: Collection[str]) -> Expectation:

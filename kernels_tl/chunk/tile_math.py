@@ -1,0 +1,55 @@
+"""Constants, layouts and macros that `chunk_prepare` and the makers of the one launch share."""
+
+from typing import Any
+
+import tilelang.language as T
+
+from gdn.problems import ChunkProblem
+from kernels_tl.chunk.types import CHUNK, HALF
+
+NORM_EPS = 1e-6
+BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
+# float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
+HALF_SCALE = 32.0
+SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
+DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
+
+
+def scales_of(problem: ChunkProblem) -> tuple[bool, float]:
+    """Whether X has |k_j| at its columns, so that its diagonal is 1, and the number that it is multiplied with."""
+    if not problem.use_qk_l2norm:
+        return False, 1.0
+    return (True, 1.0) if problem.dtype == "bfloat16" else (False, HALF_SCALE)
+
+
+def right_operands() -> Any:
+    """The layout of [64, 64] whose rows, 8 of a warp at a time, are right operands of m16n8k16.
+
+    The same registers as of a left operand, in another order: transposing 8 rows moves nothing.
+    """
+
+    def thread(row: Any, column: Any) -> Any:
+        return row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+
+    def register(row: Any, column: Any) -> Any:
+        return column // 16 * 8 + row % 16 // 8 * 4 + column % 16 // 8 * 2 + column % 2
+
+    return T.Fragment([CHUNK, HALF], forward_thread_fn=thread, forward_index_fn=register)
+
+
+def square_rows(dtype: str) -> Any:
+    """A macro: sums [2][16, 8] += the products of each warp's 16 rows [16, 64] with the upper and with the lower 8 of them.
+
+    The diagonals of the two blocks of 8 rows are the squared norms. The other half of each product is not used.
+    """
+
+    @T.macro
+    def square(sums, left, right):
+        for step in T.unroll(HALF // 16):
+            for n in T.unroll(2):
+                T.ptx_mma(
+                    "float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32",
+                    left.data, 8 * step, right.data, 8 * step + 4 * n, sums.data, 4 * n, T.bool(False),
+                )  # fmt: skip
+
+    return square
