@@ -1,4 +1,4 @@
-"""Public operators: the causal depthwise convolution in front of the recurrence, for prefill and for decode."""
+"""Public operators `causal_conv1d_fn` (prefill) and `causal_conv1d_update` (decode): the convolution before the recurrence."""
 
 from typing import Any
 
@@ -167,7 +167,7 @@ def causal_conv1d_fn(
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    # A block reads the rows before its own, which another block may have written by then.
+    # In place, a block would read rows before its own that another block may have written already.
     written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else _rows.target(y)
     prepared.launch(
         _rows.aligned("x", x), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_states,
@@ -262,7 +262,7 @@ def causal_conv1d_update(
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
         wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
         bad_value("x", f"shape {wanted}", f"shape {list(x.shape)}")
-    if x.dim() == 2:  # [B, dim, T] is taken by its strides
+    if x.dim() == 2:  # [B, dim, T] may have any strides
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
     _check_filter(x, weight, bias, activation)
@@ -315,9 +315,9 @@ def causal_conv1d_update(
     if is_empty(*x.shape, count):
         return y.zero_()
     rows, offsets = x, None if query_start_loc is None else query_start_loc.contiguous()
-    if x.dim() == 3:  # rows of neighbouring channels; a copy where the tokens are the neighbours in memory
+    if x.dim() == 3:  # rows of adjacent channels; a copy where tokens are adjacent in memory
         rows, offsets = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
-    # In place, a row is read before it is written, but for the ancestors of a tree's nodes, which are read again.
+    # In place, a row is read before it is written, except that a draft tree reads the rows of ancestors again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
     written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else _rows.target(y)
     prepared.launch(
@@ -340,7 +340,7 @@ def _check_update_slots(
     window: int,
     strict: bool,
 ) -> None:
-    """What a decode step reads and writes of the windows: one slot a sequence, or in a draft tree one a node."""
+    """Checks the windows that a decode step reads and writes: one slot per sequence, or per node of a draft tree."""
     name, num_windows = "conv_state_indices", conv_state.shape[2] - window + 1
     if indices is not None and indices.dim() == 2:
         num_windows = indices.shape[1] if parent_token is not None else min(num_windows, indices.shape[1])
@@ -368,7 +368,7 @@ def _static_fields(
     states: Tensor | None,
     index_dtype: torch.dtype | None,
 ) -> dict[str, Any]:
-    """The fields of ConvolutionProblem that follow from tensors."""
+    """Fields of ConvolutionProblem that follow from tensors."""
     return {
         "dim": x.shape[1],
         "width": weight.shape[1],
@@ -377,7 +377,7 @@ def _static_fields(
         "bias_dtype": None if bias is None else dtype_name(bias.dtype),
         "silu": activation is not None,
         "state_dtype": None if states is None else dtype_name(states.dtype),
-        # Seen as [slots, columns, dim], rows that start at multiples of 16 bytes.
+        # Whether rows of [slots, columns, dim] are contiguous and start at multiples of 16 bytes.
         "state_channels_contiguous": states is not None and _rows.is_aligned(states.mT),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
     }

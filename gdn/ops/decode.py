@@ -1,4 +1,4 @@
-"""Public operator: one whole decode step of a GDN layer between its projections."""
+"""Public operator `fused_gdn_decode`: one decode step of a Gated DeltaNet layer between its projections."""
 
 import torch
 
@@ -290,7 +290,7 @@ def _check_projections(
     head_v_dim: int,
     projection_layout: str,
 ) -> int:
-    """The number of value heads."""
+    """Checks the projections; returns the number of value heads."""
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
         check_at_least(name, value, 1)
     if projection_layout not in ("flat", "interleaved"):

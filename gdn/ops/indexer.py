@@ -1,4 +1,4 @@
-"""What surrounds the indexer's logits: quantisation, norm and RoPE, the cache write, compressed keys, the prefix gather.
+"""Public operators around the indexer's logits: quantisation, norm and RoPE, cache write, compressed keys, prefix gather.
 
 Formulas: gdn/reference/indexer.py.
 """
@@ -40,7 +40,7 @@ def _name(tensor: torch.Tensor | None) -> str | None:
 
 
 def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x as [rows, groups, group]: a view where its strides allow one. Contiguous groups are all rows."""
+    """x as [rows, groups, group], a view where its strides allow it. In a contiguous x every group is a row."""
     if x.is_contiguous():
         return x.view(-1, 1, group)
     if x.dim() == 2:
@@ -171,14 +171,14 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
 
 
 def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
-    """Whether the query is quantised: as the cache is, else as the argument says, else as VLLM_QSA_USE_FP8_INDEXER says."""
+    """Whether the query is quantised: decided by the cache, else by the argument, else by VLLM_QSA_USE_FP8_INDEXER."""
     if cache is not None:
         return cache.dtype in (torch.uint8, FP8)
     return env.current().qsa_use_fp8_indexer if fp8 is None else fp8
 
 
 def _folds_weights(weights: torch.Tensor | None, cache: torch.Tensor | None, fp8: bool | None) -> bool:
-    """Whether prepare_indexer returns new weights (FP8 with scales), rather than the ones it got."""
+    """Whether prepare_indexer returns new weights (FP8 with scales) instead of its argument."""
     if cache is not None:
         return cache.dtype == torch.uint8
     return _is_fp8(cache, fp8) and weights is not None
@@ -575,7 +575,7 @@ def gather_indexer_cache(
         results = (k, None if k_scale is None else k_scale[:, 0])
     else:
         results = (k.view(rows, kv_heads, head_dim), k_scale)
-    if num_rows is None:  # read back from the device: another call may have another number
+    if num_rows is None:  # read back from the device: the next call may have another number
         prepared.launch(*arguments)
     else:
         launch(prepared, arguments, results, aligned=(cache,))

@@ -1,4 +1,4 @@
-"""Indexer logits of ragged prefill: `gdn.mqa_logits` and its DeepGEMM-shaped form `gdn.fp8_mqa_logits`."""
+"""Public operators `mqa_logits` and, with DeepGEMM's signature, `fp8_mqa_logits`: indexer logits of ragged prefill."""
 
 import torch
 
@@ -170,13 +170,13 @@ def check_operands(
     cu_seqlen_ke: torch.Tensor,
     k_scale: torch.Tensor | None,
 ) -> None:
-    """Raises TypeError or ValueError where the operands of scores are not those of `mqa_logits`."""
+    """Checks the operands that `mqa_logits` and `indexer_topk` share."""
     check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, torch.Tensor) or k.dim() != 2:
         check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
-    dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # as the cache is, or as q
+    dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # the cache's dtype, or that of q
     check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     check_heads(num_heads, num_kv_heads)

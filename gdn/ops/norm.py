@@ -1,4 +1,4 @@
-"""Public operator: the gated RMS norm after the recurrence."""
+"""Public operator `rms_norm_gated`: the gated RMS norm after the recurrence."""
 
 import torch
 
@@ -63,7 +63,7 @@ def rms_norm_gated(
     check_not_negative("eps", eps)
     check_gate_activation("activation", activation)
     dim = x.shape[-1]
-    # Contiguous tensors are rows of one head, whatever their shape: the number of heads is compiled in.
+    # Contiguous tensors count as rows of one head: the number of heads is compiled in.
     heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]
     problem = RmsNormGatedProblem(
         num_heads=heads,

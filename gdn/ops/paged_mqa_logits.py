@@ -1,4 +1,4 @@
-"""Indexer logits of paged decode: `gdn.paged_mqa_logits` and its DeepGEMM-shaped forms."""
+"""Public operators `paged_mqa_logits` and, with DeepGEMM's signatures, `fp8_paged_mqa_logits` and its metadata."""
 
 import torch
 
@@ -105,7 +105,7 @@ def paged_mqa_logits(
     ------
     TypeError, ValueError
         Named after the argument, before anything is launched or written. With ``GDN_VALIDATE=1`` (which waits for the device;
-        on the CPU always) page numbers of visible keys are checked too.
+        on the CPU always) page numbers of visible keys, and lengths beyond what `block_tables` can address, are errors too.
 
     References
     ----------
@@ -166,7 +166,7 @@ def paged_mqa_logits(
 def check_values(
     block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
 ) -> None:
-    """No sequence is longer than its row of block_tables, and pages of visible keys lie in the cache."""
+    """Checks that no sequence is longer than its row of block_tables and that pages of visible keys are in the cache."""
     if reads_values(block_tables.device) and num_pages:
         _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
         _values.check_table_lengths("context_lens", context_lens, block_tables, page_size)

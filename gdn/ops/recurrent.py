@@ -1,4 +1,4 @@
-"""Public operator: the gated delta rule token by token, for decode and speculative decoding."""
+"""Public operator `fused_recurrent_gated_delta_rule`: the gated delta rule token by token, for decode."""
 
 import functools
 from typing import Any
@@ -204,7 +204,7 @@ def fused_recurrent_gated_delta_rule(
             null_slot, not disable_state_update,
         )  # fmt: skip
 
-    # In place without indices is a pool whose slots are the sequences.
+    # In place without indices: initial_state is a pool with one slot per sequence.
     index_dtype = common_dtype(ssm_state_indices, final_state_indices)
     writes = not disable_state_update and (is_inplace or output_final_state)
     if not writes:

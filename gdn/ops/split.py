@@ -1,4 +1,4 @@
-"""Public operator: the interleaved input projections, taken apart."""
+"""Public operator `fused_qkvzba_split_reshape_cat`: splits interleaved input projections."""
 
 import torch
 

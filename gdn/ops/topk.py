@@ -1,4 +1,4 @@
-"""Exact top-k over rows of logits, and groups of compressed keys back to token positions."""
+"""Public operators `topk_indices` (exact top-k over rows of logits) and `expand_topk_groups` (groups to token positions)."""
 
 import torch
 
@@ -91,10 +91,12 @@ def select_rows(
     num_keys: int | None = None,
     drafts: int = 1,
 ) -> torch.Tensor:
-    """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read.
+    """`topk_indices` of checked arguments.
 
-    num_keys: row_starts and row_ends are ranges of so many keys, and column 0 is the first key of each.
-    drafts: row_ends [rows / drafts] are those of the last of so many rows; each row before it has one column less.
+    list_short: rows of at most k columns list all of them, and are not read.
+    num_keys: number of keys that row_starts and row_ends refer to; column 0 of a row is then its first key.
+    drafts: rows per entry of row_ends [rows / drafts], which is the end of the last of them; each row before has one column
+        less.
     """
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
@@ -124,7 +126,7 @@ def select_rows(
 def _own_bounds(
     starts: torch.Tensor | None, ends: torch.Tensor | None, num_keys: int | None, drafts: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The columns of each row, where bounds are given as keys or for several rows at a time."""
+    """Bounds in columns of each row, from bounds that are keys or that several rows share."""
     if num_keys is not None and starts is not None and ends is not None:
         return None, ends.clamp(0, num_keys) - starts.clamp(0, num_keys)
     if drafts != 1 and ends is not None:
@@ -134,7 +136,7 @@ def _own_bounds(
 
 
 def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:
-    """Columns of each row's range, which is clamped as the selection clamps it."""
+    """Number of columns in each row's range, clamped like the selection's."""
     rows, columns = logits.shape
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     start, end = key_range(
