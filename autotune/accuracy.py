@@ -131,10 +131,10 @@ def _calls(
         return call
 
     found = [(backend, False, ours(backend)) for backend in ([backend] if backend else registry.operator("chunk").modules)]
-    operands = peers.operands(_problem(arguments["q"].shape[1]), arguments)
+    problem = _problem(arguments["q"].shape[1])
     for library in libraries:
         try:
-            ways = peers.peers(library, operands)
+            ways = peers.ways(library, problem, arguments)
         except ImportError as missing:
             on_error(f"{library}: {missing}")
             continue

@@ -4,18 +4,17 @@ error against the exact answer and, if asked, beside other libraries.
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import gdn
-from autotune import cases, decode_peers, peers, tuning
+from autotune import cases, peers, tuning
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, ConvolutionProblem, DeltaRuleProblem, MqaLogitsProblem, RecurrentProblem
 from gdn.runtime import prepare, registry
-from gdn.testing import inputs, timing
+from gdn.testing import timing
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,8 @@ class Row:
 
 
 def useful_flops(shape: Shape) -> int:
-    """Operations of the pairs that are asked for: a causal prefill scores fewer than every (query, key)."""
-    problem = shape.problem
-    if isinstance(problem, MqaLogitsProblem) and shape.ranges == "causal":
-        queries, keys = problem.num_queries, problem.num_keys
-        pairs = sum(min(max(keys - queries + row + 1, 0), keys) for row in range(queries))
-        return 2 * pairs * problem.num_heads * problem.head_dim
-    if isinstance(problem, DeltaRuleProblem | ConvolutionProblem) and not isinstance(problem, ChunkProblem):
-        return 0  # no tensor-core work: bytes are the floor
-    return problem.flops()
+    """Operations that a call of the shape asks for."""
+    return cases.tunable(shape.op).useful_flops(shape)
 
 
 def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None) -> Row | None:
@@ -80,7 +72,7 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
 
 def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
     """Every way of every library, on inputs that rotate as ours do, and what went wrong."""
-    if not isinstance(shape.problem, ChunkProblem | RecurrentProblem) or not libraries:
+    if cases.tunable(shape.op).peer_arguments is None:
         return [], []
     device = torch.device("cuda", torch.cuda.current_device())
     ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes), device)
@@ -96,18 +88,15 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
 
 
 def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
-    """From a library to its ways, each on so many sets of inputs."""
-    problem = shape.problem
-    if isinstance(problem, RecurrentProblem):
-        decoded = [inputs.recurrent_inputs(problem, device, 1 + copy, lengths=shape.lengths) for copy in range(copies)]
-        return lambda library: list(zip(*(decode_peers.peers(library, problem, one) for one in decoded), strict=True))
-    assert isinstance(problem, ChunkProblem)
-    sets = [
-        peers.operands(problem, inputs.chunk_inputs(problem, device, 1 + copy, lengths=shape.lengths)) for copy in range(copies)
-    ]
-    # Some libraries keep what they work out on the host for a few tensors of lengths, and look nothing up while capturing.
-    sets = [replace(one, cu_seqlens=sets[0].cu_seqlens) for one in sets]
-    return lambda library: list(zip(*(peers.peers(library, one) for one in sets), strict=True))
+    """Maps a library to its ways, each on `copies` sets of inputs."""
+    arguments = cases.tunable(shape.op).peer_arguments
+    if arguments is None:
+        return lambda library: []
+    sets = [arguments(shape, device, 1 + copy) for copy in range(copies)]
+    # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
+    shared = {name: value.int() for name, value in sets[0].items() if name == "cu_seqlens"}
+    sets = [one | shared for one in sets]
+    return lambda library: list(zip(*(peers.ways(library, shape.problem, one) for one in sets), strict=True))
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:

@@ -11,25 +11,19 @@ from random import Random
 from typing import Any
 
 from autotune.shapes import Shape
+from gdn import examples
+from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import ChunkProblem, DeltaRuleProblem, LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, RecurrentProblem
 
 OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
 
-_ENGINE: dict[str, Any] = {  # the delta rule as serving engines call it
-    "num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "head_k_dim": 128, "head_v_dim": 128, "dtype": "bfloat16",
-    "state_dtype": "float32", "gate_dtype": "bfloat16", "beta_dtype": "bfloat16", "cu_seqlens_dtype": "int32",
-    "index_dtype": "int32", "state_v_first": True, "use_qk_l2norm": True, "use_gate": True, "use_beta_sigmoid": True,
-    "has_initial_state": True, "has_final_state": True, "has_final_indices": False,
-}  # fmt: skip
-_CHUNK: dict[str, Any] = {**_ENGINE, "has_mask": True, "has_checkpoints": False}
-_RECURRENT: dict[str, Any] = {
-    **_ENGINE, "write_every_token": False, "has_accepted": False, "has_parent": False, "has_rounding": False
-}  # fmt: skip
+_CHUNK = examples.chunk(QWEN3_NEXT_80B).static_fields()  # the delta rule as serving engines call it
+_RECURRENT = examples.recurrent(QWEN3_NEXT_80B).static_fields()
 _DRAFTS: dict[str, Any] = {"write_every_token": True, "has_accepted": True}
-_LOGITS: dict[str, Any] = {
-    "num_heads": 64, "num_kv_heads": 1, "head_dim": 128, "dtype": "float8_e4m3fn", "has_k_scale": True,
-    "weights_dtype": "float32", "relu": True, "clean": True, "out_dtype": "float32",
-}  # fmt: skip
+_RAGGED, _PAGED = (
+    example(replace(QWEN3_NEXT_80B, index_num_heads=64), fp8=True).static_fields()
+    for example in (examples.mqa_logits, examples.paged_mqa_logits)
+)
 _BF16: dict[str, Any] = {"dtype": "bfloat16", "has_k_scale": False}
 
 
@@ -90,7 +84,7 @@ def _delta_rule_fields(random: Random) -> dict[str, Any]:
         "state_v_first": random.random() < 0.6,
     }
     if random.random() < 0.5:  # as engines call, but for what no tile depends on
-        tiles = {name: _ENGINE[name] for name in tiles} | random.choice(heads[:2])
+        tiles = {name: _CHUNK[name] for name in tiles} | random.choice(heads[:2])
     pooled = random.random() < 0.75
     gate = random.choice(["bfloat16"] * 3 + ["float32"] * 2 + [None])
     beta = random.choice(["bfloat16"] * 3 + ["float32"] * 2)
@@ -138,8 +132,7 @@ def _delta_rule_name(problem: ChunkProblem | RecurrentProblem, ragged: bool) -> 
 
 def _flags(problem: DeltaRuleProblem | LogitsProblem) -> str:
     """The fields that no tile depends on, where they are not what engines call with."""
-    usual = {**_CHUNK, **_RECURRENT} if isinstance(problem, DeltaRuleProblem) else {**_LOGITS, "packed": False}
-    usual["per_draft_lengths"] = False
+    usual = {**_CHUNK, **_RECURRENT} if isinstance(problem, DeltaRuleProblem) else {**_RAGGED, **_PAGED}
     fields = {name: value for name, value in problem.static_fields().items() if name not in problem.tune_names()}
     if problem.dtype == "bfloat16":
         fields.pop("has_k_scale", None)  # never with these keys
@@ -224,7 +217,7 @@ def _logits_fields(random: Random) -> dict[str, Any]:
 
 
 def _ragged(num_queries: int, num_keys: int, ranges: str = "causal", **changes: Any) -> Shape:
-    fields = {**_LOGITS, "packed": False, **changes}
+    fields = {**_RAGGED, **changes}
     problem = MqaLogitsProblem(**fields, num_queries=num_queries, num_keys=num_keys, num_columns=num_keys)
     return Shape(f"{num_queries} x {num_keys}, {_logits_name(problem)}, {ranges}", problem, ranges=ranges)
 
@@ -255,7 +248,7 @@ def _paged_mqa_logits_calls(random: Random) -> Iterator[Shape]:
 
 
 def _paged(batch: int, context: int, **changes: Any) -> Shape:
-    fields = {**_LOGITS, "page_size": 64, "next_n": 1, "per_draft_lengths": False, **changes}
+    fields = {**_PAGED, **changes}
     problem = PagedMqaLogitsProblem(**fields, batch=batch, max_context_len=context)
     pages = f"batch {batch} of {context}, pages of {problem.page_size}, next_n {problem.next_n}"
     return Shape(f"{pages}, {_logits_name(problem)}", problem)

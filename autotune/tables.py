@@ -10,17 +10,13 @@ from autotune import shapes as shape_list
 from autotune import workers
 from autotune.shapes import Shape
 from autotune.tuning import Kernel, Winner
-from gdn import problems, runtime
+from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
+from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import Problem
-from gdn.runtime import compiled, tuned
+from gdn.runtime import compiled, registry, tuned
 from gdn.testing import machine_code
 
-PROBLEMS: dict[str, Any] = {
-    kind.op: kind
-    for kind in vars(problems).values()
-    if isinstance(kind, type) and issubclass(kind, Problem) and "op" in vars(kind)
-}
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 
 
@@ -36,7 +32,7 @@ class Row:
 
 def rows(kernel: Kernel, table: tuned.Table) -> Iterator[Row]:
     """The entries of a kernel's table; those of a problem that no longer has these fields are passed over."""
-    kind = PROBLEMS[kernel.op]
+    kind: Any = type(registry.operator(kernel.op).example(QWEN3_NEXT_80B, fp8=True))
     for group in table.groups:
         for entry in group.entries:
             try:
@@ -117,6 +113,7 @@ class Restamped:
     """The outcome of a restamp: entries stamped anew, and those left stale."""
 
     stamped: int = 0
+    recorded: int = 0  # machine code of entries that are of the present source
     left: list[str] = field(default_factory=list)  # why an entry stays stale
 
 
@@ -128,15 +125,20 @@ def restamp(
     timeout_s: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> Restamped:
-    """Compiles the stale entries of a table; those whose machine code is what was timed name the present source from then on."""
+    """Compiles the stale entries of a table; those whose machine code is what was timed name the present source from then on.
+
+    Entries of the present source whose machine code was not recorded (no disassembler where they were timed) get it.
+    """
     table, found = tuned.read(path), Restamped()
-    stale = [row for row in rows(kernel, table) if row.entry.kernel_source != kernel.source]
+    every = list(rows(kernel, table))
+    unrecorded = [row for row in every if row.entry.kernel_source == kernel.source and row.entry.machine_code is None]
+    stale = [row for row in every if row.entry.kernel_source != kernel.source]
     legal = [row for row in stale if _is_legal(kernel, row, table.header.device)]
     found.left += [f"{_label(row)}: the kernel no longer takes {row.entry.config}" for row in stale if row not in legal]
     found.left += [f"{_label(row)}: its machine code was not recorded" for row in legal if row.entry.machine_code is None]
     known = [row for row in legal if row.entry.machine_code is not None]
     same_code: dict[tuple[Any, ...], list[Row]] = {}
-    for row in known:
+    for row in known + [row for row in unrecorded if _is_legal(kernel, row, table.header.device)]:
         key = (row.problem.static_key(), *compiled.compiled_fields(row.config).items())
         same_code.setdefault(key, []).append(row)
     kinds = list(same_code.values())
@@ -146,13 +148,16 @@ def restamp(
         for row in kinds[outcome.index]:
             if outcome.failure is not None:
                 found.left.append(f"{_label(row)}: did not compile: {outcome.failure}")
+            elif any(row is one for one in unrecorded):
+                row.entry.machine_code = outcome.value
+                found.recorded += outcome.value is not None
             elif outcome.value != row.entry.machine_code:
                 found.left.append(f"{_label(row)}: its machine code is another one")
             else:
                 row.entry.kernel_source = kernel.source
                 row.entry.config = asdict(row.config)
                 found.stamped += 1
-    if found.stamped:
+    if found.stamped or found.recorded:
         tuned.write(path, table)
     return found
 

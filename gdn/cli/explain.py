@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gdn.cli.examples import example as example
 from gdn.cli.plain import print_json
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import MODELS

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from gdn.cli.examples import example
 from gdn.device import DeviceSpec
 from gdn.models import ModelShape
 from gdn.problems import DTYPE_BYTES, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
@@ -60,7 +59,7 @@ def parts_of(
     fp8 = switches.qsa_use_fp8_indexer or function.startswith("fp8_")
     if operator.composed_of:
         return _combined(operator, shape, spec, backend, assignments, fp8)
-    problem = example(operator.name, shape, fp8=fp8)
+    problem = operator.example(shape, fp8=fp8)
     if problem is not None:
         problem = override(problem, assignments)
         return [Part(explain_problem(problem, spec, backend), problem)]
@@ -86,7 +85,7 @@ def _combined(
     selected = [assignment for assignment in assignments if assignment.partition("=")[0] == "k"]
     scored = [assignment for assignment in assignments if assignment not in selected]
 
-    scores, selection = (example(name, shape, fp8=fp8) for name in operator.composed_of)
+    scores, selection = (registry.operator(name).example(shape, fp8=fp8) for name in operator.composed_of)
     assert isinstance(scores, MqaLogitsProblem | PagedMqaLogitsProblem) and isinstance(selection, TopkProblem)
     # The selection reads nothing outside a row's range.
     scores = override(dataclasses.replace(scores, clean=False), scored, also=("k",))

@@ -4,28 +4,33 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import (
+    CONV_ACTIVATIONS,
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    aligned,
     as_int32,
     bad_value,
     check_checkpoints,
     check_indices,
     check_null_slot,
     check_offsets,
+    check_one_of,
     check_per_sequence,
     check_tensor,
     common_dtype,
+    constant,
     dtype_name,
     even_offsets,
     in_dtype,
+    is_aligned,
     is_less,
+    target,
 )
-from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
+from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.reference import conv as reference
 
 Tensor = torch.Tensor
@@ -168,15 +173,23 @@ def causal_conv1d_fn(
     if is_empty(*x.shape, count):
         return y.zero_()
     # In place, a block would read rows before its own that another block may have written already.
-    written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else _rows.target(y)
-    prepared.launch(
-        _rows.aligned("x", x), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_states,
-        even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
-        None if cache_indices is None else cache_indices.to(slot_dtype),
-        has_initial_state.contiguous().view(torch.uint8) if problem.has_mask and has_initial_state is not None else None,
-        None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
-        None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype), written, null_slot,
-    )  # fmt: skip
+    written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else target(y)
+    params = Conv1dParams(
+        x=aligned("x", x),
+        weight=constant(weight),
+        bias=None if bias is None else constant(bias),
+        conv_states=conv_states,
+        cu_seqlens=even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
+        cache_indices=None if cache_indices is None else cache_indices.to(slot_dtype),
+        has_initial_state=has_initial_state.contiguous().view(torch.uint8)
+        if problem.has_mask and has_initial_state is not None
+        else None,
+        checkpoint_offsets=None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
+        checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype),
+        out=written,
+        null_slot=null_slot,
+    )
+    prepared.launch(params)
     return y if written is y else y.copy_(written)
 
 
@@ -314,17 +327,25 @@ def causal_conv1d_update(
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    rows, offsets = x, None if query_start_loc is None else query_start_loc.contiguous()
+    rows, cu_seqlens = x, None if query_start_loc is None else query_start_loc.contiguous()
     if x.dim() == 3:  # rows of adjacent channels; a copy where tokens are adjacent in memory
-        rows, offsets = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
+        rows, cu_seqlens = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
     # In place, a row is read before it is written, except that a draft tree reads the rows of ancestors again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
-    written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else _rows.target(y)
-    prepared.launch(
-        _rows.aligned("x", rows), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_state,
-        conv_state_indices, None if num_accepted_tokens is None else as_int32(num_accepted_tokens), offsets,
-        None if parent_token is None else parent_token.contiguous(), written, null_slot,
-    )  # fmt: skip
+    written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else target(y)
+    params = Conv1dUpdateParams(
+        x=aligned("x", rows),
+        weight=constant(weight),
+        bias=None if bias is None else constant(bias),
+        conv_state=conv_state,
+        conv_state_indices=conv_state_indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else as_int32(num_accepted_tokens),
+        cu_seqlens=cu_seqlens,
+        parent_token=None if parent_token is None else parent_token.contiguous(),
+        out=written,
+        null_slot=null_slot,
+    )
+    prepared.launch(params)
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)
@@ -378,7 +399,7 @@ def _static_fields(
         "silu": activation is not None,
         "state_dtype": None if states is None else dtype_name(states.dtype),
         # Whether rows of [slots, columns, dim] are contiguous and start at multiples of 16 bytes.
-        "state_channels_contiguous": states is not None and _rows.is_aligned(states.mT),
+        "state_channels_contiguous": states is not None and is_aligned(states.mT),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
     }
 
@@ -394,8 +415,7 @@ def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: ob
         bad_value("x", wanted, f"shape {list(x.shape)}")
     if bias is not None:
         check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
-    if activation not in (None, "silu", "swish"):
-        bad_value("activation", "'silu', 'swish' or None", repr(activation))
+    check_one_of("activation", activation, CONV_ACTIVATIONS)
 
 
 def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:

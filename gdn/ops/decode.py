@@ -7,7 +7,9 @@ from gdn.ops import _tensors as _rows
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
+    CONV_ACTIVATIONS,
     FLOAT_DTYPES,
+    GATE_ACTIVATIONS,
     INDEX_DTYPES,
     bad_value,
     check_at_least,
@@ -15,12 +17,12 @@ from gdn.ops._tensors import (
     check_not_negative,
     check_null_slot,
     check_offsets,
+    check_one_of,
     check_out,
     check_per_sequence,
     check_tensor,
     dtype_name,
 )
-from gdn.ops.norm import check_gate_activation
 from gdn.problems import GdnDecodeProblem
 from gdn.reference import steps as reference
 
@@ -172,9 +174,8 @@ def fused_gdn_decode(
         bad_value("conv_weight", f"shape [{channels}, w >= 2]", f"shape {list(conv_weight.shape)}")
     if conv_bias is not None:
         check_tensor("conv_bias", conv_bias, shape=(channels,), dtypes=floats, device=device)
-    if activation not in (None, "silu", "swish"):
-        bad_value("activation", "'silu', 'swish' or None", repr(activation))
-    check_gate_activation("gate_activation", gate_activation)
+    check_one_of("activation", activation, CONV_ACTIVATIONS)
+    check_one_of("gate_activation", gate_activation, GATE_ACTIVATIONS)
     check_not_negative("eps", eps)
     check_null_slot(null_slot)
 
@@ -293,8 +294,7 @@ def _check_projections(
     """Checks the projections; returns the number of value heads."""
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
         check_at_least(name, value, 1)
-    if projection_layout not in ("flat", "interleaved"):
-        bad_value("projection_layout", "'flat' or 'interleaved'", repr(projection_layout))
+    check_one_of("projection_layout", projection_layout, ("flat", "interleaved"))
     check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
     device, dtypes = mixed_qkv.device, FLOAT_DTYPES
     check_tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)

@@ -5,7 +5,7 @@ import torch
 from gdn.ops._call import NEW, operator, prepare, run_reference
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtype_name
-from gdn.problems import GatingProblem
+from gdn.problems import GatingParams, GatingProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -89,10 +89,17 @@ def fused_gdn_gating(
         run_reference()
     g, beta_output = (torch.empty(x.shape, dtype=_result_dtype(x), device=a.device) for x in (a, b))
     if not is_empty(*a.shape):
-        prepared.launch(
-            A_log, a.reshape(-1, heads), b.reshape(-1, heads), dt_bias, g.view(-1, heads), beta_output.view(-1, heads),
-            beta, threshold,
-        )  # fmt: skip
+        params = GatingParams(
+            A_log=A_log,
+            a=a.reshape(-1, heads),
+            b=b.reshape(-1, heads),
+            dt_bias=dt_bias,
+            g=g.view(-1, heads),
+            beta_output=beta_output.view(-1, heads),
+            beta=beta,
+            threshold=threshold,
+        )
+        prepared.launch(params)
     return g, beta_output
 
 

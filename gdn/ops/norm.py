@@ -2,11 +2,21 @@
 
 import torch
 
-from gdn.ops import _tensors as _rows
 from gdn.ops._call import operator, prepare, run_reference
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_not_negative, check_tensor, dtype_name
-from gdn.problems import RmsNormGatedProblem
+from gdn.ops._tensors import (
+    ALIGNMENT,
+    FLOAT_DTYPES,
+    GATE_ACTIVATIONS,
+    aligned,
+    bad_value,
+    check_not_negative,
+    check_one_of,
+    check_tensor,
+    constant,
+    dtype_name,
+)
+from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -61,7 +71,7 @@ def rms_norm_gated(
     check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
     check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
     check_not_negative("eps", eps)
-    check_gate_activation("activation", activation)
+    check_one_of("activation", activation, GATE_ACTIVATIONS)
     dim = x.shape[-1]
     # Contiguous tensors count as rows of one head: the number of heads is compiled in.
     heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]
@@ -80,14 +90,12 @@ def rms_norm_gated(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
-        rows = [
-            _rows.aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
-            for name, part in (("x", x), ("z", z))
-        ]
-        prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), eps)
+
+        def rows(name: str, part: Tensor) -> Tensor:
+            return aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
+
+        params = RmsNormGatedParams(
+            x=rows("x", x), z=rows("z", z), weight=constant(weight), out=out.view(-1, heads, dim), eps=eps
+        )
+        prepared.launch(params)
     return out
-
-
-def check_gate_activation(name: str, activation: object) -> None:
-    if activation not in ("silu", "swish", "sigmoid"):
-        bad_value(name, "'silu', 'swish' or 'sigmoid'", repr(activation))

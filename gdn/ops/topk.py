@@ -5,8 +5,16 @@ import torch
 from gdn import reference
 from gdn.ops._call import always, launch, new, operator, prepare, run_reference
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import FLOAT_DTYPES, INDEX_DTYPES, bad_value, check_at_least, check_out, check_tensor, dtype_name
-from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
+from gdn.ops._tensors import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    check_at_least,
+    check_one_of,
+    check_out,
+    check_tensor,
+    dtype_name,
+)
+from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 
@@ -73,8 +81,7 @@ def topk_indices(
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
         if bound is not None:
             check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
-    if sorted_by not in ("index", "score"):
-        bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
+    check_one_of("sorted_by", sorted_by, ("index", "score"))
     check_out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
 
@@ -116,10 +123,16 @@ def select_rows(
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
-        prepared.launch(
-            logits, row_starts, row_ends, out, int(list_short),
-            -1 if num_keys is None else num_keys, drafts,
-        )  # fmt: skip
+        params = TopkParams(
+            logits=logits,
+            row_starts=row_starts,
+            row_ends=row_ends,
+            out=out,
+            list_short=int(list_short),
+            num_keys=-1 if num_keys is None else num_keys,
+            drafts=drafts,
+        )
+        prepared.launch(params)
     return out
 
 
@@ -208,5 +221,6 @@ def expand_topk_groups(
         run_reference()
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
-    launch(prepared, (group_indices, positions, out), (out,))
+    params = ExpandTopkGroupsParams(group_indices=group_indices, positions=positions, out=out)
+    launch(prepared, params, (out,))
     return out

@@ -1,9 +1,11 @@
 """The indexer's logits and top-k."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
+
+Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,6 @@ class PagedMqaLogitsProblem(LogitsProblem):
 class TopkProblem(Problem):
     """`gdn.topk_indices`.
 
-    launch(compiled, logits, row_starts, row_ends, out, list_short=0, num_keys=-1, drafts=1)
-        logits [rows, n] any row stride, last dim contiguous; row_starts, row_ends [rows] any stride, any values, or None
-        out int32 [rows, k], any row stride, last dim contiguous
-        list_short: 1 = a row of at most k columns lists them all, and none of its logits is read
-        num_keys: not -1, with both bounds = they are ranges of so many keys, and column 0 is the first key of each
-        drafts: not 1, without row_starts = row_ends [rows / drafts] are those of the last of so many rows, and each row before
-            it has one column less
     Every entry of out is written. Only a row's own range is read.
     """
 
@@ -118,3 +113,15 @@ class TopkProblem(Problem):
     def bytes_moved(self) -> int:
         """As if every row were num_columns long."""
         return self.num_rows * (self.num_columns * DTYPE_BYTES[self.dtype] + 4 * self.k)
+
+
+class TopkParams(NamedTuple):
+    """Arguments of the launch, in order."""
+
+    logits: Tensor  # [rows, n] of the problem's dtype, any row stride, last dim contiguous
+    row_starts: Tensor | None  # [rows] of starts_dtype, any stride, any values; None without starts_dtype
+    row_ends: Tensor | None  # [rows / drafts] of ends_dtype, any stride, any values; None without ends_dtype
+    out: Tensor  # [rows, k] int32, any row stride, last dim contiguous
+    list_short: int = 0  # 1: a row of at most k columns lists them all, and none of its logits is read
+    num_keys: int = -1  # >= 0, with both bounds: they are ranges of num_keys keys, and column 0 is the first key of each
+    drafts: int = 1  # > 1, without row_starts: an end belongs to the last of `drafts` rows; each row before has one column less

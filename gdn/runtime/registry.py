@@ -1,10 +1,17 @@
-"""Which operators there are, which module holds each of their kernels, and which switch prefers which backend.
+"""Operators: for each one its public functions, kernel modules, switches, and the modules that describe it.
 
-Everything here is strings: nothing is imported until a kernel is wanted.
+An operator is one record of `_OPERATORS`. Everything else that goes by operator (the GDN_BACKEND_<OP> switch, `gdn explain`, the
+tuner, the tables' names, the benchmark, the compile tests) is found through its record. Records hold strings: nothing is
+imported until it is needed.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gdn.models import ModelShape
+from gdn.problems import Problem
 
 KERNEL_BACKENDS = ("tilelang", "cute")
 BACKENDS = (*KERNEL_BACKENDS, "reference")
@@ -20,10 +27,20 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Modules that describe a family's operators. Each has one attribute per operator, under the operator's name."""
+
+    cases: str  # autotune.cases.base.Tunable: shapes to tune and measure, inputs, the verdict on a result
+    variants: str  # tests.compile.variants.Variants: axes of dtypes and flags to compile for, expected instructions
+    examples: str = "gdn.examples"  # function of a model's shapes and `fp8`: the problem of a serving engine's call
+
+
+@dataclass(frozen=True)
 class Operator:
     """`name` is the problem's `op`, the table's file name and the end of GDN_BACKEND_<NAME>."""
 
     name: str
+    family: Family | None  # None for an operator without kernels of its own
     functions: tuple[str, ...]  # public functions of gdn that run it
     modules: Mapping[str, str] = field(default_factory=dict)  # kernel backend -> module; which is faster: gdn.runtime.order
     preferences: tuple[Preference, ...] = ()
@@ -31,11 +48,29 @@ class Operator:
 
     @property
     def switch(self) -> str:
+        """Environment variable that orders a backend for this operator alone."""
         return f"GDN_BACKEND_{self.name.upper()}"
+
+    def described(self, part: Literal["cases", "variants", "examples"]) -> Any:
+        """The operator's attribute of a module of its family; LookupError where it has no family or the module lacks it."""
+        if self.family is None:
+            raise LookupError(f"{self.name}: expected an operator with kernels, got one that has none")
+        place = getattr(self.family, part)
+        try:
+            return getattr(importlib.import_module(place), self.name)
+        except AttributeError as error:
+            raise LookupError(f"{self.name}: expected {place}.{self.name}, which describes the operator") from error
+
+    def example(self, model: ModelShape, *, fp8: bool) -> Problem | None:
+        """The operator's problem on a model's shapes; None where it has no kernels."""
+        if self.family is None:
+            return None
+        problem: Problem = self.described("examples")(model, fp8)
+        return problem
 
 
 def _modules(name: str, *backends: str) -> dict[str, str]:
-    """name: of the module within each backend's package."""
+    """Kernel modules of an operator. name: the module within each backend's package."""
     packages = {"tilelang": "kernels_tl", "cute": "kernels_cute"}
     return {backend: f"{packages[backend]}.{name}" for backend in backends}
 
@@ -45,38 +80,51 @@ _PREFILL_INDEXER = Preference("VLLM_QSA_PREFILL_USE_TL_INDEXER", {"true": "tilel
 _DECODE_INDEXER = Preference("VLLM_QSA_DECODE_USE_TL_INDEXER", {"true": "tilelang", "false": "cute"})
 _ATTENTION = {backend: backend for backend in BACKENDS}
 
+
+def _family(name: str) -> Family:
+    return Family(f"autotune.cases.{name}", f"tests.compile.variants.{name}")
+
+
+_DELTA_RULE, _DECODE, _STEPS = _family("delta_rule"), _family("decode"), _family("steps")
+_LOGITS, _TOPK, _INDEXER = _family("logits"), _family("topk"), _family("indexer")
+
 _OPERATORS = (
-    Operator("chunk", ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
-    Operator("recurrent", ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "cute", "tilelang"), (_BLADNN,)),
-    Operator("gdn_decode", ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
-    Operator("gating", ("fused_gdn_gating",), _modules("gdn_steps.gating", "cute")),
-    Operator("split", ("fused_qkvzba_split_reshape_cat",), _modules("gdn_steps.split", "cute")),
-    Operator("conv1d", ("causal_conv1d_fn",), _modules("conv1d.prefill", "cute")),
-    Operator("conv1d_update", ("causal_conv1d_update",), _modules("conv1d.update", "cute")),
-    Operator("rms_norm_gated", ("rms_norm_gated",), _modules("gdn_steps.rms_norm_gated", "cute")),
-    Operator("quantize_fp8", ("quantize_fp8",), _modules("indexer.quantize_fp8", "cute")),
-    Operator("write_indexer_cache", ("write_indexer_cache",), _modules("indexer.write_indexer_cache", "cute")),
-    Operator("prepare_indexer", ("prepare_indexer",), _modules("indexer.prepare_indexer", "cute")),
-    Operator("compress_indexer_keys", ("compress_indexer_keys",), _modules("indexer.compress_indexer_keys", "cute")),
-    Operator("gather_indexer_cache", ("gather_indexer_cache",), _modules("indexer.gather_indexer_cache", "cute")),
-    Operator("expand_topk_groups", ("expand_topk_groups",), _modules("indexer.expand_topk_groups", "cute")),
+    Operator("chunk", _DELTA_RULE, ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
+    Operator(
+        "recurrent", _DELTA_RULE, ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "cute", "tilelang"), (_BLADNN,)
+    ),
+    Operator("gdn_decode", _DECODE, ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
+    Operator("gating", _STEPS, ("fused_gdn_gating",), _modules("gdn_steps.gating", "cute")),
+    Operator("split", _STEPS, ("fused_qkvzba_split_reshape_cat",), _modules("gdn_steps.split", "cute")),
+    Operator("conv1d", _STEPS, ("causal_conv1d_fn",), _modules("conv1d.prefill", "cute")),
+    Operator("conv1d_update", _STEPS, ("causal_conv1d_update",), _modules("conv1d.update", "cute")),
+    Operator("rms_norm_gated", _STEPS, ("rms_norm_gated",), _modules("gdn_steps.rms_norm_gated", "cute")),
+    Operator("quantize_fp8", _INDEXER, ("quantize_fp8",), _modules("indexer.quantize_fp8", "cute")),
+    Operator("write_indexer_cache", _INDEXER, ("write_indexer_cache",), _modules("indexer.write_indexer_cache", "cute")),
+    Operator("prepare_indexer", _INDEXER, ("prepare_indexer",), _modules("indexer.prepare_indexer", "cute")),
+    Operator("compress_indexer_keys", _INDEXER, ("compress_indexer_keys",), _modules("indexer.compress_indexer_keys", "cute")),
+    Operator("gather_indexer_cache", _INDEXER, ("gather_indexer_cache",), _modules("indexer.gather_indexer_cache", "cute")),
+    Operator("expand_topk_groups", _INDEXER, ("expand_topk_groups",), _modules("indexer.expand_topk_groups", "cute")),
     Operator(
         "mqa_logits",
+        _LOGITS,
         ("mqa_logits", "fp8_mqa_logits"),
         _modules("mqa_logits.ragged", "cute", "tilelang"),
         (_PREFILL_INDEXER,),
     ),
     Operator(
         "paged_mqa_logits",
+        _LOGITS,
         ("paged_mqa_logits", "fp8_paged_mqa_logits"),
         _modules("mqa_logits.paged", "cute", "tilelang"),
         (_DECODE_INDEXER,),
     ),
-    Operator("topk", ("topk_indices",), _modules("topk", "cute")),
-    Operator("indexer_topk", ("indexer_topk",), composed_of=("mqa_logits", "topk")),
-    Operator("paged_indexer_topk", ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
+    Operator("topk", _TOPK, ("topk_indices",), _modules("topk", "cute")),
+    Operator("indexer_topk", None, ("indexer_topk",), composed_of=("mqa_logits", "topk")),
+    Operator("paged_indexer_topk", None, ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(
         "sparse_attention",
+        None,
         ("sparse_attention",),
         preferences=(
             Preference("VLLM_QSA_PREFILL_ATTN_BACKEND", _ATTENTION, "prefill"),
@@ -88,12 +136,17 @@ _OPERATORS = (
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _OPERATORS}
 
 
+def with_kernels() -> list[Operator]:
+    """The operators that have kernels of their own."""
+    return [operator for operator in OPERATORS.values() if operator.modules]
+
+
 def operator(name: str) -> Operator:
     """The operator of this name, or of the public function of this name."""
     found = OPERATORS.get(name)
     if found is not None:
         return found
-    for candidate in _OPERATORS:
+    for candidate in OPERATORS.values():
         if name in candidate.functions:
             return candidate
     raise ValueError(f"op: expected one of {', '.join(OPERATORS)} or a public function of gdn, got {name!r}")

@@ -1,7 +1,6 @@
 """What the tuner runs: the public calls are the problems of the shapes, and the verdict knows right from wrong."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,22 +9,6 @@ import torch
 from autotune import bench, cases, shapes
 from gdn import reference
 from gdn.device import H100
-from gdn.problems import (
-    CompressIndexerKeysProblem,
-    ConvolutionProblem,
-    ExpandTopkGroupsProblem,
-    GatherIndexerCacheProblem,
-    GatingProblem,
-    GdnDecodeProblem,
-    MqaLogitsProblem,
-    PagedMqaLogitsProblem,
-    PrepareIndexerProblem,
-    QuantizeFp8Problem,
-    RmsNormGatedProblem,
-    SplitProblem,
-    TopkProblem,
-    WriteIndexerCacheProblem,
-)
 from gdn.runtime import Prepared, explaining
 from gdn.testing import timing
 from tests.ops import indexer_kernels
@@ -39,39 +22,8 @@ def one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _small(shape: shapes.Shape) -> shapes.Shape:
-    """The same static fields, but for the heads of the delta rule, at sizes for a CPU."""
-    problem: Any = shape.problem
-    if isinstance(problem, MqaLogitsProblem):
-        return replace(shape, problem=replace(problem, num_queries=70, num_keys=130, num_columns=130))
-    if isinstance(problem, PagedMqaLogitsProblem):
-        return replace(shape, problem=replace(problem, batch=3, max_context_len=150))
-    if isinstance(problem, TopkProblem):
-        return replace(shape, problem=replace(problem, num_rows=5, num_columns=70, k=9))
-    if isinstance(problem, SplitProblem):
-        return replace(shape, problem=replace(problem, num_k_heads=2, num_v_heads=4, num_tokens=5))
-    if isinstance(problem, GatingProblem | RmsNormGatedProblem):
-        return replace(shape, problem=replace(problem, num_tokens=5))
-    if isinstance(problem, ConvolutionProblem):
-        lengths = shape.lengths[:3] if shape.op == "conv1d_update" else (70, 5)
-        sizes: dict[str, int] = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
-        return replace(shape, lengths=lengths, problem=replace(problem, dim=64, **sizes))  # type: ignore[arg-type]
-    if isinstance(problem, GdnDecodeProblem):
-        small = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 32, "head_v_dim": 32}
-        lengths = shape.lengths[:3]
-        sizes = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
-        return replace(shape, lengths=lengths, problem=replace(problem, **small, **sizes))  # type: ignore[arg-type]
-    if isinstance(problem, ExpandTopkGroupsProblem):
-        return replace(shape, problem=replace(problem, num_tokens=5, k=9))
-    if isinstance(problem, GatherIndexerCacheProblem):
-        return replace(shape, lengths=(70, 5), problem=replace(problem, num_rows=75, num_sequences=2))
-    if isinstance(problem, CompressIndexerKeysProblem):
-        lengths = (70, 5) if len(shape.lengths) == 1 else shape.lengths[:3]
-        return replace(shape, lengths=lengths, problem=replace(problem, num_tokens=sum(lengths)))
-    if isinstance(problem, PrepareIndexerProblem | QuantizeFp8Problem | WriteIndexerCacheProblem):
-        return replace(shape, problem=replace(problem, num_tokens=5))
-    lengths = shape.lengths[:3] if shape.op == "recurrent" else (70, 5)
-    heads = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
-    return replace(shape, lengths=lengths, problem=replace(problem, **heads, num_tokens=sum(lengths), num_sequences=len(lengths)))
+    """The same static fields, but for heads and channels, at sizes for a CPU."""
+    return cases.tunable(shape.op).small(shape)
 
 
 def _one_per_static_key() -> list[Any]:
@@ -121,7 +73,7 @@ def _paged(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
-    logits, starts, ends, out = tensors
+    logits, starts, ends, out, *_ = tensors
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
 
 
@@ -207,6 +159,7 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
     """A "kernel" that is the reference, and afterwards does what spoil does."""
 
     def launch(*tensors: Any) -> None:
+        tensors = tensors[0] if hasattr(tensors[0], "_fields") else tensors
         _BY_OP[shape.op](tensors, shape.problem)
         spoil(tensors)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import bench, decode_peers, peers, report, shapes
+from autotune import bench, peers, report, shapes
 from autotune.shapes import Shape
 from gdn import reference
 from gdn.problems import RecurrentProblem
@@ -133,7 +133,7 @@ def test_decode_peers_compute_the_same_thing(tokens: int, state_dtype: str, monk
     problem = _decode_problem(tokens, state_dtype)
     ours, theirs = (inputs.recurrent_inputs(problem, "cpu", 3) for _ in range(2))
     expected, pool = reference.fused_recurrent_gated_delta_rule(**ours)
-    (way,) = decode_peers.peers("FlashInfer", problem, theirs)
+    (way,) = peers.ways("FlashInfer", problem, theirs)
     found, after = way.call()
     torch.testing.assert_close(found.flatten(0, 1), expected[0])
     torch.testing.assert_close(after, pool, equal_nan=True)
@@ -151,8 +151,8 @@ def test_decode_peers_are_given_as_many_sets_of_inputs_as_ours(monkeypatch: pyte
 
 def test_decode_peers_are_left_out_where_they_do_something_else() -> None:
     for problem in (_decode_problem(4, "bfloat16"), _decode_problem(1, "float32", use_gate=False)):
-        assert decode_peers.peers("FlashInfer", problem, {}) == []
-    assert decode_peers.peers("FLA", _decode_problem(1, "float32"), {}) == []
+        assert peers.ways("FlashInfer", problem, {}) == []
+    assert peers.ways("FLA", _decode_problem(1, "float32"), {}) == []
 
 
 def _decode_problem(tokens: int, state_dtype: str, **changes: Any) -> RecurrentProblem:

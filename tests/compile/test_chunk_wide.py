@@ -11,7 +11,8 @@ from gdn.problems import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem
-from tests.compile import checks, variants
+from tests.compile import checks
+from tests.compile.variants import delta_rule
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 plan = pytest.importorskip("kernels_cute.chunk.plan", reason="needs the CuTe DSL")
@@ -119,9 +120,9 @@ def test_room(stages: int, parts: int) -> None:
     assert max(registers, shape.STATE_REGISTERS + shape.COPY_REGISTERS + idle) <= pool
 
 
-@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", variants.wide_cover(chunk)))
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", delta_rule.wide_cover(chunk)))
 def test_variants_compile_as_they_should() -> None:
-    cover = variants.wide_cover(chunk)
+    cover = delta_rule.wide_cover(chunk)
     assert all(chunk.fits(problem, config, H100) and config.makers for problem, config in cover)
     failed = checks.failures("kernels_cute.chunk", "cute", cover, H100)
     assert not failed, "\n".join(failed)

@@ -116,7 +116,11 @@ def test_a_variant_that_does_not_compile_is_a_finding(compiled: list[list[Task]]
 def _item(tasks: Callable[..., list[Task]] | None, **params: Any) -> Any:
     marks = [] if tasks is None else [checks.compiles(tasks).mark]
     return SimpleNamespace(
-        callspec=SimpleNamespace(params=params), iter_markers=lambda name: marks, get_closest_marker=lambda name: marks or None
+        callspec=SimpleNamespace(params=params),
+        iter_markers=lambda name: marks,
+        get_closest_marker=lambda name: marks if marks and name == "compiles" else None,
+        added=(added := []),
+        add_marker=added.append,
     )
 
 
@@ -129,3 +133,4 @@ def test_what_tests_announce_is_gathered_and_they_run_last() -> None:
     waiting, quick, failing, other = items
     conftest.pytest_collection_modifyitems(items)
     assert [id(item) for item in items] == [id(item) for item in (quick, other, waiting, failing)]
+    assert [[mark.name for mark in item.added] for item in items] == [[], [], ["cover"], ["cover"]]

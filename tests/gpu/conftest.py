@@ -36,8 +36,8 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         plain: dict[str, Any] = {}  # the form without what only one of the designs has
         if getattr(default, "makers", 0):
             plain = {"makers": 0, "stages": 4, "places": 0, "ringed": 0}
-        if getattr(default, "fused", False):
-            plain = {"fused": False, "cluster": 2}
+        if hasattr(default, "cluster"):
+            plain = {"cluster": 2}
         if getattr(default, "cut_above", 0):
             plain |= {"cut_above": 0}
         config = replace(default, **(plain | fields))

@@ -32,8 +32,8 @@ WHOLE: dict[str, dict[str, Any]] = {
     "ring": WIDE | {"places": 0, "ringed": 1},
     "clusters": {},
     "items": {"places": 3},
-    "tilelang-2": {"fused": True, "cluster": 2},
-    "tilelang-4": {"fused": True, "cluster": 4},
+    "tilelang-2": {"cluster": 2},
+    "tilelang-4": {"cluster": 4},
 }
 each_form = pytest.mark.parametrize("form", WHOLE)
 

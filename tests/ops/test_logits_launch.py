@@ -44,7 +44,11 @@ class StandIn:
         kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
         launch = kinds[type(problem)]
         choice = runtime.Choice(problem.op, "tilelang")
-        return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
+
+        def unpack(*given):
+            launch(problem, *(given[0] if hasattr(given[0], "_fields") else given))
+
+        return runtime.Prepared("tilelang", None, 0, unpack, choice)
 
     def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale, least=0):
         self.launches += 1

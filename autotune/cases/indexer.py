@@ -1,36 +1,41 @@
 """The steps around the indexer as cases: prepare, quantise, cache write, gather, compressed keys, groups to tokens.
 
-Inputs lie as a layer has them: q, k and w are slices of one projection, raw keys too; cache rows are dealt in no order.
+Inputs have a layer's layout: q, k and w are slices of one projection, raw keys too; cache rows are taken in random order.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from autotune._case import SeededCase, WrongResult, launch_of
+from autotune.cases.base import SeededCase, Shape, Tunable, WrongResult, example, launch_of
 from gdn import reference
 from gdn.problems import (
+    CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
+    ExpandTopkGroupsParams,
     ExpandTopkGroupsProblem,
+    GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
     IndexerCacheProblem,
+    PrepareIndexerParams,
     PrepareIndexerProblem,
+    QuantizeFp8Params,
     QuantizeFp8Problem,
+    WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
 from gdn.runtime import Prepared
 from gdn.testing import compare
 
 Tensor = torch.Tensor
-PROBLEMS = (IndexerCacheProblem, QuantizeFp8Problem, ExpandTopkGroupsProblem)
 
 _PAGE = 64
-# Largest share of values that may differ from the reference's: norm sums in another order round a few of them, and scales
-# that follow from those, the other way. What neither normalises nor rotates is exact.
+# Largest share of values that may differ from the reference's: a norm's sum in another order rounds a few of them the other
+# way, and with them the scales that follow from them. Operators that neither normalise nor rotate are exact.
 _DIFFERING = 2e-3
 
 
@@ -46,20 +51,22 @@ class Work:
 
 
 class IndexerCase(SeededCase[Work]):
+    """Case of one operator, whose inputs `work` makes. is_rounded: some values may round the other way."""
+
+    def __init__(
+        self,
+        work: "Callable[[_Maker, Any, Sequence[int]], Work]",
+        shape: Shape,
+        device: torch.device,
+        copies: int,
+        *,
+        is_rounded: bool = False,
+    ) -> None:
+        super().__init__(shape, device, copies)
+        self._make, self._is_rounded = work, is_rounded
+
     def _work(self, seed: int) -> Work:
-        maker = _Maker(self._device, seed)
-        problem = self._problem
-        if isinstance(problem, PrepareIndexerProblem):
-            return maker.prepare(problem)
-        if isinstance(problem, CompressIndexerKeysProblem):
-            return maker.compress(problem, self._lengths)
-        if isinstance(problem, GatherIndexerCacheProblem):
-            return maker.gather(problem, self._lengths)
-        if isinstance(problem, WriteIndexerCacheProblem):
-            return maker.write(problem)
-        if isinstance(problem, QuantizeFp8Problem):
-            return maker.quantize(problem)
-        return maker.expand(problem)
+        return self._make(_Maker(self._device, seed), self._problem, self._lengths)
 
     @cached_property
     def _expected(self) -> list[Tensor]:
@@ -71,17 +78,16 @@ class IndexerCase(SeededCase[Work]):
 
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
-        work = self._work(seed=0)  # anew: a launch updates caches and rings
+        work = self._work(seed=0)  # a new set: a launch updates caches and rings
         launch_of(prepared, work.tensors)()
         found = [output for output in work.outputs if output is not None] + [work.arguments[name] for name in work.updated]
         names = [*(f"output {n}" for n in range(len(found) - len(work.updated))), *work.updated]
-        is_rounded = isinstance(self._problem, PrepareIndexerProblem | CompressIndexerKeysProblem)
         worst = 0.0
         for name, output, exact in zip(names, found, expected, strict=True):
             exact = exact.reshape(output.shape)
             if compare.same_bits(output, exact):
                 continue
-            if not is_rounded or name == "ring":
+            if not self._is_rounded or name == "ring":
                 raise WrongResult(f"{name} is not the reference's")
             share = _differing(output, exact)
             if not share <= _DIFFERING:
@@ -91,7 +97,7 @@ class IndexerCase(SeededCase[Work]):
 
 
 def _differing(output: Tensor, exact: Tensor) -> float:
-    """The share of values that differ; 1 where one differs by more than another rounding of it explains."""
+    """Share of values that differ; 1 where one differs by more than a rounding in the other direction explains."""
     if output.dtype == torch.uint8:  # bytes of values and of scales
         return float((output != exact).double().mean())
     got, want = output.double(), exact.double()
@@ -104,7 +110,7 @@ def _differing(output: Tensor, exact: Tensor) -> float:
 
 
 class _Maker:
-    """The same tensors for the same seed."""
+    """Inputs from a seed: the same tensors for the same seed."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device, self._generator = device, torch.Generator(device).manual_seed(seed)
@@ -123,7 +129,7 @@ class _Maker:
         return order.to(getattr(torch, str(dtype)))
 
     def _cache(self, problem: IndexerCacheProblem, rows: int) -> tuple[Tensor, Tensor]:
-        """A cache of at least so many rows, with the flat form of its pages; every byte the same."""
+        """A cache of at least `rows` rows and its pages in flat form; every byte is the same."""
         row = problem.head_dim + (4 if problem.scaled else 0)
         item = 2 if problem.cache_dtype == "bfloat16" else 1
         pages = -(-rows // _PAGE) + 1
@@ -144,7 +150,7 @@ class _Maker:
         x = self._normal(*shape, dtype=problem.dtype)
         outputs = self._poisoned(*shape, dtype="float8_e4m3fn"), self._poisoned(*shape[:2], dtype="float32")
         arguments = {"x": x[:, 0], "group_size": problem.group_dim}
-        return Work("quantize_fp8", arguments, (x, *outputs), outputs)
+        return Work("quantize_fp8", arguments, QuantizeFp8Params(x, *outputs), outputs)
 
     def write(self, problem: WriteIndexerCacheProblem) -> Work:
         tokens = problem.num_tokens
@@ -152,7 +158,7 @@ class _Maker:
         cache, flat = self._cache(problem, tokens)
         slots = self._order(tokens, tokens + _PAGE, problem.slot_dtype)
         arguments = {"k": k, "cache": cache, "slot_mapping": slots}
-        return Work("write_indexer_cache", arguments, (k, flat, slots), (), ("cache",))
+        return Work("write_indexer_cache", arguments, WriteIndexerCacheParams(k, flat, slots), (), ("cache",))
 
     def prepare(self, problem: PrepareIndexerProblem) -> Work:
         tokens, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
@@ -174,8 +180,8 @@ class _Maker:
             "q": q, "k": k, "weights": weights, "positions": positions, "cos_sin": table, "q_norm": q_norm, "k_norm": k_norm,
             "cache": cache, "slot_mapping": slots, "rotary_dim": problem.rotary_dim, "zero_centred": problem.zero_centred,
         }  # fmt: skip
-        tensors = (q, k, weights, positions, table, q_norm, k_norm, flat, slots, q_out, weights_out, 1e-6)
-        return Work("prepare_indexer", arguments, tensors, (q_out, weights_out), ("cache",))
+        params = PrepareIndexerParams(q, k, weights, positions, table, q_norm, k_norm, flat, slots, q_out, weights_out, 1e-6)
+        return Work("prepare_indexer", arguments, params, (q_out, weights_out), ("cache",))
 
     def compress(self, problem: CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:
         """Prompts from their start; steps of a few tokens somewhere behind it."""
@@ -203,8 +209,8 @@ class _Maker:
             "ring_slots": slots, "slot_mapping": mapping, "ratio": ratio, "rotary_dim": problem.rotary_dim,
             "zero_centred": problem.zero_centred,
         }  # fmt: skip
-        tensors = (raw, ring, flat, positions, table, k_norm, slots, mapping, 1e-6, -1)
-        return Work("compress_indexer_keys", arguments, tensors, (), ("ring", "cache"))
+        params = CompressIndexerKeysParams(raw, ring, flat, positions, table, k_norm, slots, mapping, 1e-6, -1)
+        return Work("compress_indexer_keys", arguments, params, (), ("ring", "cache"))
 
     def gather(self, problem: GatherIndexerCacheProblem, lengths: Sequence[int]) -> Work:
         rows, heads, dim = problem.num_rows, problem.num_kv_heads, problem.head_dim
@@ -217,7 +223,7 @@ class _Maker:
         k = self._poisoned(rows, heads * dim, dtype="float8_e4m3fn" if problem.scaled else str(problem.cache_dtype))
         scale = self._poisoned(rows, heads, dtype="float32") if problem.scaled else None
         arguments = {"cache": cache, "block_tables": tables, "cu_seqlens": bounds, "num_rows": rows}
-        return Work("gather_indexer_cache", arguments, (flat, tables, bounds, k, scale), (k, scale))
+        return Work("gather_indexer_cache", arguments, GatherIndexerCacheParams(flat, tables, bounds, k, scale), (k, scale))
 
     def expand(self, problem: ExpandTopkGroupsProblem) -> Work:
         tokens, k, ratio = problem.num_tokens, problem.k, problem.ratio
@@ -228,4 +234,80 @@ class _Maker:
         positions = (ratio * k + torch.arange(tokens, device=self._device)).to(getattr(torch, problem.position_dtype))
         out = torch.full((tokens, k * ratio + ratio - 1), -2, dtype=torch.int32, device=self._device)
         arguments = {"group_indices": groups, "positions": positions, "ratio": ratio}
-        return Work("expand_topk_groups", arguments, (groups, positions, out), (out,))
+        return Work("expand_topk_groups", arguments, ExpandTopkGroupsParams(groups, positions, out), (out,))
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare(num_tokens: int, num_heads: int = 16, fp8: bool = True) -> Shape:
+    problem = example("prepare_indexer", {"index_num_heads": num_heads}, fp8, num_tokens=num_tokens)
+    return Shape(f"{num_tokens} x {num_heads} heads, {'fp8' if fp8 else 'bf16'}", problem)
+
+
+def _quantize(num_rows: int) -> Shape:
+    return Shape(f"{num_rows} x 128", example("quantize_fp8", num_tokens=num_rows))
+
+
+def _write(num_tokens: int) -> Shape:
+    return Shape(f"{num_tokens} tokens, fp8", example("write_indexer_cache", num_tokens=num_tokens))
+
+
+def _gather(lengths: Sequence[int], label: str) -> Shape:
+    problem = example("gather_indexer_cache", num_rows=sum(lengths), num_sequences=len(lengths))
+    return Shape(f"{label}, fp8", problem, lengths=tuple(lengths))
+
+
+def _compress(lengths: Sequence[int], label: str) -> Shape:
+    return Shape(label, example("compress_indexer_keys", num_tokens=sum(lengths)), lengths=tuple(lengths))
+
+
+def _expand(num_tokens: int) -> Shape:
+    return Shape(f"{num_tokens} x 512 groups", example("expand_topk_groups", num_tokens=num_tokens))
+
+
+def _with(shape: Shape, lengths: tuple[int, ...] = (), **sizes: int) -> Shape:
+    problem: Any = shape.problem
+    return replace(shape, lengths=lengths, problem=replace(problem, **sizes))
+
+
+def _few_keys(shape: Shape) -> Shape:
+    lengths = (70, 5) if len(shape.lengths) == 1 else shape.lengths[:3]
+    return _with(shape, lengths, num_tokens=sum(lengths))
+
+
+prepare_indexer = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.prepare(problem), is_rounded=True),
+    shapes=(*(_prepare(tokens) for tokens in (1, 64, 4096, 8192)), _prepare(8192, 64), _prepare(8192, fp8=False)),
+    small=lambda shape: _with(shape, num_tokens=5),
+)
+
+quantize_fp8 = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.quantize(problem)),
+    shapes=(_quantize(16), _quantize(64 * 16), _quantize(8192 * 16)),
+    small=lambda shape: _with(shape, num_tokens=5),
+)
+
+write_indexer_cache = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.write(problem)),
+    shapes=(_write(1), _write(64), _write(8192)),
+    small=lambda shape: _with(shape, num_tokens=5),
+)
+
+gather_indexer_cache = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.gather(problem, lengths)),
+    shapes=(_gather([64], "64"), _gather([8192], "8192"), _gather([32768] * 4, "4 x 32768")),
+    small=lambda shape: _with(shape, (70, 5), num_rows=75, num_sequences=2),
+)
+
+compress_indexer_keys = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.compress(problem, lengths), is_rounded=True),
+    shapes=(_compress([1] * 64, "64 x 1"), _compress([4] * 64, "64 x 4"), _compress([8192], "8192")),
+    small=_few_keys,
+)
+
+expand_topk_groups = Tunable(
+    partial(IndexerCase, lambda maker, problem, lengths: maker.expand(problem)),
+    shapes=(_expand(1), _expand(64), _expand(4096), _expand(8192)),
+    small=lambda shape: _with(shape, num_tokens=5, k=9),
+)

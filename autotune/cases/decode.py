@@ -1,6 +1,6 @@
-"""The fused decode step as a case: projections' outputs as slices of wide rows, both pools with slots in no order."""
+"""The fused decode step as a case: outputs of projections as slices of wide rows, pools whose slots have no order."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import gdn
-from autotune._case import Call, WrongResult, launch_of
+from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, heads_of, launch_of
 from gdn import reference
 from gdn.problems import GdnDecodeProblem
 from gdn.runtime import Prepared
@@ -21,12 +21,16 @@ _STATE_LIMIT = {"float32": 1e-5, "bfloat16": 4e-3}  # relative, of the worst hea
 
 
 class DecodeCase:
-    def __init__(self, problem: GdnDecodeProblem, lengths: Sequence[int], device: torch.device, copies: int) -> None:
+    """One decode step of a layer, with drafts or without."""
+
+    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
+        problem, lengths = shape.problem, shape.lengths
+        assert isinstance(problem, GdnDecodeProblem)
         if problem.interleaved or problem.has_rounding or not problem.conv_channels_contiguous:
             raise ValueError(f"problem: expected flat rows, windows with channels together, no noise, got {problem.static_key()}")
         if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
             raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
-        self._problem, self._lengths, self._device, self._copies = problem, tuple(lengths), device, copies
+        self._problem, self._lengths, self._device, self._copies = problem, lengths, device, copies
 
     def _arguments(self, seed: int) -> dict[str, Any]:
         """Keyword arguments of gdn.fused_gdn_decode."""
@@ -80,7 +84,7 @@ class DecodeCase:
 
     @cached_property
     def _expected(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computed in float64; the pools keep their dtypes."""
+        """Exact output and pools, computed in float64; the pools keep their dtypes."""
         arguments: dict[str, Any] = {
             name: value.double() if isinstance(value, Tensor) and value.is_floating_point() and name not in POOLS else value
             for name, value in self._arguments(seed=0).items()
@@ -121,3 +125,34 @@ class DecodeCase:
             return lambda: gdn.fused_gdn_decode(**arguments, backend=backend)
 
         return [call(arguments) for arguments in self._timed]
+
+
+def _steps(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> Shape:
+    tokens = 1 + drafts
+    problem = example(
+        "gdn_decode", heads_of(*heads), state_dtype=state_dtype, cu_seqlens_dtype="int32" if drafts else None,
+        has_columns=drafts > 0, has_accepted=drafts > 0, num_tokens=batch * tokens, num_sequences=batch,
+    )  # fmt: skip
+    steps = f", {tokens} tokens each" if drafts else ""
+    kind = {"float32": "f32", "bfloat16": "bf16"}[state_dtype]
+    return Shape(f"{heads[0]}/{heads[1]} batch {batch} {kind}{steps}", problem, lengths=(tokens,) * batch)
+
+
+def _small(shape: Shape) -> Shape:
+    problem: Any = shape.problem
+    lengths = shape.lengths[:3]
+    sizes = {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
+    problem = replace(problem, num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32, **sizes)
+    return replace(shape, lengths=lengths, problem=problem)
+
+
+gdn_decode = Tunable(
+    DecodeCase,
+    shapes=(
+        *(_steps((16, 32), batch) for batch in (1, 8, 32, 128, 512)),
+        *(_steps((16, 32), batch, "bfloat16") for batch in (128, 512)),
+        *(_steps((4, 8), batch) for batch in (1, 8, 32, 128)),
+        *(_steps((16, 32), batch, drafts=3) for batch in (32, 128)),
+    ),
+    small=_small,
+)

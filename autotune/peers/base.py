@@ -1,13 +1,10 @@
-"""Other libraries on the shapes of the chunk operator, in the same run: FlashInfer, FlashQLA and FLA, where installed.
+"""What a peer is, the operands that every chunk kernel takes, and how a peer's call is timed.
 
-(Those of the recurrent operator: autotune.decode_peers.)
-
-Each gets what it asks for ready made and untimed: gates applied, q, k, v without gaps, states gathered from their pool in
-its own layout. So its time is its kernels', with the L2 norm of q and k (which the models need) or without. FLA's own GPU
-time is summed by the profiler, since its launches cannot be captured in a CUDA graph and the host bounds it.
+Each library gets what it asks for ready made and untimed: gates applied, q, k and v without gaps, states gathered from their
+pool in the library's own layout. The measured time is therefore the time of its kernels, with the L2 norm of q and k (which
+the models need) or without.
 """
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +20,8 @@ Call = Callable[[], Outputs]
 
 @dataclass(frozen=True)
 class Peer:
+    """One way to call a library."""
+
     library: str
     variant: str  # of the library's own switches, "" = none
     norm: bool  # the L2 norm of q and k inside the call
@@ -32,6 +31,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class PeerRow:
+    """Measured time of one way to call a library on one shape."""
+
     op: str
     shape: str
     library: str
@@ -42,7 +43,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a chunk kernel without our gates and pool is called with."""
+    """Inputs of a chunk kernel that has neither gates nor a state pool."""
 
     q: torch.Tensor  # [tokens, H, K]
     k: torch.Tensor
@@ -55,7 +56,7 @@ class Operands:
 
 
 def operands(problem: ChunkProblem, arguments: Mapping[str, Any]) -> Operands:
-    """From the arguments of gdn.chunk_gated_delta_rule."""
+    """Operands made from the arguments of gdn.chunk_gated_delta_rule."""
     q, k, v = (arguments[name][0].contiguous() for name in ("q", "k", "v"))
     g, beta = arguments["g"][0].float(), arguments["beta"][0].float()
     if problem.use_gate:
@@ -73,26 +74,8 @@ def operands(problem: ChunkProblem, arguments: Mapping[str, Any]) -> Operands:
     )
 
 
-def _flashinfer(x: Operands) -> list[Peer]:
-    chunk = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
-    alpha, final = x.g.exp(), torch.empty_like(x.state)
-
-    def calls(norm: bool, split: Any) -> Call:
-        def call() -> Outputs:
-            found = chunk(
-                x.q, x.k, x.v, alpha, x.beta, x.scale, x.state, True, x.cu_seqlens,
-                use_qk_l2norm_in_kernel=norm, output_state=final, use_cp=split,
-            )  # fmt: skip
-            return found[0], found[1]
-
-        return call
-
-    splits = (("its split", "auto"), ("no split", False))
-    return [Peer("FlashInfer", name, norm, calls(norm, split), True) for norm in (True, False) for name, split in splits]
-
-
-def _keys_first(chunk: Callable[..., Any], x: Operands, norm: bool, cu_seqlens: torch.Tensor) -> Call:
-    """The call that FLA and FlashQLA share: a batch of one, K before V in the state."""
+def keys_first(chunk: Callable[..., Any], x: Operands, norm: bool, cu_seqlens: torch.Tensor) -> Call:
+    """Call in the form that FLA and FlashQLA share: a batch of one, K before V in the state."""
     state = x.state.transpose(-1, -2).contiguous()
 
     def call() -> Outputs:
@@ -105,31 +88,11 @@ def _keys_first(chunk: Callable[..., Any], x: Operands, norm: bool, cu_seqlens: 
     return call
 
 
-def _flash_qla(x: Operands) -> list[Peer]:
-    chunk = importlib.import_module("flash_qla").chunk_gated_delta_rule
-    return [Peer("FlashQLA", "", norm, _keys_first(chunk, x, norm, x.cu_seqlens), True) for norm in (True, False)]
-
-
-def _fla(x: Operands) -> list[Peer]:
-    """FLA hands the call over to FlashQLA where that is installed, unless FLA_FLASH_QLA=0 is set."""
-    chunk = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return [Peer("FLA", "", True, _keys_first(chunk, x, True, x.cu_seqlens.long()), False)]
-
-
-_LIBRARIES: dict[str, Callable[[Operands], list[Peer]]] = {"FlashInfer": _flashinfer, "FlashQLA": _flash_qla, "FLA": _fla}
-
-
-def libraries() -> list[str]:
-    return list(_LIBRARIES)
-
-
-def peers(library: str, x: Operands) -> list[Peer]:
-    """The ways to call a library. ImportError where it is not installed."""
-    return _LIBRARIES[library](x)
-
-
 def time_us(same: Sequence[Peer]) -> float:
-    """Time of a call, measured as ours are. same: one way of calling a library on several sets of inputs, taken in turn."""
+    """Microseconds of a call, measured like the calls of this project.
+
+    same: one way of calling a library, on several sets of inputs that are taken in turn.
+    """
     calls = [peer.call for peer in same]
     with torch.no_grad():
         if all(peer.captured for peer in same):
@@ -140,7 +103,7 @@ def time_us(same: Sequence[Peer]) -> float:
 
 
 def kernels_us(calls: Sequence[Callable[[], object]], repeats: int = 12) -> float:
-    """Time of everything a call runs on the GPU, without the gaps between: mean over at least so many calls."""
+    """Mean GPU time of a call's kernels, without the gaps between them, over at least `repeats` calls."""
     for _ in range(3):  # compiles and tunes
         calls[0]()
     torch.cuda.synchronize()

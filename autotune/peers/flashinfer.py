@@ -1,27 +1,47 @@
-"""Other libraries on the shapes of the recurrent operator: FlashInfer's decode kernels, where installed.
+"""FlashInfer's prefill and decode kernels.
 
-They do what ours does: raw gates, the L2 norm and a pool of states, V first, that is updated in place. q, k and v come
-without gaps, so that the time is the kernel's.
+The decode kernels do what the recurrent operator does: raw gates, the L2 norm, and a pool of states (V first) that is updated
+in place. q, k and v come without gaps, so that the time is the kernel's.
 """
 
 import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.peers import Outputs, Peer
-from gdn.problems import RecurrentProblem
+import torch
+
+from autotune.peers.base import Call, Outputs, Peer, operands
+from gdn.problems import ChunkProblem, RecurrentProblem
 
 
-def peers(library: str, problem: RecurrentProblem, arguments: Mapping[str, Any]) -> list[Peer]:
-    """The ways to call a library, none where it has no kernel for the problem. ImportError where it is not installed.
+def chunk(problem: ChunkProblem, arguments: Mapping[str, Any]) -> list[Peer]:
+    """The prefill kernel with and without the norm, each with the split of sequences that it chooses and without a split."""
+    x = operands(problem, arguments)
+    prefill = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+    alpha, final = x.g.exp(), torch.empty_like(x.state)
 
-    arguments: of gdn.fused_recurrent_gated_delta_rule, every sequence with the same number of tokens. Their pool is used.
+    def calls(norm: bool, split: Any) -> Call:
+        def call() -> Outputs:
+            found = prefill(
+                x.q, x.k, x.v, alpha, x.beta, x.scale, x.state, True, x.cu_seqlens,
+                use_qk_l2norm_in_kernel=norm, output_state=final, use_cp=split,
+            )  # fmt: skip
+            return found[0], found[1]
+
+        return call
+
+    splits = (("its split", "auto"), ("no split", False))
+    return [Peer("FlashInfer", name, norm, calls(norm, split), True) for norm in (True, False) for name, split in splits]
+
+
+def recurrent(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> list[Peer]:
+    """The decode kernel, or the kernel for drafts; none where neither does what the problem asks for.
+
+    Every sequence has the same number of tokens. The pool in `arguments` is updated.
     """
-    if library != "FlashInfer":
-        return []
     if not _served(problem):
         return []
-    options = flashinfer_arguments(problem, arguments)
+    options = decode_arguments(problem, arguments)
     module = importlib.import_module("flashinfer.gdn_decode")
     decode = module.gated_delta_rule_mtp if problem.write_every_token else module.gated_delta_rule_decode_pretranspose
 
@@ -29,11 +49,11 @@ def peers(library: str, problem: RecurrentProblem, arguments: Mapping[str, Any])
         out, pool = decode(**options)
         return out, pool
 
-    return [Peer(library, "", True, call, True)]
+    return [Peer("FlashInfer", "", True, call, True)]
 
 
 def _served(problem: RecurrentProblem) -> bool:
-    """Whether the library has a call that reads and writes what ours does: drafts scattered over the pool are float32's."""
+    """Whether the library has a call that reads and writes the same: it scatters drafts over float32 pools alone."""
     return (
         problem.pooled
         and problem.state_v_first
@@ -48,8 +68,8 @@ def _served(problem: RecurrentProblem) -> bool:
     )
 
 
-def flashinfer_arguments(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of gated_delta_rule_mtp for drafts (a slot for each token), else of gated_delta_rule_decode_pretranspose."""
+def decode_arguments(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of gated_delta_rule_mtp for drafts (a slot for each token), else of gated_delta_rule_decode_pretranspose."""
     batch = problem.num_sequences
 
     def rows(name: str) -> Any:  # [batch, tokens of a sequence, heads, ...]

@@ -1,0 +1,67 @@
+"""Variants of the fused decode step."""
+
+from collections.abc import Collection
+
+from gdn.problems import GdnDecodeProblem, Problem
+from tests.compile.expectations import TENSOR_CORES, Expectation
+from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
+
+_AXES: Axes = {
+    "heads": [(16, 32), (4, 4), (2, 6), (2, 16)],
+    "head_dims": [(128, 128), (64, 64), (256, 256), (96, 160)],
+    "width": [4, 3, 2],
+    "dtypes": [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],  # of rows; of z and the gates
+    "parameter_dtype": ["float32", "bfloat16"],  # of A_log, dt_bias and the norm's weight
+    "weight_dtype": ["bfloat16", "float32"],
+    "bias_dtype": [None, "float32", "bfloat16"],
+    "silu": [True, False],
+    "gate_sigmoid": [False, True],
+    "interleaved": [False, True],
+    "pool": CONVOLUTION_POOLS,
+    "state_dtype": ["float32", "bfloat16"],
+    "state_v_first": [True, False],
+    "index_dtype": ["int32", "int64"],
+    "cu_seqlens_dtype": ["int32", "int64", None],
+    "drafts": [(False, False), (True, False), (True, True)],  # columns of the indices, accepted counts
+    "has_rounding": [False, True],
+    "num_sequences": [1, 8, 128],  # they choose the configuration
+}
+
+
+def _problem(row: Row) -> Problem | None:
+    if row["has_rounding"] and row["state_dtype"] != "bfloat16":
+        return None
+    same = (
+        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "interleaved", "state_dtype", "state_v_first",
+        "index_dtype", "cu_seqlens_dtype", "has_rounding", "num_sequences",
+    )  # fmt: skip
+    dtype, other = row["dtypes"]
+    problem: Problem = example(
+        "gdn_decode",
+        num_k_heads=row["heads"][0],
+        num_v_heads=row["heads"][1],
+        head_k_dim=row["head_dims"][0],
+        head_v_dim=row["head_dims"][1],
+        dtype=dtype,
+        z_dtype=None if row["interleaved"] else other,
+        a_dtype=None if row["interleaved"] else other,
+        b_dtype=other,
+        conv_dtype=row["pool"][0],
+        conv_channels_contiguous=row["pool"][1],
+        has_columns=row["drafts"][0],
+        has_accepted=row["drafts"][1],
+        num_tokens=row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4),
+        **dict.fromkeys(("A_log_dtype", "dt_bias_dtype", "norm_dtype"), row["parameter_dtype"]),
+        **{name: row[name] for name in same},
+    )
+    return problem
+
+
+def _code(problem: GdnDecodeProblem, backend: str, entries: Collection[str]) -> Expectation:
+    # The state in wide loads and stores, like the recurrent kernel's; a part of a row in 8-byte accesses.
+    wide = "64|{0}.128" if problem.state_dtype == "bfloat16" or not problem.state_v_first else "128"
+    patterns = {f"{name}.{wide.format(name)}": 1 for name in ("LDG", "STG")}
+    return Expectation(patterns, none_of=TENSOR_CORES)
+
+
+gdn_decode = Variants(_AXES, _problem, _code)

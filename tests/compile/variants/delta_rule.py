@@ -1,0 +1,182 @@
+"""Variants of the chunk and the recurrent kernels."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from gdn.device import H100
+from gdn.problems import ChunkProblem, Problem, RecurrentProblem
+from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
+from tests.compile.variants import least
+from tests.compile.variants.base import Axes, Row, Variant, Variants, example
+
+
+def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool) -> Row:
+    """Which state tensors there are; index: dtype of the pool's indices, None = one row per sequence."""
+    fields = {"has_initial_state": initial, "has_final_state": final, "has_final_indices": final_indices}
+    return fields | {"index_dtype": index} | more
+
+
+# Axes of both operators. heads: (query, key, value).
+_DELTA_AXES: dict[str, Sequence[Any]] = {
+    "heads": [(16, 16, 32), (4, 4, 4), (8, 2, 2)],
+    "head_dim": [128, 64],
+    "dtype": ["bfloat16", "float16"],
+    "state_dtype": ["float32", "bfloat16"],
+    "gate": [(None, False), ("float32", False), ("bfloat16", True)],  # dtype, raw
+    "beta": [(None, False), ("float32", False), ("bfloat16", True)],
+    "cu_seqlens_dtype": ["int32", "int64"],
+    "state_v_first": [False, True],
+    "use_qk_l2norm": [False, True],
+}
+_CHUNK_AXES: Axes = _DELTA_AXES | {
+    "state": [
+        _state(False, False, has_mask=False, has_checkpoints=False),
+        _state(False, True, has_mask=False, has_checkpoints=False),
+        _state(True, True, has_mask=False, has_checkpoints=False),
+        _state(True, True, "int32", has_mask=True, has_checkpoints=False),
+        _state(True, True, "int32", has_mask=False, has_checkpoints=True),
+        _state(True, True, "int64", True, has_mask=True, has_checkpoints=True),
+    ],
+}
+# Fields of a module's configuration that choose among its kernels; the others keep the default's values.
+_CONFIG_AXES: dict[str, Axes] = {
+    "kernels_tl.chunk": {
+        "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
+        "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
+        "cut_above": [0],  # 1 and more is compiled in test_chunk_launches.py
+    },
+    "kernels_cute.chunk": {
+        "segment": [0, 16],
+        "cut_above": [0, 4096],  # with segments: both forms, the lengths decide
+        "places": [0, 3],  # one cluster per item, or 3 persistent clusters
+        "stages": [4, 2],
+        "prefetch": [0, 2],
+    },
+}
+# The wide form of the CuTe chunk kernel.
+_WIDE_AXES: Axes = _CHUNK_AXES | {
+    "head_dim": [128],
+    "stages": [3, 2],
+    "prefetch": [0, 2],
+    "places": [30, 0],
+    "ringed": [3, 0],
+}
+_RECURRENT_AXES: Axes = _DELTA_AXES | {
+    "state": [
+        _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, True, write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, True, "int32", write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, False, "int64", write_every_token=False, has_accepted=False, has_parent=False),
+        _state(True, True, "int32", write_every_token=True, has_accepted=True, has_parent=False),
+        _state(True, True, "int64", True, write_every_token=True, has_accepted=True, has_parent=False),
+        _state(True, True, "int32", write_every_token=True, has_accepted=True, has_parent=True),
+    ],
+    "has_rounding": [False, True],
+}
+
+
+def _delta_fields(row: Row) -> dict[str, Any]:
+    num_q_heads, num_k_heads, num_v_heads = row["heads"]
+    gate_dtype, use_gate = row["gate"]
+    beta_dtype, use_beta_sigmoid = row["beta"]
+    same = ("dtype", "state_dtype", "cu_seqlens_dtype", "state_v_first", "use_qk_l2norm")
+    return {
+        "num_q_heads": num_q_heads,
+        "num_k_heads": num_k_heads,
+        "num_v_heads": num_v_heads,
+        "head_k_dim": row["head_dim"],
+        "head_v_dim": row["head_dim"],
+        "gate_dtype": gate_dtype,
+        "use_gate": use_gate,
+        "beta_dtype": beta_dtype,
+        "use_beta_sigmoid": use_beta_sigmoid,
+        **{name: row[name] for name in same},
+        **row["state"],
+    }
+
+
+def _chunk_problem(row: Row) -> Problem | None:
+    fields = _delta_fields(row)
+    if not fields["has_initial_state"] and fields["state_dtype"] != "float32":
+        return None  # without a state, problems say float32
+    problem: Problem = example("chunk", **fields)
+    return problem
+
+
+def _recurrent_problem(row: Row) -> Problem | None:
+    fields = _delta_fields(row)
+    if not fields["has_initial_state"] and fields["state_dtype"] != "float32":
+        return None
+    if row["has_rounding"] and not (fields["state_dtype"] == "bfloat16" and fields["index_dtype"] and fields["has_final_state"]):
+        return None  # only a stored bf16 state is rounded
+    problem: Problem = example("recurrent", **fields, has_rounding=row["has_rounding"])
+    return problem
+
+
+def _is_chunk_config(row: Row) -> bool:
+    if row.get("cluster", 2) > 2 and not _in_one_launch(row):
+        return False
+    if row.get("cut_above") and not row["segment"]:
+        return False
+    return not (row.get("places") and row.get("segment") and not row["cut_above"])  # segments have no places
+
+
+def _chunk_config(default: Any, changes: Row) -> Any:
+    if getattr(default, "makers", 0):
+        changes = {"makers": 0, "ringed": 0} | changes  # the wide form of the CuTe kernel has no segments
+    return dataclasses.replace(default, **changes)
+
+
+def _in_one_launch(row: Row) -> bool:
+    """Whether TileLang's chunk kernel takes whole sequences in one launch."""
+    return bool(row["head_dim"] == 128 and not row["segment"])
+
+
+def _chunk_cost(row: Row) -> float:
+    """Compile time of TileLang's chunk kernel in two launches, and with segments, against the other rows."""
+    if "cluster" not in row or _in_one_launch(row):
+        return 1.0
+    return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["segment"] else 0.0)
+
+
+def _chunk_code(problem: ChunkProblem, backend: str, entries: Collection[str]) -> Expectation:
+    # Products of mma.sync on purpose, of 16 x 16 blocks: below a warpgroup matmul's 64 rows. In TileLang's one launch the
+    # inverse's are 20, and the diagonal blocks of K K^T another 16; the norms of Q, there and in `chunk_prepare`, are one for
+    # 8 columns. A tile's product that fell back to mma.sync would be 32 at least.
+    norms = problem.head_k_dim // 8 if problem.use_qk_l2norm else 0
+    wanted = {"chunk_fused": 36 + norms, "chunk_prepare": norms}
+    at_most = {"HMMA": sum(wanted.get(entry, 0) for entry in entries)} if backend == "tilelang" else {}
+    return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 3}, none_of=("QGMMA",), at_most=at_most)
+
+
+def _recurrent_code(problem: RecurrentProblem, backend: str, entries: Collection[str]) -> Expectation:
+    # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
+    width = "{0}.128" if problem.state_dtype == "float32" else "{0}.64|{0}.128"
+    wide = {width.format("LDG"): problem.has_initial_state, width.format("STG"): problem.has_final_state}
+    # K first, the warps that share columns pass their sums through shared memory.
+    none_of = NO_REUSE if problem.state_v_first else TENSOR_CORES
+    return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=none_of)
+
+
+@functools.cache
+def wide_cover(module: Any) -> list[Variant]:
+    """Cover of the wide form of the CuTe chunk kernel, as far as it serves the rows."""
+    fields = ("stages", "prefetch", "places", "ringed")
+
+    def allowed(row: Row) -> bool:
+        return bool(row["places"] or row["ringed"]) and _chunk_problem(row) is not None
+
+    found: list[Variant] = []
+    for row in least(_WIDE_AXES, allowed):
+        made = _chunk_problem(row)
+        assert made is not None
+        changes = {name: row[name] for name in fields}
+        form = {"paired": True, "segment": 0, "cut_above": 0, "makers": 2, **changes}
+        found.append((made, dataclasses.replace(module.default_config(made, H100), **form)))
+    return found
+
+
+chunk = Variants(_CHUNK_AXES, _chunk_problem, _chunk_code, _CONFIG_AXES, _is_chunk_config, _chunk_config, _chunk_cost)
+recurrent = Variants(_RECURRENT_AXES, _recurrent_problem, _recurrent_code)

@@ -1,0 +1,56 @@
+"""Variants of the logits kernels, ragged and paged."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from gdn.problems import LogitsProblem, Problem
+from tests.compile.expectations import Expectation
+from tests.compile.variants.base import Row, Variants, example
+
+_LOGITS_AXES: dict[str, Sequence[Any]] = {
+    "heads": [(64, 1), (16, 1), (4, 1), (32, 2), (15, 3)],  # query heads, key heads
+    "head_dim": [128, 64],
+    "kind": [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)],  # dtype, with key scales
+    "weights_dtype": ["float32", "bfloat16", None],
+    "relu": [True, False],
+    "clean": [True, False],
+    "out_dtype": ["float32", "bfloat16"],
+}
+
+
+def _logits_fields(row: Row) -> dict[str, Any]:
+    num_heads, num_kv_heads = row["heads"]
+    dtype, has_k_scale = row["kind"]
+    same = ("head_dim", "weights_dtype", "relu", "clean", "out_dtype")
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "dtype": dtype,
+        "has_k_scale": has_k_scale,
+        **{name: row[name] for name in same},
+    }
+
+
+def _ragged(row: Row) -> Problem:
+    problem: Problem = example("mqa_logits", **_logits_fields(row), packed=row["packed"])
+    return problem
+
+
+def _paged(row: Row) -> Problem:
+    next_n, per_draft_lengths = row["drafts"]
+    fields = {"page_size": row["page_size"], "next_n": next_n, "per_draft_lengths": per_draft_lengths}
+    problem: Problem = example("paged_mqa_logits", **_logits_fields(row), **fields)
+    return problem
+
+
+def _code(problem: LogitsProblem, backend: str, entries: Collection[str]) -> Expectation:
+    matmul, other = ("QGMMA", "HGMMA") if problem.dtype == "float8_e4m3fn" else ("HGMMA", "QGMMA")
+    return Expectation({matmul: 1, "UTMALDG|UBLKCP": 2}, none_of=(other, "HMMA"))
+
+
+mqa_logits = Variants(_LOGITS_AXES | {"packed": [False, True]}, _ragged, _code)
+paged_mqa_logits = Variants(
+    _LOGITS_AXES | {"page_size": [64, 16, 544], "drafts": [(1, False), (2, True), (4, False)]},  # next_n, per-draft lengths
+    _paged,
+    _code,
+)

@@ -1,0 +1,134 @@
+"""Variants of the steps around the recurrence."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from gdn.problems import ConvolutionProblem, GatingProblem, Problem, RmsNormGatedProblem, SplitProblem
+from tests.compile.expectations import NO_REUSE, Expectation
+from tests.compile.variants.base import CONVOLUTION_POOLS, Row, Variants, example
+
+_CONVOLUTION_AXES: dict[str, Sequence[Any]] = {
+    "dim": [8192, 2560],
+    "width": [4, 3, 2],
+    "dtype": ["bfloat16", "float16"],
+    "weight_dtype": ["bfloat16", "float32"],
+    "bias_dtype": [None, "float32", "bfloat16"],
+    "silu": [True, False],
+    "index_dtype": ["int32", "int64", None],
+}
+
+
+def _convolution_fields(row: Row) -> dict[str, Any]:
+    fields = {name: row[name] for name in (*_CONVOLUTION_AXES, "cu_seqlens_dtype")}
+    fields["state_dtype"], fields["state_channels_contiguous"] = row["pool"]
+    return fields
+
+
+def _conv1d(row: Row) -> Problem | None:
+    fields = _convolution_fields(row)
+    if fields["state_dtype"] is None and (row["has_mask"] or row["checkpoint_dtype"]):
+        return None
+    same = {"has_mask": row["has_mask"], "checkpoint_dtype": row["checkpoint_dtype"], "num_sequences": 8}
+    problem: Problem = example("conv1d", **fields, **same)
+    return problem
+
+
+def _conv1d_update(row: Row) -> Problem | None:
+    fields = _convolution_fields(row)
+    has_columns, has_accepted, has_parent = row["drafts"]
+    if has_columns and fields["index_dtype"] is None or fields["cu_seqlens_dtype"] is None and row["tokens"] > 1:
+        return None
+    drafts = {"has_columns": has_columns, "has_accepted": has_accepted, "has_parent": has_parent}
+    problem: Problem = example("conv1d_update", **fields, **drafts, num_tokens=128 * row["tokens"])
+    return problem
+
+
+def _split(row: Row) -> Problem:
+    heads = {"num_k_heads": row["heads"][0], "num_v_heads": row["heads"][1]}
+    dims = {"head_k_dim": row["head_dims"][0], "head_v_dim": row["head_dims"][1]}
+    same = {name: row[name] for name in ("dtype", "ba_dtype", "num_tokens")}
+    problem: Problem = example("split", **heads, **dims, **same)
+    return problem
+
+
+def _convolution_code(rows: int) -> Any:
+    """rows: in 16-byte accesses at a time; the filter is another load."""
+
+    def code(problem: ConvolutionProblem, backend: str, entries: Collection[str]) -> Expectation:
+        return Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=NO_REUSE)
+
+    return code
+
+
+def _split_code(problem: SplitProblem, backend: str, entries: Collection[str]) -> Expectation:
+    wide = "128" if problem.head_k_dim % 8 == 0 and problem.head_v_dim % 8 == 0 else "64"
+    return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=NO_REUSE)
+
+
+def _norm_code(problem: RmsNormGatedProblem, backend: str, entries: Collection[str]) -> Expectation:
+    wide = "128" if problem.head_dim % 8 == 0 else "64"
+    return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=NO_REUSE)
+
+
+def _gating_code(problem: GatingProblem, backend: str, entries: Collection[str]) -> Expectation:
+    return Expectation({"LDG": 4, "STG": 2}, none_of=NO_REUSE)
+
+
+conv1d = Variants(
+    _CONVOLUTION_AXES
+    | {
+        "pool": [*CONVOLUTION_POOLS, (None, False)],
+        "cu_seqlens_dtype": ["int32", "int64"],
+        "has_mask": [True, False],
+        "checkpoint_dtype": [None, "int32", "int64"],
+    },
+    _conv1d,
+    _convolution_code(2),
+)
+conv1d_update = Variants(
+    _CONVOLUTION_AXES
+    | {
+        "pool": CONVOLUTION_POOLS,
+        "cu_seqlens_dtype": ["int32", "int64", None],
+        "drafts": [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+        "tokens": [1, 2, 4],  # of a sequence: they choose the configuration
+    },
+    _conv1d_update,
+    _convolution_code(1),
+)
+split = Variants(
+    {
+        "heads": [(16, 32), (4, 4), (2, 6)],
+        "head_dims": [(128, 128), (60, 100), (256, 64)],
+        "dtype": ["bfloat16", "float16"],
+        "ba_dtype": ["bfloat16", "float32"],
+        "num_tokens": [8, 8192],
+    },
+    _split,
+    _split_code,
+)
+gating = Variants(
+    {
+        "num_heads": [32, 6, 1],
+        "a_dtype": ["bfloat16", "float32", "float16"],
+        "b_dtype": ["bfloat16", "float32"],
+        "A_log_dtype": ["float32", "bfloat16"],
+        "dt_bias_dtype": ["float32", "bfloat16"],
+        "num_tokens": [8, 8192],
+    },
+    lambda row: example("gating", **row),
+    _gating_code,
+)
+rms_norm_gated = Variants(
+    {
+        "num_heads": [1, 32, 6],
+        "head_dim": [128, 64, 100, 512],
+        "dtype": ["bfloat16", "float16"],
+        "z_dtype": ["bfloat16", "float32"],
+        "weight_dtype": ["float32", "bfloat16"],
+        "sigmoid": [False, True],
+        "num_tokens": [8, 8192],
+    },
+    lambda row: example("rms_norm_gated", **row),
+    _norm_code,
+)

@@ -1,0 +1,33 @@
+"""Variants of the top-k kernel."""
+
+from collections.abc import Collection
+
+from gdn.problems import Problem, TopkProblem
+from tests.compile.expectations import TENSOR_CORES, Expectation
+from tests.compile.variants.base import Row, Variants, example
+
+
+def _problem(row: Row) -> Problem:
+    starts_dtype, ends_dtype = row["bounds"]
+    same = {name: row[name] for name in ("dtype", "sorted_by", "k", "num_columns")}
+    problem: Problem = example("topk", starts_dtype=starts_dtype, ends_dtype=ends_dtype, **same)
+    return problem
+
+
+def _code(problem: TopkProblem, backend: str, entries: Collection[str]) -> Expectation:
+    # Rows in 16-byte accesses, samples by four scores, and counts whose lanes of one bin are added up by the hardware.
+    loads = {"LDG.128": 2} | ({} if problem.dtype == "float32" else {"LDG.64": 1})
+    return Expectation({**loads, "ATOMS.POPC.INC": 1, "UBLKPF": 1}, none_of=TENSOR_CORES)
+
+
+topk = Variants(
+    {
+        "dtype": ["float32", "bfloat16"],
+        "bounds": [(None, None), ("int32", "int32"), (None, "int64"), ("int64", None)],  # dtypes of starts and ends
+        "sorted_by": ["index", "score"],
+        "k": [2048, 4096],
+        "num_columns": [32768, 2048, 131072],  # each compiles other tiles
+    },
+    _problem,
+    _code,
+)
