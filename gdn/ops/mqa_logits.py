@@ -19,7 +19,7 @@ from gdn.ops._indexer import (
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import FP8, INDEX_DTYPES, bad_type, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
-from gdn.problems import MqaLogitsProblem
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
 
 @operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
@@ -153,12 +153,18 @@ def mqa_logits(
     if k_scale is not None:
         scales = _rows.contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
     k_rows = _rows.contiguous("k", k if k.dim() == 3 else k[:, None])
-    starts, ends = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
-    rows_of_weights = None if weights is None else make(kernel_weights, weights)
-    arguments = (
-        _rows.contiguous("q", q), k_rows, scales, rows_of_weights, starts, ends, out, scale, skip_rows_up_to,
-    )  # fmt: skip
-    launch(prepared, arguments, (out,), aligned=(q, k, k_scale))
+    params = MqaLogitsParams(
+        q=_rows.contiguous("q", q),
+        k=k_rows,
+        k_scale=scales,
+        weights=None if weights is None else make(kernel_weights, weights),
+        cu_seqlen_ks=make(contiguous_int32, cu_seqlen_ks),
+        cu_seqlen_ke=make(contiguous_int32, cu_seqlen_ke),
+        out=out,
+        scale=scale,
+        skip_rows_up_to=skip_rows_up_to,
+    )
+    launch(prepared, params, (out,), aligned=(q, k, k_scale))
     return out
 
 

@@ -23,7 +23,7 @@ from gdn.ops._indexer import (
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
-from gdn.problems import PagedMqaLogitsProblem
+from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 
 
 @operator(
@@ -154,12 +154,17 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if nothing_cached or is_empty(batch, max_context_len):
         return out
-    lengths = make(contiguous_int32, context_lens)
-    rows_of_weights = None if weights is None else make(kernel_weights, weights)
-    arguments = (
-        _rows.contiguous("q", q), flat_pages(cache), rows_of_weights, lengths, block_tables, out, scale, skip_rows_up_to,
-    )  # fmt: skip
-    launch(prepared, arguments, (out,), aligned=(q, cache))
+    params = PagedMqaLogitsParams(
+        q=_rows.contiguous("q", q),
+        cache=flat_pages(cache),
+        weights=None if weights is None else make(kernel_weights, weights),
+        context_lens=make(contiguous_int32, context_lens),
+        block_tables=block_tables,
+        out=out,
+        scale=scale,
+        skip_rows_up_to=skip_rows_up_to,
+    )
+    launch(prepared, params, (out,), aligned=(q, cache))
     return out
 
 

@@ -18,7 +18,15 @@ from gdn.problems.indexer import (
     WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
-from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, TopkParams, TopkProblem
+from gdn.problems.logits import (
+    LogitsProblem,
+    MqaLogitsParams,
+    MqaLogitsProblem,
+    PagedMqaLogitsParams,
+    PagedMqaLogitsProblem,
+    TopkParams,
+    TopkProblem,
+)
 from gdn.problems.steps import (
     Conv1dParams,
     Conv1dProblem,
@@ -54,7 +62,9 @@ __all__ = [
     "GdnDecodeProblem",
     "IndexerCacheProblem",
     "LogitsProblem",
+    "MqaLogitsParams",
     "MqaLogitsProblem",
+    "PagedMqaLogitsParams",
     "PagedMqaLogitsProblem",
     "PrepareIndexerParams",
     "PrepareIndexerProblem",

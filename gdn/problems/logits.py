@@ -32,15 +32,7 @@ class LogitsProblem(Problem):
 
 @dataclass(frozen=True)
 class MqaLogitsProblem(LogitsProblem):
-    """`gdn.mqa_logits`: ragged prefill.
-
-    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale, least=0)
-        q [M, H, D] contiguous; k [Nk, kv_heads, D] contiguous; k_scale [Nk, kv_heads] float32 or None
-        weights [M, H], any row stride, last dim contiguous, or None; cu_seqlen_ks, cu_seqlen_ke [M] int32
-        out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 is key ks[i]
-    A range is clamped to [0, Nk]; ks >= ke is empty. Of a row of at most `least` keys nothing need be scored (0 = every row);
-    only without `clean`.
-    """
+    """`gdn.mqa_logits`: ragged prefill. launch(compiled, MqaLogitsParams(...))."""
 
     op: ClassVar[str] = "mqa_logits"
 
@@ -59,18 +51,7 @@ class MqaLogitsProblem(LogitsProblem):
 
 @dataclass(frozen=True)
 class PagedMqaLogitsProblem(LogitsProblem):
-    """`gdn.paged_mqa_logits`: decode from cache pages.
-
-    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale, least=0)
-        q [B, next_n, H, D] contiguous
-        cache: with has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)] (values of the whole page first, then its
-            float32 scales), else dtype [pages, page_size * kv_heads * D]; last dim contiguous, page stride any multiple
-            of 16 bytes
-        weights [B * next_n, H] or None; context_lens int32 [B], or [B, next_n] with per_draft_lengths
-        block_tables int32 [B, max_pages], any row stride; out [B * next_n, max_context_len], last dim contiguous
-    With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
-    [0, min(max_context_len, max_pages * page_size)]. least: as above.
-    """
+    """`gdn.paged_mqa_logits`: decode from cache pages. launch(compiled, PagedMqaLogitsParams(...))."""
 
     op: ClassVar[str] = "paged_mqa_logits"
 
@@ -88,6 +69,44 @@ class PagedMqaLogitsProblem(LogitsProblem):
         """As if every context were max_context_len long."""
         scores = self.next_n * self.max_context_len * DTYPE_BYTES[self.out_dtype]
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
+
+
+class MqaLogitsParams(NamedTuple):
+    """Arguments of a launch of `mqa_logits`; M, Nk and W are at least 1.
+
+    A range is clamped to [0, Nk]; ks >= ke is empty.
+    """
+
+    q: Tensor  # [M, H, D] of dtype, contiguous
+    k: Tensor  # [Nk, kv_heads, D] of dtype, contiguous
+    k_scale: Tensor | None  # [Nk, kv_heads] float32, contiguous; None without has_k_scale
+    weights: Tensor | None  # [M, H] of weights_dtype, any row stride, last dim contiguous; None where weights_dtype is
+    cu_seqlen_ks: Tensor  # [M] int32: first key of each row
+    cu_seqlen_ke: Tensor  # [M] int32: end of each row's keys
+    out: (
+        Tensor  # [M, W] of out_dtype, any row stride, last dim contiguous; W = Nk, or packed: max_seqlen_k, column 0 is key ks[i]
+    )
+    scale: float
+    skip_rows_up_to: int = 0  # rows of at most this many keys may stay unscored (0: none); only without clean
+
+
+class PagedMqaLogitsParams(NamedTuple):
+    """Arguments of a launch of `paged_mqa_logits`; the batch, pages, max_pages and max_context_len are at least 1.
+
+    With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
+    [0, min(max_context_len, max_pages * page_size)].
+    """
+
+    q: Tensor  # [B, next_n, H, D] of dtype, contiguous
+    # With has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)], the values of the whole page before its float32 scales; else
+    # dtype [pages, page_size * kv_heads * D]. Last dim contiguous, page stride any multiple of 16 bytes.
+    cache: Tensor
+    weights: Tensor | None  # [B * next_n, H] of weights_dtype, any row stride, last dim contiguous; None where weights_dtype is
+    context_lens: Tensor  # [B] int32; with per_draft_lengths [B, next_n], contiguous
+    block_tables: Tensor  # [B, max_pages] int32, any row stride
+    out: Tensor  # [B * next_n, max_context_len] of out_dtype, any row stride, last dim contiguous
+    scale: float
+    skip_rows_up_to: int = 0  # as in MqaLogitsParams
 
 
 @dataclass(frozen=True)
