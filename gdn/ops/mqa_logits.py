@@ -3,7 +3,6 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
 from gdn.ops._indexer import (
@@ -18,7 +17,17 @@ from gdn.ops._indexer import (
 )
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import FP8, INDEX_DTYPES, bad_type, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
+from gdn.ops._tensors import (
+    FP8,
+    INDEX_DTYPES,
+    bad_type,
+    bad_value,
+    check_at_least,
+    check_tensor,
+    contiguous,
+    contiguous_int32,
+    dtype_name,
+)
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
 
@@ -151,10 +160,10 @@ def mqa_logits(
         return out
     scales = None
     if k_scale is not None:
-        scales = _rows.contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    k_rows = _rows.contiguous("k", k if k.dim() == 3 else k[:, None])
+        scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
+    k_rows = contiguous("k", k if k.dim() == 3 else k[:, None])
     params = MqaLogitsParams(
-        q=_rows.contiguous("q", q),
+        q=contiguous("q", q),
         k=k_rows,
         k_scale=scales,
         weights=None if weights is None else make(kernel_weights, weights),

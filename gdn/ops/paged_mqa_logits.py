@@ -3,7 +3,6 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._indexer import (
@@ -22,7 +21,7 @@ from gdn.ops._indexer import (
 )
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
+from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous, contiguous_int32, dtype_name
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 
 
@@ -155,7 +154,7 @@ def paged_mqa_logits(
     if nothing_cached or is_empty(batch, max_context_len):
         return out
     params = PagedMqaLogitsParams(
-        q=_rows.contiguous("q", q),
+        q=contiguous("q", q),
         cache=flat_pages(cache),
         weights=None if weights is None else make(kernel_weights, weights),
         context_lens=make(contiguous_int32, context_lens),
