@@ -348,10 +348,10 @@ def test_doctor_warns_of_a_folder_of_tables_that_is_not_there(monkeypatch: pytes
         (found,) = [finding for finding in doctor.diagnose() if finding.subject == "GDN_TUNED_DIR"]
         return found.level, found.text
 
-    assert finding(tmp_path / "none") == ("warn", f"{tmp_path / 'none'} does not exist: no table is looked up there")
+    assert finding(tmp_path / "none") == ("warn", f"{tmp_path / 'none'} does not exist: it is not searched for tables")
     assert gdn("doctor").exit_code == 0  # kernels run with the shipped tables
     (tmp_path / "file").write_text("")
-    assert finding(tmp_path / "file") == ("warn", f"{tmp_path / 'file'} is not a folder: no table is looked up there")
+    assert finding(tmp_path / "file") == ("warn", f"{tmp_path / 'file'} is not a folder: it is not searched for tables")
     assert finding(tmp_path)[0] == "note"
 
 
