@@ -118,7 +118,7 @@ class RecurrentCase(_DeltaRuleCase):
 
     def _tensors(self, arguments: dict[str, Any], prepared: Prepared) -> tuple[tuple[Any, ...], torch.Tensor]:
         tensors = inputs.recurrent_tensors(self._problem, arguments)
-        return tensors, tensors[-3]
+        return tensors, tensors.out
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from gdn.ops._tensors import (
     log_copy,
     zeros,
 )
-from gdn.ops._tensors import as_int32 as as_int32
 
 Tensor = torch.Tensor
 

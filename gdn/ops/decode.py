@@ -3,7 +3,6 @@
 import torch
 
 from gdn.ops import _delta_rule, _values
-from gdn.ops import _tensors as _rows
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
@@ -11,6 +10,8 @@ from gdn.ops._tensors import (
     FLOAT_DTYPES,
     GATE_ACTIVATIONS,
     INDEX_DTYPES,
+    aligned,
+    as_int32,
     bad_value,
     check_at_least,
     check_indices,
@@ -21,9 +22,11 @@ from gdn.ops._tensors import (
     check_out,
     check_per_sequence,
     check_tensor,
+    constant,
     dtype_name,
+    is_aligned,
 )
-from gdn.problems import GdnDecodeProblem
+from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -218,7 +221,7 @@ def fused_gdn_decode(
         dt_bias_dtype=dtype_name(dt_bias.dtype),
         norm_dtype=dtype_name(norm_weight.dtype),
         conv_dtype=dtype_name(conv_state.dtype),
-        conv_channels_contiguous=_rows.is_aligned(conv_state.mT),
+        conv_channels_contiguous=is_aligned(conv_state.mT),
         state_dtype=dtype_name(ssm_state.dtype),
         state_v_first=state_v_first,
         index_dtype=dtype_name(state_indices.dtype),
@@ -240,16 +243,29 @@ def fused_gdn_decode(
     o = new(mixed_qkv.dtype, device, *shape) if out is None else out
     if is_empty(length, count):
         return o.zero_()
-    arguments = (
-        _rows.aligned("mixed_qkv", mixed_qkv), z, b, a, conv_state, _rows.constant(conv_weight),
-        None if conv_bias is None else _rows.constant(conv_bias), A_log, dt_bias, norm_weight, ssm_state, state_indices,
-        None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
-        None if query_start_loc is None else query_start_loc.contiguous(),
-        rounding_seed if problem.has_rounding else None, o.view(length, heads, head_v_dim),
-        head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
-    )  # fmt: skip
+    params = GdnDecodeParams(
+        mixed_qkv=aligned("mixed_qkv", mixed_qkv),
+        z=z,
+        b=b,
+        a=a,
+        conv_state=conv_state,
+        conv_weight=constant(conv_weight),
+        conv_bias=None if conv_bias is None else constant(conv_bias),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        norm_weight=norm_weight,
+        ssm_state=ssm_state,
+        state_indices=state_indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens),
+        cu_seqlens=None if query_start_loc is None else query_start_loc.contiguous(),
+        rounding_seed=rounding_seed if problem.has_rounding else None,
+        out=o.view(length, heads, head_v_dim),
+        scale=head_k_dim**-0.5 if scale is None else scale,
+        eps=eps,
+        null_slot=null_slot,
+    )
     windows = conv_state if problem.conv_channels_contiguous else None
-    launch(prepared, arguments, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
+    launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
     return o
 
 

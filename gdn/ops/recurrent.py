@@ -10,6 +10,7 @@ from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, rea
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     INDEX_DTYPES,
+    as_int32,
     bad_value,
     check_indices,
     check_per_sequence,
@@ -18,7 +19,7 @@ from gdn.ops._tensors import (
     constant,
     row_indices,
 )
-from gdn.problems import RecurrentProblem
+from gdn.problems import RecurrentParams, RecurrentProblem
 from gdn.reference import delta_rule as reference
 
 Tensor = torch.Tensor
@@ -229,9 +230,7 @@ def fused_recurrent_gated_delta_rule(
 
     device = q.device
     final_state: Tensor | None = None
-    if writes and is_inplace:
-        final_state = initial_state
-    elif writes:
+    if writes and not is_inplace:
         shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
         final_state = new(torch.float64 if q.dtype == torch.float64 else torch.float32, device, *shape)
     returned = (initial_state if is_inplace else final_state) if output_final_state else None
@@ -252,14 +251,27 @@ def fused_recurrent_gated_delta_rule(
         final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
     if not is_inplace and initial_state is not None:
         initial_state = constant(initial_state)
-    arguments = (
-        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
-        None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens), final_state,
-        final_state_indices,
-        tokens.cu_seqlens, None if parent_token is None else parent_token.reshape(-1).contiguous(),
-        rounding_seed if is_rounded else None, written, sizes.k_dim**-0.5 if scale is None else scale, null_slot,
-    )  # fmt: skip
-    launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
+    params = RecurrentParams(
+        q=tokens.q,
+        k=tokens.k,
+        v=tokens.v,
+        g=tokens.g,
+        beta=tokens.beta,
+        A_log=tokens.A_log,
+        dt_bias=tokens.dt_bias,
+        initial_state=initial_state,
+        state_indices=indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens),
+        final_state=final_state,
+        final_state_indices=final_state_indices,
+        cu_seqlens=tokens.cu_seqlens,
+        parent_token=None if parent_token is None else parent_token.reshape(-1).contiguous(),
+        rounding_seed=rounding_seed if is_rounded else None,
+        out=written,
+        scale=sizes.k_dim**-0.5 if scale is None else scale,
+        null_slot=null_slot,
+    )
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
     return o, returned

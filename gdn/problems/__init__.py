@@ -1,7 +1,15 @@
 """What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
-from gdn.problems.delta_rule import ChunkProblem, DeltaRuleProblem, GdnDecodeProblem, RecurrentProblem, unserved_dtypes
+from gdn.problems.delta_rule import (
+    ChunkProblem,
+    DeltaRuleProblem,
+    GdnDecodeParams,
+    GdnDecodeProblem,
+    RecurrentParams,
+    RecurrentProblem,
+    unserved_dtypes,
+)
 from gdn.problems.indexer import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
@@ -59,6 +67,7 @@ __all__ = [
     "GatherIndexerCacheProblem",
     "GatingParams",
     "GatingProblem",
+    "GdnDecodeParams",
     "GdnDecodeProblem",
     "IndexerCacheProblem",
     "LogitsProblem",
@@ -71,6 +80,7 @@ __all__ = [
     "Problem",
     "QuantizeFp8Params",
     "QuantizeFp8Problem",
+    "RecurrentParams",
     "RecurrentProblem",
     "RmsNormGatedParams",
     "RmsNormGatedProblem",

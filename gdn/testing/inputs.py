@@ -2,7 +2,7 @@
 
 `chunk_problem` and `recurrent_problem` make a small problem; `chunk_inputs` and `recurrent_inputs` return the keyword
 arguments of the public operator (and of the reference and the oracle); `chunk_tensors` and `recurrent_tensors` turn those
-into the positional tensors of a kernel's launch.
+into the arguments of a kernel's launch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from gdn.problems import ChunkProblem, DeltaRuleProblem, RecurrentProblem
+from gdn.problems import ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 
 Case = Literal[
     "random",
@@ -156,15 +156,15 @@ def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace
     )  # fmt: skip
 
 
-def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As chunk_tensors, for a recurrent kernel."""
-    get = arguments.get
+def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> RecurrentParams:
+    """The arguments of a recurrent kernel's launch, with a NaN-filled out; the pool is the one in arguments."""
     final_state, out = _targets(problem, arguments)
-    return (
-        *map(get, _PER_TOKEN), get("A_log"), get("dt_bias"), get("initial_state"), get("ssm_state_indices"),
-        get("num_accepted_tokens"), final_state, get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"),
-        get("rounding_seed"), out, problem.head_k_dim**-0.5, get("null_slot", -1),
-    )  # fmt: skip
+    given: dict[str, Any] = {name: arguments.get(name) for name in RecurrentParams._fields}
+    own = {
+        "state_indices": arguments.get("ssm_state_indices"), "final_state": None if problem.pooled else final_state, "out": out,
+        "scale": problem.head_k_dim**-0.5, "null_slot": arguments.get("null_slot", -1),
+    }  # fmt: skip
+    return RecurrentParams(**given | own)
 
 
 _PER_TOKEN = ("q", "k", "v", "g", "beta")

@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import ConvolutionProblem
-from kernels_cute.common.decode_ptx import pack, unpack
 from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake, load, pointer, sigmoid, store, words
+from kernels_cute.common.ptx import pack, unpack
 
 CHANNELS = 8  # of a thread
 WORDS = CHANNELS // 2  # of a row in 32-bit words of two values

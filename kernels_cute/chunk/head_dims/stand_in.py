@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import DTYPE_BYTES, ChunkProblem, DeltaRuleProblem, RecurrentProblem
+from gdn.problems import DTYPE_BYTES, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from kernels_cute.chunk.head_dims import padding
 
 LARGEST = 256
@@ -141,9 +141,10 @@ def launch(
     tokens = (inner_q, inner_k, inner_v, g, beta)
     inner = Inner(compiled.functions, instead, compiled.config)
     if isinstance(instead, RecurrentProblem):
-        kernel(problem).launch(
-            inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, None, None, inner_out, scale, -1
+        params = RecurrentParams(
+            *tokens, A_log, dt_bias, states, slots, None, None, None, cu_seqlens, None, None, inner_out, scale, -1
         )
+        kernel(problem).launch(inner, params)
     else:
         kernel(problem).launch(
             inner, *tokens, A_log, dt_bias, states, slots, None, states, None, cu_seqlens, checkpoint_offsets, targets, inner_out,
