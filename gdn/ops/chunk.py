@@ -8,7 +8,7 @@ from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, bad_value, check_checkpoints, check_indices, check_per_sequence, common_dtype, constant
-from gdn.problems import ChunkProblem
+from gdn.problems import ChunkParams, ChunkProblem
 from gdn.reference import delta_rule as reference
 
 Tensor = torch.Tensor
@@ -235,13 +235,28 @@ def chunk_gated_delta_rule(
     workspace: Tensor | None = None
     if prepared.workspace_bytes:
         workspace = new(torch.uint8, device, prepared.workspace_bytes)
-    arguments = (
-        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, state_indices,
-        None if has_initial_state is None else has_initial_state.contiguous(), final_state, final_state_indices,
-        tokens.cu_seqlens, checkpoint_offsets, checkpoint_slots, written, workspace,
-        sizes.k_dim**-0.5 if scale is None else scale, null_slot,
-    )  # fmt: skip
-    launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
+    params = ChunkParams(
+        q=tokens.q,
+        k=tokens.k,
+        v=tokens.v,
+        g=tokens.g,
+        beta=tokens.beta,
+        A_log=tokens.A_log,
+        dt_bias=tokens.dt_bias,
+        initial_state=initial_state,
+        state_indices=state_indices,
+        has_initial_state=None if has_initial_state is None else has_initial_state.contiguous(),
+        final_state=final_state,
+        final_state_indices=final_state_indices,
+        cu_seqlens=tokens.cu_seqlens,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_slots=checkpoint_slots,
+        out=written,
+        workspace=workspace,
+        scale=sizes.k_dim**-0.5 if scale is None else scale,
+        null_slot=null_slot,
+    )
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
     return o, returned

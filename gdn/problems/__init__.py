@@ -2,6 +2,7 @@
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
 from gdn.problems.delta_rule import (
+    ChunkParams,
     ChunkProblem,
     DeltaRuleProblem,
     GdnDecodeParams,
@@ -51,6 +52,7 @@ from gdn.problems.steps import (
 
 __all__ = [
     "COMPILES",
+    "ChunkParams",
     "ChunkProblem",
     "CompressIndexerKeysParams",
     "CompressIndexerKeysProblem",

@@ -71,21 +71,7 @@ def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
 
 @dataclass(frozen=True)
 class ChunkProblem(DeltaRuleProblem):
-    """`gdn.chunk_gated_delta_rule` on packed tokens.
-
-    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
-           final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot)
-        q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V]   strided, last dim contiguous, base and strides multiples of 16
-            bytes (strides of 8 bytes where a head is no multiple of 16)
-        g, beta [1, L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
-        initial_state [slots or N, HS, K, V] (or V first), slot stride any multiple of 16 bytes, or None
-        state_indices [>= N] any stride or None; has_initial_state [>= N] bool or None (None = all True)
-        final_state: the pool itself when pooled, else a new [N, HS, ...] float32 tensor, or None (nothing is written)
-        final_state_indices [>= N] or None (= state_indices); cu_seqlens [N + 1]; out [1, L, HS, V], last dim contiguous
-        workspace: uint8 of workspace_bytes(problem, config), 256-byte aligned, contents undefined; None where that is 0
-        scale float, null_slot int: runtime scalars
-    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
-    """
+    """`gdn.chunk_gated_delta_rule` on packed tokens; launches take ChunkParams."""
 
     op: ClassVar[str] = "chunk"
 
@@ -105,6 +91,35 @@ class ChunkProblem(DeltaRuleProblem):
         final_dtype = self.state_dtype if self.pooled else "float32"
         states += self.num_sequences * self.has_final_state * self._state_bytes(final_dtype)
         return self.num_tokens * self._token_bytes() + states
+
+
+class ChunkParams(NamedTuple):
+    """Arguments of a launch of a chunk kernel, on packed tokens: L >= 1 tokens in N >= 1 sequences, HS state heads.
+
+    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
+    """
+
+    q: Tensor  # [1, L, Hq, K], last dim contiguous; base and strides multiples of 16 bytes (strides of 8 where a head is none)
+    k: Tensor  # [1, L, Hk, K], as q
+    v: Tensor  # [1, L, HV, V], as q
+    g: Tensor  # [1, L, HS], any strides: log decay, or with use_gate the raw gate; None: no decay
+    beta: Tensor  # [1, L, HS], any strides; None: beta is 1
+    A_log: Tensor  # [HS] float32 contiguous; None without use_gate
+    dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
+    # [slots, HS, K, V] (or V first) where there are indices, else [N, HS, K, V] or None (zeros). Slot stride any multiple of 16
+    # bytes.
+    initial_state: Tensor
+    state_indices: Tensor  # [>= N], any stride; None without a pool
+    has_initial_state: Tensor  # [>= N] bool; None: all True
+    final_state: Tensor  # with a pool the pool itself, else a new [N, HS, K, V] (or V first) float32; None: nothing is written
+    final_state_indices: Tensor  # [>= N]: the slots to write; None: those of state_indices
+    cu_seqlens: Tensor  # [N + 1] contiguous
+    checkpoint_offsets: Tensor  # [N, C] int32 contiguous: tokens after which a state is stored, 0 = none; None: no checkpoints
+    checkpoint_slots: Tensor  # [N, C] contiguous, dtype of state_indices; None: no checkpoints
+    out: Tensor  # [1, L, HS, V], as q
+    workspace: Tensor  # uint8 [workspace_bytes(problem, config)], 256-byte aligned, contents undefined; None where that is 0
+    scale: float
+    null_slot: int
 
 
 @dataclass(frozen=True)

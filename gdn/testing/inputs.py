@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from gdn.problems import ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
+from gdn.problems import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 
 Case = Literal[
     "random",
@@ -145,15 +145,20 @@ def recurrent_inputs(
     return arguments
 
 
-def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> tuple[Any, ...]:
-    """The positional arguments of launch after `compiled`, with a NaN-filled out; the pool is the one in arguments."""
-    get = arguments.get
+def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> ChunkParams:
+    """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
     final_state, out = _targets(problem, arguments)
-    return (
-        *(get(name) for name in (*_PER_TOKEN, "A_log", "dt_bias")), get("initial_state"), get("state_indices"),
-        get("has_initial_state"), final_state, get("final_state_indices"), arguments["cu_seqlens"], get("checkpoint_offsets"),
-        get("checkpoint_slots"), out, workspace, problem.head_k_dim**-0.5, get("null_slot", -1),
-    )  # fmt: skip
+    given: dict[str, Any] = {name: arguments.get(name) for name in ChunkParams._fields}
+    return ChunkParams(
+        **given
+        | {
+            "final_state": final_state,
+            "out": out,
+            "workspace": workspace if workspace.numel() else None,
+            "scale": problem.head_k_dim**-0.5,
+            "null_slot": arguments.get("null_slot", -1),
+        }
+    )
 
 
 def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> RecurrentParams:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, ChunkProblem, unserved_dtypes
+from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_tl.chunk.chain import BLOCK_REGISTERS, STAGES, chain
 from kernels_tl.chunk.fused import FUSED_BYTES, FUSED_REGISTERS, fused
 from kernels_tl.chunk.makers import CHAINS, MOST_MAKERS
@@ -161,59 +161,39 @@ def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     return size
 
 
-def launch(
-    compiled: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    state_indices: torch.Tensor | None,
-    has_initial_state: torch.Tensor | None,
-    final_state: torch.Tensor | None,
-    final_state_indices: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    checkpoint_offsets: torch.Tensor | None,
-    checkpoint_slots: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    scale: float,
-    null_slot: int,
-) -> None:
+def launch(compiled: Any, params: ChunkParams) -> None:
     problem = compiled.problem
-    num_tokens, num_sequences = q.shape[1], cu_seqlens.shape[0] - 1
-
-    def given(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor:
-        """cu_seqlens stands in for what the compiled signature does not read."""
-        return tensor if wanted and tensor is not None else cu_seqlens
-
-    q, k, v, out = q[0], k[0], v[0], out[0]
-    g, beta = None if g is None else g[0], None if beta is None else beta[0]
-    indices = given(state_indices, problem.pooled)
-    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    raw = has_gate and problem.use_gate
+    p, cu_seqlens = params, params.cu_seqlens
+    num_tokens, num_sequences = p.q.shape[1], cu_seqlens.shape[0] - 1
+    q, k, v, out = p.q[0], p.k[0], p.v[0], p.out[0]
+    # cu_seqlens stands in for absent tensors, which the compiled code does not read.
+    g, beta = (cu_seqlens if x is None else x[0] for x in (p.g, p.beta))
+    A_log, dt_bias = (x if problem.use_gate and p.g is not None else cu_seqlens for x in (p.A_log, p.dt_bias))
+    optional = (p.initial_state, p.state_indices, p.has_initial_state, p.final_state, p.final_state_indices)
+    optional += (p.checkpoint_offsets, p.checkpoint_slots)
+    present = [cu_seqlens if x is None else x for x in optional]
+    initial_state, state_indices, has_initial_state, final_state, final_state_indices = present[:5]
+    checkpoint_offsets, checkpoint_slots = present[5:]
+    workspace, scale, null_slot = p.workspace, p.scale, p.null_slot
     for config in _ways(compiled.config):
         if _in_one_launch(problem, config):
             compiled.functions["chunk_fused"](
                 q,
                 k,
                 v,
-                given(g, has_gate),
-                given(beta, has_beta),
-                given(A_log, raw),
-                given(dt_bias, raw),
-                given(initial_state, problem.has_initial_state),
-                indices,
-                given(has_initial_state, problem.has_mask),
-                given(final_state, problem.has_final_state),
-                given(final_state_indices, problem.has_final_indices),
+                g,
+                beta,
+                A_log,
+                dt_bias,
+                initial_state,
+                state_indices,
+                has_initial_state,
+                final_state,
+                final_state_indices,
                 cu_seqlens,
                 out,
-                given(checkpoint_offsets, problem.has_checkpoints),
-                given(checkpoint_slots, problem.has_checkpoints),
+                checkpoint_offsets,
+                checkpoint_slots,
                 scale,
                 null_slot,
                 config.cut_above,
@@ -229,11 +209,11 @@ def launch(
         compiled.functions["chunk_prepare"](
             q,
             k,
-            given(g, has_gate),
-            given(beta, has_beta),
-            given(A_log, raw),
-            given(dt_bias, raw),
-            indices,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            state_indices,
             cu_seqlens,
             out,
             tiles,
@@ -242,8 +222,6 @@ def launch(
             null_slot,
             config.cut_above,
         )
-        first_states = given(initial_state, problem.has_initial_state)
-        mask = given(has_initial_state, problem.has_mask)
         segment_starts = cu_seqlens
         if segment:
             segment_slots = num_slots(num_tokens, num_sequences, segment)
@@ -257,9 +235,9 @@ def launch(
             compiled.functions["chunk_summaries"](
                 k,
                 v,
-                first_states,
-                indices,
-                mask,
+                initial_state,
+                state_indices,
+                has_initial_state,
                 cu_seqlens,
                 tiles,
                 vectors,
@@ -270,24 +248,24 @@ def launch(
                 config.cut_above,
             )
             compiled.functions["chunk_starts"](
-                indices, cu_seqlens, segment_starts, transitions, null_slot, segment, config.cut_above
+                state_indices, cu_seqlens, segment_starts, transitions, null_slot, segment, config.cut_above
             )
         compiled.functions["chunk_chain"](
             q,
             k,
             v,
-            first_states,
-            indices,
-            mask,
-            given(final_state, problem.has_final_state),
-            given(final_state_indices, problem.has_final_indices),
+            initial_state,
+            state_indices,
+            has_initial_state,
+            final_state,
+            final_state_indices,
             cu_seqlens,
             out,
             tiles,
             vectors,
             segment_starts,
-            given(checkpoint_offsets, problem.has_checkpoints),
-            given(checkpoint_slots, problem.has_checkpoints),
+            checkpoint_offsets,
+            checkpoint_slots,
             null_slot,
             segment,
             config.cut_above,

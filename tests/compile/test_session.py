@@ -50,8 +50,8 @@ def test_the_same_kernel_has_one_key() -> None:
 
     problem = problem_of(8)
     config = chunk.default_config(problem, H100)
-    keys = [key_of(("kernels_cute.chunk", problem, replace(config, places=places))) for places in (1, 66, 0)]
-    assert keys[0] == keys[1] != keys[2]  # only whether there are places is compiled
+    keys = [key_of(("kernels_cute.chunk", problem, replace(config, num_persistent_clusters=count))) for count in (1, 66, 0)]
+    assert keys[0] == keys[1] != keys[2]  # only whether the grid is persistent is compiled
 
 
 def test_the_longest_go_first_and_a_pool_has_one_dsl() -> None:

@@ -149,7 +149,8 @@ GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
     "chunk-cute-wide": {form: _wide(form) for form in test_chunk_wide.FORMS} | {"many": _wide("both", CHUNKS["many"])},
     "chunk-cute-choice": {
-        name: _wide("both", segment=2, cut_above=tokens) for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
+        name: _wide("both", split_chunks=2, split_if_longest_exceeds=tokens)
+        for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
     },
     "chunk-tilelang": {
         "pool": partial(chunk, "tilelang", _POOL, segment=2),

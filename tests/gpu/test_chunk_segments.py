@@ -54,12 +54,12 @@ class Call:
         device = arguments["q"].device
         self.prepared = runtime.prepare(problem, device, "tilelang", config=config)
         workspace = torch.full((self.prepared.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-        self.tensors = chunk_tensors(problem, arguments, workspace)
+        self.params = chunk_tensors(problem, arguments, workspace)
 
     def __call__(self) -> Results:
         assert self.prepared.launch is not None
-        self.prepared.launch(*self.tensors)
-        return self.tensors[15], self.tensors[10]
+        self.prepared.launch(self.params)
+        return self.params.out, self.params.final_state
 
 
 def segmented(problem: ChunkProblem, segment: int) -> Callable[[Arguments], Results]:
