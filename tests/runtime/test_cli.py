@@ -377,7 +377,7 @@ def test_doctor_warns_of_a_cache_that_is_not_used(monkeypatch: pytest.MonkeyPatc
 
     (tmp_path / "file").write_text("")
     unwritable = finding(tmp_path / "file")
-    assert unwritable.level == "warn" and "cannot be written" in unwritable.text and "GDN_CACHE_DIR" in unwritable.text
+    assert unwritable.level == "warn" and "not writable" in unwritable.text and "GDN_CACHE_DIR" in unwritable.text
     entry = tmp_path / "cache" / "chunk.cute" / "0123"
     cache_folder.make_private(entry)
     cache_folder.write_private(entry / "manifest.json", b"{}")
