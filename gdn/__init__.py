@@ -1,4 +1,4 @@
-"""Gated DeltaNet and QSA kernels for Hopper (SM90), behind plain functions on torch tensors.
+"""Gated DeltaNet and QSA kernels for Hopper (SM90) as plain functions on torch tensors.
 
 `import gdn` registers the operators with torch.library (`torch.ops.gdn`); it touches neither CUDA nor a DSL, which load with the
 first kernel.
@@ -9,13 +9,8 @@ from gdn.ops.conv import causal_conv1d_fn, causal_conv1d_update
 from gdn.ops.decode import fused_gdn_decode
 from gdn.ops.explain import explain
 from gdn.ops.gating import fused_gdn_gating
-from gdn.ops.indexer import (
-    compress_indexer_keys,
-    gather_indexer_cache,
-    prepare_indexer,
-    quantize_fp8,
-    write_indexer_cache,
-)
+from gdn.ops.indexer import compress_indexer_keys, prepare_indexer, quantize_fp8
+from gdn.ops.indexer_cache import gather_indexer_cache, write_indexer_cache
 from gdn.ops.indexer_topk import indexer_topk, paged_indexer_topk
 from gdn.ops.mqa_logits import fp8_mqa_logits, mqa_logits
 from gdn.ops.norm import rms_norm_gated

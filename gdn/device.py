@@ -1,6 +1,6 @@
-"""What a device can do: limits for feasibility, peaks for rooflines, and its key in the tuned tables.
+"""Device specs: limits for feasibility, peaks for rooflines, and the key in the tuned tables.
 
-Leaf module. `H100` is also what kernels are compiled for on a machine without a GPU.
+Leaf module. Kernels compiled on a machine without a GPU are compiled for `H100`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class DeviceSpec:
     key: str  # directory name below gdn/tuned/
     num_sms: int
-    shared_bytes_per_block: int  # dynamic shared memory one block may ask for
+    shared_bytes_per_block: int  # dynamic shared memory that one block may request
     registers_per_sm: int  # 32-bit registers
     l2_bytes: int
     copy_gbps: float  # measured device-to-device copy, bytes read plus bytes written, 1e9 bytes a second
@@ -18,7 +18,7 @@ class DeviceSpec:
     fp8_tflops: float
 
 
-# Peaks measured 2026-11-20 on an H100 80GB HBM3 (700 W). A report measures its own run's peaks; these choose defaults.
+# Peaks measured 2026-11-20 on an H100 80GB HBM3 (700 W). They choose defaults; a report measures the peaks of its own run.
 H100 = DeviceSpec(
     key="h100",
     num_sms=132,
@@ -42,7 +42,7 @@ H200 = DeviceSpec(
 
 
 def spec_from_name(name: str, capability: tuple[int, int], num_sms: int) -> DeviceSpec | None:
-    """The spec of a CUDA device by its name, or None where it is not SM90 (no kernel of ours runs there)."""
+    """Spec of a CUDA device by its name; None where it is not SM90, since no kernel of this project runs there."""
     if capability != (9, 0):
         return None
     base = H200 if "H200" in name else H100

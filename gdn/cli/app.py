@@ -1,4 +1,4 @@
-"""The commands. Each lives in its own module, which is imported when the command is called or listed."""
+"""The commands. Each has its own module, which is imported when the command is called or listed."""
 
 import importlib
 from typing import Annotated, Any
@@ -52,7 +52,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Holds the commands; has nothing of its own to do."""
+    """Parent of the commands; does nothing itself."""
 
 
 def main() -> None:

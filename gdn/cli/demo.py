@@ -1,4 +1,4 @@
-"""`gdn demo`: prefill a ragged batch and decode from a paged state pool, every result checked against another computation."""
+"""`gdn demo`: prefill a ragged batch and decode from a state pool; every result is checked against an independent computation."""
 
 import time
 from collections import Counter
@@ -16,7 +16,7 @@ from gdn.models import MODELS, ModelShape
 if TYPE_CHECKING:  # importing it imports torch: not for `gdn --help`
     from gdn.cli.demo_measure import Row
 
-# Prompt lengths: ragged, with a chunk's edge, a length below the convolution's window, and one long prompt.
+# Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and a long prompt.
 GPU_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
 CPU_LENGTHS = (37, 129, 64, 2)
 
@@ -60,7 +60,7 @@ def demo(
             f"fp8 {limits.fp8_tflops:.0f} TFLOP/s"
         )
     else:
-        console.print("No GPU in use: the plain-torch reference runs, and nothing is timed against a floor.")
+        console.print("No GPU in use: the plain-torch reference runs, without timings.")
     console.print("\n".join(_plan(shape, tp, lengths, steps, fp8, PREFILL, DECODE)), highlight=False)
 
     block = Block(shape, lengths, steps, fp8_indexer=fp8, device=where, seed=seed)
@@ -70,7 +70,7 @@ def demo(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("prefill", total=len(PREFILL) + len(DECODE) * steps)
         for step in range(1 + steps):
-            timed = limits if step in (0, steps) else None  # decode steps are alike: the last one is timed
+            timed = limits if step in (0, steps) else None  # of the decode steps only the last one is timed
             for call in block.prefill() if step == 0 else block.decode():
                 progress.update(task, description=f"{call.phase} {call.operator}")
                 rows.append(measure(call, timed))
@@ -81,7 +81,7 @@ def demo(
     failed = [row for row in rows if not row.passed]
     ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in rows).most_common())
     console.print(
-        f"{len(rows)} calls ({ran}), each checked against another computation in float64, {len(failed)} wrong, "
+        f"{len(rows)} calls ({ran}), each checked against an independent computation in float64, {len(failed)} wrong, "
         f"{time.perf_counter() - started:.1f} s"
     )
     raise typer.Exit(1 if failed else 0)

@@ -1,8 +1,8 @@
-"""The demo's other computation: what every call should give, in float64 and without anything of gdn.reference.
+"""Expected results of the demo's calls, in float64 and independent of gdn.reference.
 
-Where the operators' reference works on whole tensors in float32, this walks sequences, pages and rows, or takes torch's own
-functions. Each function takes a call that has run, with the arguments as they were before, and returns pairs: a tensor that
-the call returned or updated, and what it should hold.
+The reference works on whole tensors in float32; this module loops over sequences, pages and rows, or uses torch's own
+functions. Each function takes a call that has run, with its arguments from before, and returns pairs: a tensor that the call
+returned or updated, and its expected content.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _FP8_MAX = 448.0
 
 
 def pairs(call: Call, before: Arguments) -> Pairs:
-    """(got, expected) of everything that the call returned or updated; before: its arguments before it ran."""
+    """(got, expected) of all tensors that the call returned or updated. before: its arguments before it ran."""
     return _EXPECTED[call.operator](call, before)
 
 
@@ -121,7 +121,7 @@ def _cache_rows(cache: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _rows(keys: Tensor, slots: list[int]) -> Tensor:
-    """keys[slots], which torch does not do for FP8 everywhere."""
+    """keys[slots]; torch cannot index FP8 on every device."""
     if keys.element_size() > 1:
         return keys[slots]
     return keys.view(torch.uint8)[slots].view(keys.dtype)

@@ -1,4 +1,4 @@
-"""Runs one demo call: what ran and why, the error against another computation, and the time against its floor."""
+"""Measurement of one demo call: its backend, its error against an independent computation, its time against the floor."""
 
 import functools
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Row:
     phase: str
     operator: str
     backend: str
-    notes: tuple[str, ...]  # preferred, but refused or missing: why something else ran
+    notes: tuple[str, ...]  # reasons why a preferred backend did not run
     time_us: float | None
     floor_us: float | None
-    error: float  # the largest over everything that the call returned or updated
+    error: float  # the largest over all tensors that the call returned or updated
     limit: float
 
     @property
@@ -36,12 +36,12 @@ class Row:
 
 
 def _clone(call: Call) -> dict[str, Any]:
-    """The call's arguments with private copies of what it mutates."""
+    """The call's arguments, with private copies of the ones that it mutates."""
     return {name: value.clone() if name in call.mutated else value for name, value in call.arguments.items()}
 
 
 def _private(call: Call) -> dict[str, Any]:
-    """The call's arguments with private copies of all dense tensors, so that calls in turn do not meet in the L2 cache."""
+    """The call's arguments, with private copies of all dense tensors, so that calls in turn find no data in the L2 cache."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) and (value.is_contiguous() or name in call.mutated) else value
         for name, value in call.arguments.items()
@@ -49,7 +49,7 @@ def _private(call: Call) -> dict[str, Any]:
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor, is_score: bool) -> float:
-    """Indices and bytes: 0 or 1. Scores: calc_diff, where the masks are equal. Else the relative error of the worst row."""
+    """Error of a result: 0 or 1 for indices and bytes, calc_diff for scores with equal masks, else that of the worst row."""
     if got.shape != expected.shape:
         raise RuntimeError(f"shape {list(got.shape)}, expected {list(expected.shape)}")
     if not got.is_floating_point():
@@ -63,10 +63,10 @@ def _error(got: torch.Tensor, expected: torch.Tensor, is_score: bool) -> float:
 
 
 def measure(call: Call, limits: Limits | None) -> Row:
-    """Runs the call once for real (its pools change), checks it, then times it on copies where limits are given."""
+    """Runs the call once on its own pools, which change, checks it, and times it on copies where limits are given."""
     function = getattr(gdn, call.operator)
     choice = gdn.explain(call.operator, **call.arguments)
-    parts = getattr(choice, "parts", ()) or (choice,)  # a combined operator has parts
+    parts = getattr(choice, "parts", ()) or (choice,)  # a composed operator has parts
     before = _clone(call)
     call.run()
     errors = [_error(got, expected, call.operator in _SCORES) for got, expected in pairs(call, before)]

@@ -1,4 +1,4 @@
-"""`gdn doctor`: whether this machine has what the kernels need, and what to install where it has not."""
+"""`gdn doctor`: checks that this machine has what the kernels need, and says what to install."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ from gdn.runtime import cache_folder, compiled, env, registry, source, toolchain
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. level: ok | note (works, with less) | warn (works, and something is not as it should be) | fail."""
+    """One line of the report. level: ok | note (works, with limits) | warn (works, but needs attention) | fail."""
 
     subject: str
     level: str
@@ -45,7 +45,7 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
 
 
 def diagnose() -> list[Finding]:
-    """Everything that is looked at, in the order of the report. Compiles nothing and launches nothing."""
+    """Runs all checks, in the order of the report. Compiles nothing and launches nothing."""
     findings = [_python(), _torch(), *_gpu(), *_dsls(), _nvcc(), _host_compiler()]
     try:
         env.reload()
@@ -114,7 +114,7 @@ def _dsls() -> list[Finding]:
     for backend, module, distribution in (("tilelang", "tilelang", "tilelang"), ("cute", "cutlass.cute", "nvidia-cutlass-dsl")):
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever an import of a large package may raise is the finding
+        except Exception as error:  # an import of a large package may raise anything
             text = f"{module} is not importable: {error}; install {distribution}"
             findings.append(Finding(backend, "fail", text))
             continue
@@ -155,25 +155,23 @@ def _switches() -> Finding:
 
 
 def _cache() -> Finding:
-    """Whether compiled kernels are kept; without a cache they still run, compiled again in every process."""
+    """Checks that compiled kernels are kept; without a cache they still run, compiled again in every process."""
     root = compiled.cache_dir()
-    writable = cache_folder.is_writable(root)  # makes the folder
+    writable = cache_folder.is_writable(root)  # creates the folder
     entries = [manifest.parent for manifest in root.glob("*/*/manifest.json")]
     reasons = [reason for entry in [root, *entries] if (reason := cache_folder.distrust(root, entry)) is not None]
     if reasons:
         refused = f"{len(reasons)} refused, the first because {reasons[0]}" if len(reasons) > 1 else reasons[0]
-        mend = "compiled again in every process; remove it, make it yours alone, or set GDN_CACHE_DIR"
-        return Finding("kernel cache", "warn", f"{root}, {len(entries)} kernels, not all of which are loaded: {refused} ({mend})")
+        mend = "compiled again in every process; remove it, restrict it to your user, or set GDN_CACHE_DIR"
+        return Finding("kernel cache", "warn", f"{root}, {len(entries)} kernels, not all of them trusted: {refused} ({mend})")
     if not writable:
-        text = (
-            f"{root}, {len(entries)} kernels; it cannot be written, so others are compiled again in every process (GDN_CACHE_DIR)"
-        )
-        return Finding("kernel cache", "warn", text)
+        effect = "other kernels are compiled again in every process (set GDN_CACHE_DIR)"
+        return Finding("kernel cache", "warn", f"{root}, {len(entries)} kernels; not writable, so {effect}")
     return Finding("kernel cache", "ok", f"{root}, {len(entries)} kernels")
 
 
 def _tables() -> list[Finding]:
-    """The tables of the package and of GDN_TUNED_DIR, each read in full."""
+    """Reads every table of the package and of GDN_TUNED_DIR."""
     findings = []
     own = env.current().tuned_dir
     for label, folder in (("tuned tables", tuned.SHIPPED), ("GDN_TUNED_DIR", own)):
@@ -181,7 +179,7 @@ def _tables() -> list[Finding]:
             continue
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
-            findings.append(Finding(label, "warn", f"{folder} {what}: no table is looked up there"))
+            findings.append(Finding(label, "warn", f"{folder} {what}: it is not searched for tables"))
             continue
         paths = sorted(folder.glob("*/*.json"))
         for path in paths:
@@ -199,10 +197,10 @@ def _tables() -> list[Finding]:
 
 
 def _stale(table: tuned.Table) -> str:
-    """Says how many entries were measured with another version of the kernel; nothing where all are current."""
+    """Remark on entries that were measured with another version of the kernel; empty where all are current."""
     module = registry.operator(table.header.op).modules.get(table.header.backend)
     spec = importlib.util.find_spec(module) if module is not None else None
     if spec is None or spec.origin is None:
-        return ", of a kernel that is not here"
+        return ", for a kernel that does not exist"
     count = table.num_stale(source.source_hash(spec.origin))
     return f", {count} stale: measured with another version of the kernel (`python -m autotune tune --restamp`)" if count else ""

@@ -1,4 +1,4 @@
-"""`gdn env`: every switch, its value, where it came from, and what it changes."""
+"""`gdn env`: every switch with its value, origin and effect."""
 
 from typing import Annotated, Any
 
@@ -28,22 +28,22 @@ def env_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON
         return
     console = Console()
     table = Table(title="Environment switches", title_justify="left", show_lines=True)
-    # Names stay whole at 80 columns: that is what one copies.
-    table.add_column("switch, value (where it came from)", min_width=max(map(len, env.DECLARATIONS)), overflow="fold")
-    table.add_column("what it changes, what it takes")
+    # Names must not wrap at 80 columns, so that they can be copied.
+    table.add_column("switch, value (origin)", min_width=max(map(len, env.DECLARATIONS)), overflow="fold")
+    table.add_column("effect, valid values")
     for switch in report(switches)["switches"]:
         style = "bold" if switch["source"] == "environment" else ""
         left = Text(f"{switch['name']}\n  {shown(switch['value'])} ({switch['source']})", style=style)
         right = Text(switch["effect"])
         if switch["no_effect"]:
             right.append(f"\n{switch['no_effect']}", style="yellow")
-        table.add_row(left, right.append(f"\ntakes {switch['takes']}", style="dim"))
+        table.add_row(left, right.append(f"\nvalid: {switch['takes']}", style="dim"))
     console.print(table)
     console.print(
-        f"Precedence: {PRECEDENCE}. The first two are orders and raise where they cannot run; the others are preferences and "
-        "fall through."
+        f"Precedence: {PRECEDENCE}. The first two raise where their backend cannot run; the others are preferences, and the next "
+        "backend runs."
     )
-    console.print(f"Left to the serving stack: {', '.join(sorted(env.SERVING_STACK_NAMES))}")
+    console.print(f"Read by the serving stack only: {', '.join(sorted(env.SERVING_STACK_NAMES))}")
 
 
 def report(switches: env.Switches) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def report(switches: env.Switches) -> dict[str, Any]:
             "default": declaration.default,
             "source": "environment" if name in switches.given else "default",
             "effect": declaration.effect,
-            "no_effect": env.no_effect(name),  # why it changes nothing yet
+            "no_effect": env.no_effect(name),  # reason why it has no effect yet
             "takes": declaration.accepted,
         }
         for name, declaration in env.DECLARATIONS.items()

@@ -1,4 +1,4 @@
-"""`gdn explain`: what an operator would run on a model's shapes, without tensors and on any device."""
+"""`gdn explain`: the kernels and tiles that an operator would run on a model's shapes, without tensors, for any device."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Kernels that a call runs on a model's shapes: one, or those of the parts that a combined operator calls."""
+"""Kernels that a call runs on a model's shapes: one, or those of a composed operator's parts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Part:
 
     choice: Choice
     problem: Problem | None  # None where the operator has no kernel
-    phase: str | None = None  # prefill | decode, where the operator's switches tell them apart
-    notes: tuple[str, ...] = ()  # of the combined operator about this part
+    phase: str | None = None  # prefill | decode, where the operator's switches distinguish them
+    notes: tuple[str, ...] = ()  # the composed operator's remarks on this part
 
     def __str__(self) -> str:
         text = str(self.choice)
@@ -50,9 +50,9 @@ class Part:
 def parts_of(
     function: str, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str]
 ) -> list[Part]:
-    """List what runs for a public function or an operator's name, in order; ValueError where such a call would raise it.
+    """List the kernels of a public function or operator, in order; ValueError where such a call would raise it.
 
-    assignments: name=value of problem fields. An operator whose switches tell phases apart has one part for each phase.
+    assignments: name=value of problem fields. An operator whose switches distinguish phases has one part per phase.
     """
     operator = registry.operator(function)
     switches = env.current()
@@ -77,7 +77,7 @@ def _combined(
     assignments: Sequence[str],
     fp8: bool,
 ) -> list[Part]:
-    """Logits, and the selection that reads them: the scores of as many rows at a time as the workspace holds."""
+    """Logits and the selection that reads them, for as many rows at a time as the workspace holds."""
     switches = env.current()
     own = switches.backend_of.get(operator.name, "auto")
     ordered_by = operator.switch if backend is None and own != "auto" else None
@@ -105,7 +105,7 @@ def _combined(
     scores = dataclasses.replace(scores, **{"num_queries" if isinstance(scores, MqaLogitsProblem) else "batch": count})
     rows = (count or units) * rows_each
     selection = dataclasses.replace(selection, k=k, starts_dtype=starts, num_rows=rows, num_columns=width)
-    # An order for a kernel backend is one for the logits; the reference is ordered for the whole.
+    # A kernel backend is required for the logits only, the reference for both parts.
     of_selection = "reference" if order == "reference" else None
     return [
         Part(explain_problem(scores, spec, order, ordered_by=ordered_by), scores, notes=tuple(notes)),
@@ -114,7 +114,7 @@ def _combined(
 
 
 def _units_per_block(budget: int, unit_bytes: int) -> int:
-    """Rows, or sequences, whose scores fit the workspace: at least one, beyond 128 a multiple of 128."""
+    """Number of rows, or sequences, whose scores fit the workspace: at least one, above 128 a multiple of 128."""
     count = max(1, budget // max(1, unit_bytes))
     return count // 128 * 128 if count > 128 else count
 

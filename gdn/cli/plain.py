@@ -1,4 +1,4 @@
-"""Output that all commands share: errors as one line on stderr, and JSON on stdout."""
+"""Output of all commands: errors as one line on stderr, and JSON on stdout."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from gdn.runtime import compiled, select
 
-# Errors that a user can mend: a bad value, a missing file or package, a table without an entry, a machine that cannot compile.
+# Errors that a user can fix: a bad value, a missing file or package, a table without an entry, a machine that cannot compile.
 _MENDABLE = (ValueError, OSError, ImportError, select.MissingTunedEntry, compiled.CompileError)
 
 

@@ -1,16 +1,16 @@
-"""The decorator that every public operator has in common: `@operator` over a function that checks, chooses and launches.
+"""The decorator of every public operator: `@operator` over a function that checks, chooses and launches.
 
-The function below the decorator is the ordinary path. It reads its own arguments, calls the checks, `prepare`, makes what the
-kernel needs with `make`, and ends in `launch`, or in `run_reference` where no kernel serves the problem. The decorator puts
-before it, from the function's signature alone:
+The decorated function is the ordinary path. It runs the checks, calls `prepare`, creates the tensors that the kernel needs
+with `make`, and ends in `launch`, or in `run_reference` where no kernel serves the problem. The decorator handles before it,
+from the function's signature alone:
 
-    while a compiler traces        the operator of torch.library (gdn.ops._library)
-    a call like an earlier one     the memo's plan (gdn.ops._memo): no check, no choice, straight to the launch
-    else                           every argument is of the kind that its annotation says (TypeError by name), gradients and
-                                   autocast are off, and the reference gets the same arguments where it is wanted
+    a compiler is tracing          the operator of torch.library (gdn.ops._library)
+    the call matches a plan        the memo (gdn.ops._memo) launches: no check, no choice
+    any other call                 argument types are checked against the annotations (TypeError by name), gradients and
+                                   autocast are off, and the reference gets the same arguments if it runs
 
-The wrapper is generated from the signature, as dataclasses generate `__init__`: a call that binds its arguments through
-`*args` would cost more than all else that a repeated call does.
+The wrapper is generated from the signature, like the `__init__` of a dataclass: binding the arguments through `*args` would
+cost more than everything else in a repeated call.
 """
 
 import functools
@@ -27,7 +27,7 @@ from gdn import runtime
 from gdn.ops import _library, _modes
 from gdn.ops._kinds import Kind, kind_of
 from gdn.ops._library import NEW, always
-from gdn.ops._memo import Made, Memo
+from gdn.ops._memo import Created, Memo
 from gdn.ops._overlap import overlaps_itself, shares_element
 from gdn.ops._tensors import bad_value, contiguous_last
 from gdn.problems import Problem
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class _RunReference(Exception):
-    """No kernel serves the call."""
+    """Raised where no kernel serves the call."""
 
 
 @dataclass
@@ -65,17 +65,17 @@ class Call:
     """One call on its ordinary path."""
 
     operator: "Operator"
-    given: Arguments  # by the caller
-    arguments: Arguments  # numbers as Python's own, last dimensions contiguous, defaults settled
-    made: list[Made] = field(default_factory=list)
-    learned: tuple[Any, ...] | None = None  # launch, its arguments, results, what was made, what is aligned
+    given: Arguments  # the caller's
+    arguments: Arguments  # Python numbers, contiguous last dimensions, settled defaults
+    created: list[Created] = field(default_factory=list)
+    recorded: tuple[Any, ...] | None = None  # launch, its arguments, results, created tensors, aligned tensors
 
 
 _current: ContextVar[Call] = ContextVar("gdn_call")
 
 
 class Operator:
-    """One public operator: its signature, and what of a call the decorator decides."""
+    """One public operator: its signature, and the part of a call that the decorator handles."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Operator:
         self.tensors = [name for name, kind in self.kinds.items() if kind.is_tensor]
         self.tensors.sort(key=lambda name: list(varies).index(name) if name in varies else len(varies))
         flags = {name: kind.key_source(name) for name, kind in self.kinds.items() if not kind.is_tensor}
-        self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # the memo's key, of these variables
+        self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # source of the memo's key
         self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
         self.flags = list(flags)
         self.writes, self.in_place, self.contiguous = dict(writes), dict(in_place), tuple(contiguous)
@@ -104,9 +104,9 @@ class Operator:
         self.library = _library.Registered(self.name, self.signature, self.writes, returns, self.run)
 
     def trace(self, *values: Any) -> Any:
-        """The call as a node of a compiler's graph. values: every argument, in the signature's order.
+        """Adds the call to a compiler's graph. values: every argument, in the signature's order.
 
-        A schema would convert a flag of another kind (True to 1), and refuses an object without naming the argument.
+        Types are checked here: a schema would convert a flag (True to 1), and refuse an object without naming the argument.
         """
         arguments = dict(zip(self.kinds, values, strict=True))
         for name, kind in self.kinds.items():
@@ -114,7 +114,7 @@ class Operator:
         return self.library.call(arguments)
 
     def run(self, *values: Any) -> Any:
-        """The ordinary path of a call."""
+        """Runs the ordinary path of a call."""
         arguments = dict(zip(self.kinds, values, strict=True))
         if _modes.has_memory() and _modes.lack_memory(values):
             return self.trace(*values)
@@ -138,16 +138,16 @@ class Operator:
                     result = self.reference(**{name: call.arguments[name] for name in self.reference_names})
         finally:
             _current.reset(token)
-        if call.learned is not None and self.memo is not None and _modes.has_memory():
+        if call.recorded is not None and self.memo is not None and _modes.has_memory():
             tensors = tuple(given[name] for name in self.tensors)
             flags = self._flags_key(*[given[name] for name in self.flags])
-            launched, handed, results, made, aligned = call.learned
+            launched, passed, results, created, aligned = call.recorded
             written = list(self.written(arguments).values())
-            self.memo.learn(tensors, flags, switches, launched, handed, results, made, aligned, written)
+            self.memo.record(tensors, flags, switches, launched, passed, results, created, aligned, written)
         return result
 
     def _explain(self, arguments: Arguments) -> Any:
-        """Everything but launches, on tensors without memory: `prepare` notes what would run."""
+        """Runs everything but launches, on tensors without memory: `prepare` records the choice."""
         fakes, mode = _modes.faked(arguments)
         token = _current.set(Call(self, fakes, dict(fakes)))
         try:
@@ -157,7 +157,7 @@ class Operator:
             _current.reset(token)
 
     def written(self, arguments: Arguments) -> dict[str, Tensor]:
-        """The arguments that a call may write."""
+        """Arguments that a call may write."""
         given = {name: arguments[name] for name, condition in self.writes.items() if condition(arguments)}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
@@ -173,20 +173,20 @@ def operator(
     varies: Sequence[str] = (),
     contiguous: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
-    """Makes a public operator of a function.
+    """Turns a function into a public operator.
 
-    name: of the operator under `torch.ops.gdn`; the function's own if left out.
-    reference: the same signature without `backend`.
-    writes: arguments that a call may write, and when.
-    in_place: a written argument -> the argument that it may be, exactly.
-    returns: what a call's results are, by its arguments: the name of an argument, NEW or None each. Left out: one
-        result, `out` where it is given.
-    memo: repeated calls skip the ordinary path. varies: the two tensors whose shapes differ most from call to call.
+    name: name under `torch.ops.gdn`; default: the function's.
+    reference: reference implementation, with the same signature without `backend`.
+    writes: arguments that a call may write, each with the condition for it.
+    in_place: written argument -> the argument that it may be identical to.
+    returns: origin of each result, from the arguments: the name of an argument, NEW or None. Default: one result, `out` where
+        it is given.
+    memo: whether repeated calls skip the ordinary path. varies: the two tensors whose shapes change most between calls.
     contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
     """
 
     def decorate(body: Function) -> Function:
-        of_body = Operator(
+        registered = Operator(
             name or body.__name__,
             body,
             reference,
@@ -197,13 +197,13 @@ def operator(
             varies,
             contiguous,
         )
-        return _wrapper(of_body)  # type: ignore[return-value]
+        return _wrapper(registered)  # type: ignore[return-value]
 
     return decorate
 
 
 def _wrapper(operator: Operator) -> Callable[..., Any]:
-    """The public function: see the module's docstring. Its source follows from the signature."""
+    """Generates the public function from the signature; see the module's docstring."""
     parameters, defaults, star = [], {}, False
     for name, parameter in operator.signature.parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and not star:
@@ -238,13 +238,13 @@ def _wrapper(operator: Operator) -> Callable[..., Any]:
 
 
 def _inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
-    """No gradients; and inference mode where a tensor of it comes, which may not be written outside."""
+    """No gradients; inference mode where one of the tensors was created in it and so may only be written in it."""
     is_inference = any(isinstance(value, Tensor) and value.is_inference() for value in values)
     return torch.inference_mode() if is_inference else torch.no_grad()
 
 
 class _without_autocast:
-    """Autocast off for the CPU and CUDA, where it is on."""
+    """Switches autocast off for the CPU and CUDA, where it is on."""
 
     def __enter__(self) -> None:
         self._on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
@@ -256,11 +256,11 @@ class _without_autocast:
             torch.set_autocast_enabled(device, True)
 
 
-# --- what a function below the decorator calls --------------------------------------------------------------------------
+# --- called by decorated functions --------------------------------------------------------------------------------------
 
 
 def reads_values(device: torch.device) -> bool:
-    """Whether values in tensors are checked now: always on the CPU, with GDN_VALIDATE=1 also on a GPU that is not capturing."""
+    """Whether to check values in tensors: always on the CPU; on a GPU with GDN_VALIDATE=1, unless it is capturing a graph."""
     if not _modes.has_memory():
         return False
     if device.type != "cuda":
@@ -269,17 +269,17 @@ def reads_values(device: torch.device) -> bool:
 
 
 def validates(device: torch.device) -> bool:
-    """Whether values that have a meaning, but hardly the meant one, are errors now: with GDN_VALIDATE=1."""
+    """Whether values with a defined but hardly intended meaning are errors: with GDN_VALIDATE=1."""
     return env.current().validate and reads_values(device)
 
 
 def settle(**values: Any) -> None:
-    """Arguments whose defaults the operator has settled: the reference gets these values."""
+    """Sets arguments whose defaults the operator has resolved: the reference gets these values."""
     _current.get().arguments.update(values)
 
 
 def take_contiguous(name: str, x: Tensor) -> Tensor:
-    """An argument, or where its last dimension is not contiguous a copy that the call goes on with, logged once."""
+    """An argument, or a copy, logged once and used from here on, where its last dimension is not contiguous."""
     if x.dim():
         x = _current.get().arguments[name] = contiguous_last(name, x)
     return x
@@ -288,8 +288,8 @@ def take_contiguous(name: str, x: Tensor) -> Tensor:
 def check_memory() -> None:
     """Raises ValueError where a written argument overlaps itself or shares an element with another argument.
 
-    Called by `prepare`, after all other checks; by operators that are made of others, before the first of these. A compiler
-    knows of views of one tensor, where it keeps no size or offset of them symbolic.
+    Called by `prepare`, after all other checks; by composed operators before their first part. While a compiler traces, only
+    views of one tensor with known sizes and offsets are compared.
     """
     call = _current.get()
     given = {name: call.given[name] for name in call.operator.tensors if call.given[name] is not None}
@@ -312,8 +312,7 @@ def check_memory() -> None:
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one address are one: the same elements in the same order. The stride of a dimension of one says
-    nothing."""
+    """Whether two tensors at one address hold the same elements in the same order. Strides of dimensions of one are ignored."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     strides = zip(first.shape, first.stride(), second.stride(), strict=True)
@@ -321,7 +320,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
-    """The kernel of a problem. The last check: nothing is written before. `launch` is None where the reference shall run."""
+    """The kernel of a problem. Ends the checks: nothing is written before. `launch` is None where the reference runs."""
     check_memory()
     if _modes.is_tracing():
         return Prepared("traced", None, 0, _launch_nothing, Choice(problem.op, "traced"))
@@ -333,32 +332,32 @@ def _launch_nothing(*_: Any) -> None:
 
 
 def run_reference() -> NoReturn:
-    """Leaves the operator; its reference gets the same arguments."""
+    """Leaves the operator and runs its reference with the same arguments."""
     raise _RunReference
 
 
 def make(maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """maker(*sources), noted for the memo where it is a new tensor. sources: arguments of the call."""
+    """Returns maker(*sources), recorded for the memo where it is a new tensor. sources: arguments of the call."""
     tensor = maker(*sources)
     if all(tensor is not source for source in sources):
-        _current.get().made.append((tensor, maker, sources))
+        _current.get().created.append((tensor, maker, sources))
     return tensor
 
 
 def new(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    """An uninitialised tensor, noted for the memo."""
+    """An uninitialised tensor, recorded for the memo."""
     return make(functools.partial(torch.empty, *shape, dtype=dtype, device=device))
 
 
 def launch(
     prepared: Prepared, arguments: Sequence[Any], results: Sequence[Tensor | None], aligned: Sequence[Tensor | None] = ()
 ) -> None:
-    """Launches a kernel and leaves the call for the memo.
+    """Launches a kernel and records the call for the memo.
 
-    arguments: the operator's Params, or, until every operator has one, what its launch takes, in order. results: what the call
-    returns. aligned: tensors whose addresses were found to be multiples of 16 bytes.
+    arguments: the operator's Params, or, until every operator has one, the arguments of its launch, in order. results: those of
+    the call. aligned: tensors whose addresses are multiples of 16 bytes.
     """
     assert prepared.launch is not None
     prepared.launch(*([arguments] if hasattr(arguments, "_fields") else arguments))
     call = _current.get()
-    call.learned = (prepared.launch, arguments, results, call.made, aligned)
+    call.recorded = (prepared.launch, arguments, results, call.created, aligned)

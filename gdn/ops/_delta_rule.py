@@ -23,7 +23,6 @@ from gdn.ops._tensors import (
     log_copy,
     zeros,
 )
-from gdn.ops._tensors import as_int32 as as_int32
 
 Tensor = torch.Tensor
 
@@ -169,7 +168,7 @@ def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
 
 
 def static_fields(sizes: Sizes, tokens: Tokens, initial_state: Tensor | None, index_dtype: torch.dtype | None) -> dict[str, Any]:
-    """The fields of DeltaRuleProblem that follow from tensors."""
+    """Fields of DeltaRuleProblem that follow from tensors."""
     g, beta, cu_seqlens = tokens.g, tokens.beta, tokens.cu_seqlens
     return {
         "num_q_heads": sizes.num_q_heads,

@@ -77,6 +77,11 @@ def check_keys(name: str, k: Tensor, tokens: int | None, device: torch.device) -
     return k.shape[1] if k.dim() == 3 else 1
 
 
+def with_kv_heads(k: Tensor) -> Tensor:
+    """Keys [tokens, D] or [tokens, kv_heads, D] as [tokens, kv_heads, D]."""
+    return k[:, None] if k.dim() == 2 else k
+
+
 def check_kv_heads(name: str, kv_heads: int, cache_heads: int) -> None:
     if kv_heads != cache_heads:
         bad_value(name, f"{cache_heads} key heads, as the cache", f"{kv_heads}")

@@ -1,4 +1,4 @@
-"""Kinds of arguments, by their annotations: what a value must be before an operator looks at it."""
+"""Kinds of arguments, from their annotations: the type that a value must have before an operator uses it."""
 
 import math
 import typing
@@ -16,7 +16,7 @@ from gdn.ops._tensors import bad_type, bad_value, check_layout
 
 @dataclass(frozen=True)
 class Kind:
-    """The type that an annotation asks for, and whether None does too."""
+    """Type that an annotation asks for, and whether None is allowed."""
 
     type: Any  # torch.Tensor, bool, int, float, str or torch.dtype
     is_optional: bool
@@ -26,16 +26,16 @@ class Kind:
         return self.type is torch.Tensor
 
     def key_source(self, name: str) -> str:
-        """The flag `name` as the memo keys it, as Python source, for the function that every call goes through.
+        """Python source of the memo's key of the flag `name`, for the generated wrapper.
 
-        Values that are equal but of different types (1, 1.0 and True) have different keys.
+        Equal values of different types (1, 1.0 and True) have different keys.
         """
         if self.type is bool:
             return f"{name} is False or type({name})"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
-        """Raises TypeError by name for a value of another type. A compiler can trace it."""
+        """Raises TypeError, naming the argument, for a value of another type. Traceable by a compiler."""
         if value is None and self.is_optional:
             return
         if self.is_tensor:
@@ -46,7 +46,7 @@ class Kind:
             bad_type(name, expected, type(value).__name__)
 
     def check(self, name: str, value: Any) -> Any:
-        """The value, numbers as Python's own. Raises TypeError or ValueError by name."""
+        """Returns the value, numbers as Python numbers. Raises TypeError or ValueError, naming the argument."""
         self.check_type(name, value)
         if value is None or isinstance(value, torch.SymInt | torch.SymFloat):
             return value
@@ -56,7 +56,7 @@ class Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The kind of an annotation `X` or `X | None`."""
+    """Kind of an annotation `X` or `X | None`."""
     arguments = typing.get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     types = [one for one in arguments if one is not NoneType]
     if len(types) != 1 or types[0] not in (torch.Tensor, *_TYPES):
@@ -77,14 +77,14 @@ def _is_number(value: Any) -> bool:
 def _finite(name: str, value: Any) -> float:
     try:
         number = float(value)
-    except OverflowError:  # an int that no float holds
+    except OverflowError:  # an int too large for a float
         number = math.inf
     if not math.isfinite(number):
         bad_value(name, "a finite number", number)
     return number
 
 
-# By type, tensors apart: whether a value has it, and the words of an error for what was expected.
+# Type, except tensors -> whether a value has it, and the name of the type in errors.
 _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "a bool"),
     int: (_is_int, "an int"),

@@ -1,14 +1,15 @@
-"""torch.library: every operator under `torch.ops.gdn`, from `import gdn` on, with what compilers need to know of it.
+"""Registration with torch.library: every operator under `torch.ops.gdn`, from `import gdn` on, for compilers.
 
-Public functions come here while a compiler traces them, or when they are called with tensors that have no memory; eager calls
-never do. An operator of torch.library says in its schema what it writes, and returns neither an argument nor a view of one. So
+Public functions use it while a compiler traces them, or when they are called with tensors that have no memory; eager calls
+never do. The schema of a torch.library operator declares what it writes, and it returns neither an argument nor a view of
+one. Therefore
 
-    an argument that is written in some calls only (a state that may be a pool) is two arguments of the schema: `initial_state`,
-    read, and `initial_state_written`, written; a call gives one of them
-    a result that is an argument (`out`, a pool) or None comes back as an empty tensor, and the public function puts the argument
-    or None in its place: `Returns` says which
+    an argument that only some calls write (a state that may be a pool) becomes two arguments of the schema: `initial_state`,
+    read, and `initial_state_written`, written; a call passes one of them
+    a result that is an argument (`out`, a pool) or None comes back as an empty tensor, and the public function replaces it by
+    the argument or None: `Returns` says which
 
-Shapes come from the operator itself: it runs on FakeTensors as it is, checks included, and launches nothing.
+Shapes come from the operator itself: it runs unchanged on FakeTensors, checks included, and launches nothing.
 """
 
 import contextlib
@@ -22,10 +23,10 @@ from gdn.ops import _modes
 
 Tensor = torch.Tensor
 Arguments = dict[str, Any]
-Returns = Callable[[Arguments], tuple[str | None, ...]]  # of each result: an argument's name, NEW, or None
+Returns = Callable[[Arguments], tuple[str | None, ...]]  # per result: an argument's name, NEW, or None
 
 NEW = "<new>"
-_WRITTEN = "_written"  # after the name of an argument that some calls write
+_WRITTEN = "_written"  # suffix of an argument that some calls write
 
 _library = torch.library.Library("gdn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # inductor may not restride pools and outputs
@@ -41,7 +42,7 @@ def out_or_new(arguments: Arguments) -> tuple[str | None, ...]:
 
 
 class Registered:
-    """One operator as torch.library has it."""
+    """One operator of torch.library."""
 
     def __init__(
         self,
@@ -51,12 +52,12 @@ class Registered:
         returns: Returns,
         run: Callable[..., Any],
     ) -> None:
-        """writes: arguments that a call may write, and when. run: the operator's ordinary path, arguments by position."""
+        """writes: arguments that a call may write, with their conditions. run: the ordinary path, arguments by position."""
         self._names = list(signature.parameters)
         self._defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
         self._writes, self._returns, self._run = writes, returns, run
         self._sometimes = [argument for argument, condition in writes.items() if condition is not always]
-        self.public: Callable[..., Any] | None = None  # the public function, which knows calls seen before
+        self.public: Callable[..., Any] | None = None  # the public function, with its memo of repeated calls
         self._num_results = _count_results(signature.return_annotation)
         _library.define(name + self._schema(signature), tags=_TAGS)
         qualified = f"gdn::{name}"
@@ -82,13 +83,13 @@ class Registered:
         return torch.library.infer_schema(prototype, mutates_args=tuple(written))
 
     def call(self, arguments: Arguments) -> Any:
-        """The operator as a node of the graph that is traced."""
+        """Adds the operator to the graph that is traced."""
         given = dict(arguments)
         for name in self._sometimes:
             if self._writes[name](arguments):
                 given[name + _WRITTEN], given[name] = given[name], None
         has_gradient = any(arguments[name] is not None and arguments[name].requires_grad for name in self._writes)
-        with torch.no_grad() if has_gradient else contextlib.nullcontext():  # a write is part of no graph of gradients
+        with torch.no_grad() if has_gradient else contextlib.nullcontext():  # writes belong to no autograd graph
             results = self._op(**given)
         kinds = self._returns(arguments)
         if self._num_results == 0:
@@ -115,7 +116,7 @@ class Registered:
         return nothing[0] if self._num_results == 1 else tuple(nothing)
 
     def _without_gradient(self, *values: Any, **named: Any) -> Any:
-        """Inference only: results take no part in a graph of gradients."""
+        """Inference only: results belong to no autograd graph."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._op(*values, **named)
 
@@ -124,7 +125,7 @@ class Registered:
             return self._execute(*values, **named)
 
     def _bind(self, values: tuple[Any, ...], named: Arguments) -> Arguments:
-        """Arguments of the schema as those of the public function."""
+        """Maps arguments of the schema to those of the public function."""
         given = self._defaults | dict(zip(self._names, values, strict=False)) | named
         for name in self._sometimes:
             written = given.pop(name + _WRITTEN, None)

@@ -1,18 +1,19 @@
-"""Calls seen before: an eager call like an earlier one skips the checks, the problem and the choice of a kernel.
+"""Repeated calls: an eager call that matches an earlier one skips the checks, the problem and the choice of a kernel.
 
-An operator that finds no plan takes its ordinary path and then hands `Memo.learn` what it passed to the kernel. From that
-comes a Plan: which of the call's tensors, which views of them, which constants and which tensors made anew (`make`: outputs,
-workspace, arguments in another dtype) are launched.
-The plan serves later calls that agree in
+An operator that finds no plan takes its ordinary path and then passes the kernel's arguments to `Memo.record`. The resulting
+Plan says which of the call's tensors, which views of them, which constants and which created tensors (`make`: outputs,
+workspace, arguments in another dtype) to launch with.
+The plan matches later calls that agree in
 
-    every argument that is no tensor               the flags, part of the key; with its type where equal is not the same (1, 1.0)
+    every argument that is not a tensor             the flags, part of the key; with their type where equal values differ (1, 1.0)
     type, dtype, device, shape, strides of tensors  the guard
-    alignment of addresses                          of the tensors that kernels read by 16 bytes
-    which tensors share memory                      none that is written, decided once for a set of addresses
-    the switches, and that nobody is explaining     so that GDN_VALIDATE, reload and explain do what they say
+    alignment of addresses                          for tensors that kernels read 16 bytes at a time
+    shared memory of tensors                        none with a written tensor, decided once for a set of addresses
+    the switches, and that no call is explained     so that GDN_VALIDATE, reload and explain take effect
 
-so everything that the checks and the choice look at is the same, and what raised before finds no plan and raises again.
-Nothing is learned from a call with tensors of other origin, as copies for alignment: such calls take the ordinary path.
+so everything that the checks and the choice read is the same; a call that raised has no plan and raises again.
+A call whose kernel gets tensors of another origin, such as copies for alignment, is not recorded: it always takes the ordinary
+path.
 """
 
 import functools
@@ -28,15 +29,15 @@ from gdn.ops._tensors import ALIGNMENT
 from gdn.runtime import env, is_explaining
 
 Tensor = torch.Tensor
-Made = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is no argument, what makes it, from what
+Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
 Guard = Callable[..., bool]
 
-_LIMIT = 2048  # keys kept: decode batches and prefill lengths of one process
+_LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
-_ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers to have found good
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags that are what they equal
+_ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags whose equal values are the same
 
-# torch's compiler checks its own assumptions with these, in C++. They are private: without them Python does the same.
+# Guards and views of torch's compiler, in C++. They are private: where torch lacks them, Python does the same.
 _PRIVATE: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _view: Callable[..., Tensor] = getattr(
     _PRIVATE, "_reinterpret_tensor", lambda tensor, size, stride, _: torch.as_strided(tensor, size, stride)
@@ -44,7 +45,7 @@ _view: Callable[..., Tensor] = getattr(
 
 
 class Plan:
-    """How the launch of a kernel follows from a call's tensors."""
+    """Derivation of a kernel's launch from the tensors of a call."""
 
     __slots__ = (
         "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_is_plain", "_last",
@@ -64,15 +65,15 @@ class Plan:
         aligned: Sequence[int],
         written: Sequence[int],
     ) -> None:
-        """params: makes of the arguments what launch takes; None: they are passed as they are. arguments, results: places in
-        [*tensors, *made, *constants, *views]; makers: with the places that each makes its tensor from; views: of a place, with
-        size and strides; aligned, written: places of tensors."""
+        """params: builds the Params of the launch from its arguments; None: the arguments are passed one by one. arguments,
+        results: places in [*tensors, *created, *constants, *views]. makers: each with the places of its sources. views: place,
+        size and strides. aligned, written: places of tensors."""
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
         self._given = _tuple_of(given)
         absent = [place for place, tensor in enumerate(tensors) if tensor is None]
         self._absent, self._nothing = _tuple_of(absent), (None,) * len(absent)
-        # Where nothing is written but new tensors, only addresses that must be aligned matter.
+        # Where only new tensors are written, no addresses matter except those that must be aligned.
         watched = given if written else sorted(aligned)
         self._watched = None if watched == given else _tuple_of([given.index(place) for place in watched])
         self._aligned = [watched.index(place) for place in aligned]
@@ -80,15 +81,15 @@ class Plan:
         ours = [watched.index(place) for place in written]
         self._pairs = [(a, b) for a in ours for b in range(len(watched)) if b != a and not (b in ours and b < a)]
         self._good: dict[tuple[int, ...], None] = {}
-        self._last: tuple[int, ...] | None = None  # of the good ones
-        self._disjoint: dict[tuple[int, int, int], bool] = {}  # a pair's places and the difference of addresses -> apart
+        self._last: tuple[int, ...] | None = None  # the last admitted addresses
+        self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
         self._launch, self._params = launch, params
         self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
         self._is_plain = not makers and not views
         self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
-        """Whether addresses are aligned, and what is written shares no element with another tensor."""
+        """Whether addresses are aligned, and no written tensor shares an element with another tensor."""
         if any(addresses[place] % ALIGNMENT for place in self._aligned):
             return False
         for a, b in self._pairs:
@@ -109,12 +110,12 @@ class Plan:
         return True
 
     def run(self, tensors: tuple[Any, ...]) -> Any:
-        """Launches and returns what the call returns; None where the tensors are not like those the plan was made for."""
+        """Launches and returns the call's results; None where the tensors do not match the plan."""
         given = self._given(tensors)
         try:
             if self._absent(tensors) != self._nothing or not self._guard(*given):
                 return None
-        except ValueError:  # an array of another library, which compares with None by elements: the checks will name it
+        except ValueError:  # an array of another library, which compares with None element by element: the checks name it
             return None
         watched = given if self._watched is None else self._watched(given)
         addresses = (*map(_address, watched),)
@@ -142,15 +143,15 @@ class Plan:
 
 
 class Memo:
-    """The plans of one operator, bounded; forgotten when the switches are read again."""
+    """Plans of one operator, bounded; dropped when the switches are read again."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, tuple[Plan, ...]] = {}
         self._switches: env.Switches | None = None
-        self._lock = threading.Lock()  # of writers
+        self._lock = threading.Lock()  # for writers
 
     def run(self, tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
-        """Launches and returns what the call returns, or None where no plan serves it.
+        """Launches and returns the call's results, or None where no plan matches.
 
         tensors: every tensor argument, None where it was left out, always in the same order; the two whose shapes differ
         most from call to call come first. flags: all other arguments.
@@ -158,9 +159,9 @@ class Memo:
         if env.current() is not self._switches or is_explaining():
             return None
         second = tensors[1] if len(tensors) > 1 else None
-        try:  # as _key, without a call
+        try:  # the same as _key, without a function call
             plans = self._plans.get((tensors[0].shape, None if second is None else second.shape, flags), ())
-        except (TypeError, AttributeError):  # a flag without a hash, no tensor: the checks will say what is wrong
+        except (TypeError, AttributeError):  # an unhashable flag or not a tensor: the checks name it
             return None
         for plan in plans:
             found = plan.run(tensors)
@@ -168,7 +169,7 @@ class Memo:
                 return found
         return None
 
-    def learn(
+    def record(
         self,
         tensors: tuple[Tensor | None, ...],
         flags: tuple[Any, ...],
@@ -176,15 +177,15 @@ class Memo:
         launch: Callable[..., None],
         arguments: Sequence[Any],
         results: Sequence[Tensor | None],
-        made: Sequence[Made] = (),
+        created: Sequence[Created] = (),
         aligned: Sequence[Tensor | None] = (),
         written: Sequence[Tensor | None] = (),
     ) -> None:
-        """Remembers a checked call. switches: those it was checked and prepared under. arguments: what was launched.
-        aligned: tensors whose addresses were found to be multiples of 16 bytes. written: tensors that the launch writes."""
+        """Records a checked call. switches: those in effect when it was checked and prepared. arguments: those of the launch.
+        aligned: tensors whose addresses are multiples of 16 bytes. written: tensors that the launch writes."""
         if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
             return
-        plan = _plan(tensors, launch, arguments, results, made, aligned, written)
+        plan = _plan(tensors, launch, arguments, results, created, aligned, written)
         if plan is None:
             return
         key = _key(tensors, flags)
@@ -202,7 +203,7 @@ _address = Tensor.data_ptr  # a method of C, so that map() calls it without a Py
 
 
 def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """What takes these places of a sequence: itemgetter, which gives no tuple for fewer than two."""
+    """Function that takes these places of a sequence as a tuple: itemgetter, which returns no tuple for fewer than two."""
     if len(places) > 1:
         return itemgetter(*places)
     if not places:
@@ -221,20 +222,23 @@ def _plan(
     launch: Callable[..., None],
     arguments: Sequence[Any],
     results: Sequence[Tensor | None],
-    made: Sequence[Made],
+    created: Sequence[Created],
     aligned: Sequence[Tensor | None],
     written: Sequence[Tensor | None],
 ) -> Plan | None:
-    """None where an argument is neither the call's nor made nor a view from the start of one, or could be of several."""
-    sources = [*tensors, *[tensor for tensor, _, _ in made]]
+    """The plan of a call; None where an argument's origin is unknown or ambiguous.
+
+    An argument must be one of the call's tensors, a created tensor, or a view from the start of one of them.
+    """
+    sources = [*tensors, *[tensor for tensor, _, _ in created]]
     place_of = {id(source): place for place, source in enumerate(sources) if source is not None}
     place_at = {source.data_ptr(): place for place, source in enumerate(tensors) if source is not None}
     if len(place_at) < len([tensor for tensor in tensors if tensor is not None]):
-        return None  # the same memory twice: which one an argument came from cannot be told
-    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(made, len(tensors))}
+        return None  # the same memory twice: the origin of an argument is ambiguous
+    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(created, len(tensors))}
     constants: list[Any] = []
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-    kinds: list[tuple[int, int]] = []  # of arguments and results: 0 source, 1 constant, 2 view; and its place there
+    kinds: list[tuple[int, int]] = []  # per argument and result: 0 source, 1 constant, 2 view; its place there
     for value in (*arguments, *results):
         place = place_of.get(id(value))
         if place is not None:
@@ -257,7 +261,7 @@ def _plan(
         tensors,
         launch,
         getattr(arguments, "_make", None),
-        [(maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in made],
+        [(maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in created],
         constants,
         views,
         places[: len(arguments)],
@@ -269,9 +273,10 @@ def _plan(
 
 @functools.cache
 def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
-    """torch's comparison of tensors with those it was made from, where it is there and does what is expected of it.
+    """Maker of guards: torch's own, if it exists and passes a self-test, else the one in Python.
 
-    True where each tensor has the metadata of its model and no two are the same."""
+    A guard is True where each tensor has the metadata of its model and no two tensors are the same object.
+    """
 
     def of_torch(tensors: Sequence[Tensor]) -> Guard:
         guard: Guard = _PRIVATE.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -279,7 +284,7 @@ def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
 
     try:
         with torch.inference_mode(False):
-            first, second, third = (torch.empty(2, 3, device="cpu") for _ in range(3))  # a graph may be being captured
+            first, second, third = (torch.empty(2, 3, device="cpu") for _ in range(3))  # on the CPU: a graph may be capturing
             guard = of_torch([first, second])
             others = (third[:1], third.half(), torch.empty(3, 2, device="cpu").T, third.to("meta"), [1.0], None, first)
             is_trusted = guard(first, third) and not any(guard(first, other) for other in others)

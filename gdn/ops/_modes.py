@@ -1,8 +1,8 @@
-"""How a call of an operator runs: for real, for its shapes alone (a compiler traces it), or to be explained.
+"""Modes of a call: executed, traced by a compiler for its shapes, or explained.
 
 While a call is traced or explained its tensors are torch's FakeTensors: they have metadata and no memory. The operator then
-runs as it is, except that nothing is launched. To explain a call, each FakeTensor remembers the caller's tensor, so that
-checks of addresses still see it.
+runs unchanged, except that nothing is launched. In an explained call each FakeTensor remembers the caller's tensor, so that
+checks of addresses still work.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from gdn.runtime import is_explaining
 Tensor = torch.Tensor
 
 _tracing: ContextVar[bool] = ContextVar("gdn_tracing", default=False)
-_REAL = "_gdn_real"  # attribute of a FakeTensor: the caller's tensor
+_REAL = "_gdn_real"  # attribute of a FakeTensor that holds the caller's tensor
 
 
 def has_memory() -> bool:
-    """Whether tensors of this call can be read and written."""
+    """Whether the tensors of this call can be read and written."""
     return not (_tracing.get() or is_explaining())
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Inside, in this thread, operators make results of the right shapes and launch nothing."""
+    """In this context and thread, operators return results of the right shapes and launch nothing."""
     token = _tracing.set(True)
     try:
         yield
@@ -46,7 +46,7 @@ def is_fake(value: Any) -> bool:
 
 
 def lack_memory(values: Sequence[Any]) -> bool:
-    """Whether a call is about shapes: one of its tensors is a FakeTensor, or all are on the meta device."""
+    """Whether a call only asks for shapes: one of its tensors is a FakeTensor, or all are on the meta device."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(isinstance(x, FakeTensor) for x in tensors) or (bool(tensors) and all(x.is_meta for x in tensors))
 
@@ -65,12 +65,12 @@ def faked(values: dict[str, Any]) -> tuple[dict[str, Any], FakeTensorMode]:
 
 
 def real(tensor: Tensor) -> Tensor | None:
-    """The tensor that has the memory; None while tracing."""
+    """The tensor with memory; None while tracing."""
     return getattr(tensor, _REAL, None) if is_fake(tensor) else tensor
 
 
 def last_value(tensor: Tensor) -> int | None:
-    """The last of a tensor's integers, read back to the host; None while tracing."""
+    """Last integer of a tensor, read back to the host; None while tracing."""
     found = real(tensor)
     if found is None:
         return None
@@ -79,15 +79,15 @@ def last_value(tensor: Tensor) -> int | None:
 
 
 def address(tensor: Tensor) -> int:
-    """The tensor's address. While tracing it is unknown: 0, which is aligned."""
+    """Address of a tensor. Unknown while tracing: then 0, which is aligned."""
     found = real(tensor)
     return 0 if found is None else found.data_ptr()
 
 
 def place(tensor: Tensor) -> tuple[int, int] | None:
-    """A number of the memory that the tensor lies in, and the tensor's address there; None where a compiler does not know it.
+    """Identity of a tensor's memory, and its address there; None where a compiler does not know it.
 
-    While tracing, views of one tensor share its memory, and all else has memory of its own.
+    While tracing, views of one tensor share its memory, and all other tensors have their own.
     """
     found = real(tensor)
     if found is not None:
@@ -99,5 +99,5 @@ def place(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def is_empty(*sizes: int) -> bool:
-    """Whether one of the sizes is known to be 0. A size that a compiler keeps symbolic is not."""
+    """Whether one of the sizes is known to be 0. A size that a compiler keeps symbolic is unknown."""
     return any(isinstance(size, int) and size == 0 for size in sizes)

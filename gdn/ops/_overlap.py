@@ -1,4 +1,4 @@
-"""Whether tensors share elements: what a call writes must be memory of its own."""
+"""Shared elements of tensors: a written tensor must not overlap another argument."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import torch
 
 Tensor = torch.Tensor
 
-_MAX_WORK = 100_000  # steps of the exact answer; layouts that need more count as overlapping
+_MAX_WORK = 100_000  # steps of numpy's exact solver; layouts that need more count as overlapping
 
 
 def span_bytes(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Number of bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -19,7 +19,7 @@ def span_bytes(tensor: Tensor) -> int:
 
 
 class _Layout:
-    """A strided tensor as numpy sees one: address, shape and strides. Its memory is never read."""
+    """Strided tensor in numpy's form: address, shape and strides. Its memory is never read."""
 
     def __init__(self, tensor: Tensor, address: int) -> None:
         size = tensor.element_size()
@@ -33,7 +33,7 @@ class _Layout:
 
 
 def shares_element(first: Tensor, second: Tensor, first_address: int, second_address: int) -> bool:
-    """Whether two tensors of one device, at these addresses, have a byte in common. Exact for strided views of one buffer."""
+    """Whether two tensors of one device, at these addresses, share a byte. Exact for strided views of one buffer."""
     first_end, second_end = first_address + span_bytes(first), second_address + span_bytes(second)
     if first_end <= second_address or second_end <= first_address or 0 in (first.numel(), second.numel()):
         return False
@@ -45,7 +45,7 @@ def shares_element(first: Tensor, second: Tensor, first_address: int, second_add
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two of a tensor's elements are the same memory, for dims that nest (as slices and transposes of a buffer do).
+    """Whether two elements of a tensor share memory. Exact for nested dimensions (slices and transposes of a buffer).
 
     Where a compiler keeps sizes or strides symbolic, only a stride of 0 counts.
     """
@@ -54,7 +54,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
         return any(isinstance(stride, int) and stride == 0 and not isinstance(size, int) for stride, size in dims)
     if tensor.numel() <= 1:
         return False
-    reach = 1  # elements that the dims so far span
+    reach = 1  # elements spanned by the dimensions so far
     for stride, size in sorted(dims):
         if size > 1:
             if stride < reach:

@@ -24,6 +24,9 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the indexer and of attention
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+CONV_ACTIVATIONS = ("silu", "swish", None)
+GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
+
 
 # --- errors ------------------------------------------------------------------------------------------------------------
 
@@ -47,6 +50,13 @@ def check_not_negative(argument: str, value: float) -> None:
 def check_at_least(argument: str, value: int, minimum: int = 0) -> None:
     if value < minimum:
         bad_value(argument, f"an int >= {minimum}", value)
+
+
+def check_one_of(argument: str, value: object, accepted: Sequence[str | None]) -> None:
+    """Checks that a value is one of the accepted words (or None, where it is listed)."""
+    if value not in accepted:
+        *others, last = map(repr, accepted)
+        bad_value(argument, f"{', '.join(others)} or {last}", repr(value))
 
 
 def check_null_slot(null_slot: int) -> None:

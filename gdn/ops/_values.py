@@ -1,24 +1,19 @@
-"""Checks of what tensors hold: offsets, slots, counts, parents, lengths, pages and positions.
+"""Checks of values in tensors: offsets, slots, counts, parents, lengths, pages and positions.
 
 They run before anything is written: always where the tensors are on the CPU, on a GPU with GDN_VALIDATE=1 only, because each
-of them waits for the device. A function reads the host once where all is well, and again only to word its error: a
+of them waits for the device. A function reads the host once if all values are good, and again only to word its error: a
 ValueError that names the argument, what was expected, and the first bad value with its place. Never call one while a CUDA
 graph is captured, nor with meta or fake tensors.
 
 Indices are widened to int64 and never narrowed. Shapes and dtypes have been checked before, and `check_offsets` has passed
-for the offsets that `token_bounds` gets. Padding, as spec/gdn.md and spec/qsa.md define it, is no error: rows beyond the N
-sequences, a sequence without tokens or with a null slot to read and everything that belongs to it, a null slot to write,
-tokens beyond the last sequence, entries of a block table after the last page, skipped tokens, empty ranges.
+for the offsets that `token_bounds` gets. Padding is not an error: rows beyond the N sequences, a sequence without tokens or
+with a null slot to read and everything that belongs to it, a null slot to write, tokens beyond the last sequence, entries of a
+block table after the last page, skipped tokens, empty ranges.
 
-Some bad values have a defined result all the same, so that a CPU call refuses them with GDN_VALIDATE=1 only:
+Two checks refuse values that have a defined result, and so run with GDN_VALIDATE=1 only, on the CPU too:
 
-    check_accepted             the sequence is padding              (its argument `strict` decides)
-    check_table_lengths        of paged logits: lengths are clamped to what the table can address
-    check_ranges               ranges are clamped to the keys, and to max_seqlen_k
-    check_selected_positions   positions after the query's own do not count
-    check_topk_length          0 below 0, k above k
-    check_rope_positions       clamped to the rows of cos_sin
-    check_num_rows             rows beyond num_rows are left out
+    check_accepted   the sequence is padding (the argument `strict` decides)
+    check_ranges     ranges are clamped to the keys, and to max_seqlen_k
 
 A prefill, for example:
 
@@ -47,7 +42,7 @@ def _is_clean(*bad: Tensor) -> bool:
 
 
 def _first(bad: Tensor) -> list[int]:
-    """Index of the first element that is set, of a mask that has one."""
+    """Index of the first set element of a mask that has one."""
     place: list[int] = bad.nonzero()[0].tolist()
     return place
 
@@ -62,7 +57,7 @@ def _refuse(name: str, expected: str, values: Tensor, bad: Tensor) -> NoReturn:
 
 
 def check_offsets(name: str, offsets: Tensor, num_tokens: int | None = None) -> None:
-    """Offsets [N + 1] start at 0, never decrease, and end within num_tokens (None = without a bound)."""
+    """Checks that offsets [N + 1] start at 0, never decrease, and end within num_tokens (None = no bound)."""
     values = offsets.long()
     bad = [values[:1] != 0, values[1:] < values[:-1]]
     if num_tokens is not None:
@@ -79,23 +74,23 @@ def check_offsets(name: str, offsets: Tensor, num_tokens: int | None = None) -> 
 
 
 def token_bounds(offsets: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """[N + 1] int64: first token of each sequence, and the end of the last. offsets None = `batch` rows of `length` tokens."""
+    """First token of each sequence and the end of the last, [N + 1] int64. offsets None = `batch` rows of `length` tokens."""
     if offsets is None:
         return torch.arange(batch + 1, device=device) * length
     return offsets.long().contiguous()
 
 
 def _sequence_of(bounds: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Sequence of each token (any for padding), and whether the token is before the end of the last; N >= 1."""
+    """Sequence of each token (arbitrary for padding), and whether the token belongs to a sequence; N >= 1."""
     token = torch.arange(num_tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds, token, right=True) - 1
     return sequence.clamp(0, bounds.numel() - 2), token < bounds[-1]
 
 
 def check_parents(name: str, parent_token: Tensor, bounds: Tensor, is_live: Tensor | None = None) -> None:
-    """A parent is -1 or a node before its child, counted within the sequence.
+    """Checks that each parent is -1 or a node before its child, counted within the sequence.
 
-    parent_token: one entry a token, [tokens] or [B, T]. is_live [N]: False = padding, whose parents may be anything.
+    parent_token: one entry per token, [tokens] or [B, T]. is_live [N]: False = padding, with arbitrary parents.
     """
     parents = parent_token.reshape(-1).long()
     if bounds.numel() < 2:
@@ -119,24 +114,24 @@ class SlotUse:
 
     name: str
     slots: Tensor  # [N, columns] int64
-    is_used: Tensor  # [N, columns] bool: elsewhere an entry may hold anything
+    is_used: Tensor  # [N, columns] bool: False = the entry may hold anything
     is_written: bool
-    rank: int  # of the argument: 1 or 2
+    rank: int  # dimensions of the argument: 1 or 2
 
     @property
     def writes(self) -> Tensor:
-        """[N, columns] bool."""
+        """Whether an entry's slot is written, [N, columns] bool."""
         return self.is_used if self.is_written else torch.zeros_like(self.is_used)
 
     def place(self, entry: int) -> str:
-        """Where the argument holds an entry of the flattened slots."""
+        """Index in the argument of an entry of the flattened slots."""
         row, column = divmod(entry, self.slots.shape[1])
         return f"[{row}]" if self.rank == 1 else f"[{row}, {column}]"
 
 
 @dataclass(frozen=True, slots=True)
 class TouchedSlots:
-    """Everything that a call reads and writes in one pool."""
+    """All slots of one pool that a call reads or writes."""
 
     is_live: Tensor  # [N] bool
     uses: tuple[SlotUse, ...]
@@ -164,9 +159,9 @@ def prefill_slots(
     checkpoint_slots: Tensor | None = None,
     checkpoint_multiple: int = 64,
 ) -> TouchedSlots:
-    """Slots of `chunk_gated_delta_rule` and of `causal_conv1d_fn` (checkpoint_multiple 1, no final_indices).
+    """Slots that `chunk_gated_delta_rule` or `causal_conv1d_fn` (checkpoint_multiple 1, no final_indices) touches.
 
-    indices None = slot n for sequence n, never null. A checkpoint beyond its sequence, or after 0 tokens, is none.
+    indices None = slot n for sequence n, never null. A checkpoint beyond its sequence, or after 0 tokens, does not count.
     """
     lengths = bounds.diff()
     count = lengths.numel()
@@ -205,11 +200,11 @@ def decode_slots(
     is_updated: bool = True,
     first_column_decides: bool = False,
 ) -> TouchedSlots:
-    """Slots of the states of a decode step, and of the windows of a draft tree; indices [>= N] or [>= N, columns].
+    """Slots that the states of a decode step, or the windows of a draft tree, touch; indices [>= N] or [>= N, columns].
 
     With columns the state before the first token is read from column num_accepted_tokens - 1, and the state after token i is
-    written to column i. is_updated False = nothing is written. first_column_decides: a null slot in column 0 is padding as
-    well (`fused_gdn_decode`, whose windows are there).
+    written to column i. is_updated False = nothing is written. first_column_decides: a null slot in column 0 is padding too
+    (`fused_gdn_decode` keeps its windows there).
     """
     lengths = bounds.diff()
     count = lengths.numel()
@@ -239,9 +234,9 @@ def window_slots(
     num_windows: int = 1,
     is_live: Tensor | None = None,
 ) -> TouchedSlots:
-    """Slots of the windows of a decode step: one a sequence, indices [>= N] or column 0 of [>= N, columns].
+    """Slots that the windows of a decode step touch: one per sequence, indices [>= N] or column 0 of [>= N, columns].
 
-    num_windows: the largest num_accepted_tokens that is no padding. is_live: of the state, in `fused_gdn_decode`.
+    num_windows: the largest num_accepted_tokens that is not padding. is_live: that of the states, in `fused_gdn_decode`.
     """
     lengths = bounds.diff()
     count = lengths.numel()
@@ -256,7 +251,7 @@ def window_slots(
 
 
 def check_slots(touched: TouchedSlots, num_slots: int, null_slot: int) -> None:
-    """Every slot that is read or written is in the pool."""
+    """Checks that every slot that is read or written is in the pool."""
     bad = [use.is_used & (use.slots >= num_slots) for use in touched.uses]
     if _is_clean(*bad):
         return
@@ -269,7 +264,7 @@ def check_slots(touched: TouchedSlots, num_slots: int, null_slot: int) -> None:
 
 
 def check_unshared(touched: TouchedSlots, num_slots: int) -> None:
-    """No slot that one live sequence writes is read or written by another. Several may read one slot."""
+    """Checks that no slot written by one live sequence is read or written by another. Several may read one slot."""
     uses = touched.uses
     count = touched.is_live.numel()
     slots = torch.cat([use.slots.reshape(-1) for use in uses])
@@ -278,7 +273,7 @@ def check_unshared(touched: TouchedSlots, num_slots: int) -> None:
     row = torch.arange(count, device=slots.device)[:, None]
     sequence = torch.cat([row.expand(use.slots.shape).reshape(-1) for use in uses])
 
-    # By slot: the first and the last sequence that uses it, and whether any writes it. Slot num_slots takes what is not used.
+    # Per slot: the first and the last sequence that uses it, and whether any writes it. Unused entries go to slot num_slots.
     place = torch.where(is_used, slots, num_slots)
     first = torch.full((num_slots + 1,), count, device=slots.device).scatter_reduce_(0, place, sequence, "amin")
     last = torch.full((num_slots + 1,), -1, device=slots.device).scatter_reduce_(0, place, sequence, "amax")
@@ -307,10 +302,10 @@ def check_accepted(
     *,
     strict: bool,
 ) -> None:
-    """1 to `columns` for every sequence that has tokens and a slot. strict False = other counts are padding, as in the spec.
+    """Checks for counts of 1 to `columns` in every sequence with tokens and a slot. strict False = other counts are padding.
 
-    columns: of 2-D indices; with 1-D ones 1, or the number of windows that a convolution's slot holds. indices: all that the
-    call may read ([:, 0] where column 0 alone is read); a sequence whose slots are all null is padding.
+    columns: those of 2-D indices; with 1-D indices 1, or the number of windows in a convolution's slot. indices: all indices
+    that the call may read ([:, 0] where it reads only column 0); a sequence whose slots are all null is padding.
     """
     if not strict:
         return
@@ -325,7 +320,7 @@ def check_accepted(
 
 
 def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, multiple: int) -> None:
-    """Offsets [>= N, C] are 0 or more, and multiples of `multiple` tokens. is_live [N]: of `prefill_slots`."""
+    """Checks that offsets [>= N, C] are >= 0 and multiples of `multiple` tokens. is_live [N]: that of `prefill_slots`."""
     values = offsets[: is_live.numel()].long()
     is_negative = is_live[:, None] & (values < 0)
     bad = is_negative | (is_live[:, None] & (values % multiple != 0))
@@ -340,17 +335,20 @@ def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, mul
 
 
 def live_lengths(seq_lens: Tensor, bounds: Tensor) -> Tensor:
-    """seq_lens [N] int64, 0 for sequences without query tokens: nothing of theirs is read."""
+    """seq_lens [N] in int64, 0 for sequences without query tokens, of which nothing is read."""
     return torch.where(bounds.diff() > 0, seq_lens.long(), 0)
 
 
 def _longest(lengths: Tensor) -> Tensor:
-    """[N] int64 of lengths [N] or [N, drafts]."""
+    """Longest draft of each sequence, [N] int64, from lengths [N] or [N, drafts]."""
     return lengths.long() if lengths.dim() == 1 else lengths.long().amax(dim=1)
 
 
 def check_table_lengths(name: str, lengths: Tensor, block_tables: Tensor, page_size: int) -> None:
-    """No sequence is longer than its row of block_tables [N, columns]. lengths [N] or [N, drafts]; name: of their argument."""
+    """Checks that no sequence is longer than its row of block_tables [N, columns].
+
+    lengths [N] or [N, drafts]; name: their argument's.
+    """
     longest = _longest(lengths)
     limit = block_tables.shape[1] * page_size
     bad = longest > limit
@@ -362,7 +360,7 @@ def check_table_lengths(name: str, lengths: Tensor, block_tables: Tensor, page_s
 def check_pages(
     name: str, block_tables: Tensor, lengths: Tensor, page_size: int, num_pages: int, max_length: int | None = None
 ) -> None:
-    """Pages of visible keys lie in the cache. lengths [N] or [N, drafts]: keys that a sequence sees, max_length at most."""
+    """Checks that pages of visible keys are in the cache. lengths [N] or [N, drafts]: visible keys, at most max_length."""
     longest = _longest(lengths)
     if max_length is not None:
         longest = longest.clamp(max=max_length)
@@ -375,7 +373,7 @@ def check_pages(
 
 
 def check_num_rows(name: str, num_rows: int, offsets: Tensor) -> None:
-    """A result of num_rows holds all rows that the offsets [N + 1] ask for."""
+    """Checks that a result of num_rows holds all rows that the offsets [N + 1] ask for."""
     last = int(offsets[-1])
     if num_rows < last:
         bad_value(name, f"at least {last}, the last of cu_seqlens", num_rows)
@@ -385,7 +383,7 @@ def check_num_rows(name: str, num_rows: int, offsets: Tensor) -> None:
 
 
 def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: Tensor | None = None) -> None:
-    """Cache rows [tokens] lie in the cache and are distinct. Negative = skipped; is_read [tokens] False = not looked at."""
+    """Checks that cache rows [tokens] are in the cache and distinct. Negative = skipped; is_read [tokens] False = not read."""
     slots = slot_mapping.long()
     if is_read is not None:
         slots = torch.where(is_read, slots, -1)
@@ -401,27 +399,27 @@ def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: 
 
 
 def ring_tokens(ring_slots: Tensor, null_slot: int) -> Tensor:
-    """[tokens] bool: tokens that `compress_indexer_keys` does not skip."""
+    """Tokens that `compress_indexer_keys` does not skip, [tokens] bool."""
     slots = ring_slots.long()
     return (slots >= 0) & (slots != null_slot)
 
 
 def finished_groups(positions: Tensor, ring_slots: Tensor, ratio: int, null_slot: int) -> Tensor:
-    """[tokens] bool: tokens at which a group is whole, whose slot_mapping is read."""
+    """Tokens that complete a group, so that their slot_mapping is read, [tokens] bool."""
     position = positions.long()
     return ring_tokens(ring_slots, null_slot) & (position >= 0) & ((position + 1) % ratio == 0)
 
 
 def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots: int, null_slot: int) -> None:
-    """Slots [tokens] lie in the ring, and the tokens of a slot that are not skipped follow each other with ascending positions.
+    """Checks that slots [tokens] are in the ring and that each slot has one run of tokens with ascending positions.
 
-    Two runs of tokens in one slot are two sequences that share it, or one whose tokens are not in order.
+    Skipped tokens do not count. Two runs in one slot are two sequences that share it, or one with tokens out of order.
     """
     slots, position = ring_slots.long(), positions.long()
     is_kept = ring_tokens(ring_slots, null_slot)
     is_beyond = is_kept & (slots >= num_slots)
     before = torch.where(is_kept, torch.arange(slots.numel(), device=slots.device), -1).cummax(0).values.roll(1)
-    before[:1] = -1  # the last token before each that is not skipped
+    before[:1] = -1  # the last token before each one that is not skipped
     starts_run = is_kept & ((before < 0) | (slots != slots[before]) | (position <= position[before]))
     ordered, order = torch.where(starts_run, slots, -1).sort(stable=True)
     is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
@@ -438,7 +436,7 @@ def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots
 def check_rope_positions(
     name: str, positions: Tensor, num_positions: int, *, is_read: Tensor | None = None, before: int = 0
 ) -> None:
-    """Positions [tokens] are 0 or more, and each has its row of cos_sin [num_positions, ...]: row position - before.
+    """Checks that positions [tokens] are >= 0 and have a row in cos_sin [num_positions, ...]: row position - before.
 
     is_read [tokens]: False = skipped. before: ratio - 1 for compressed keys, which are rotated at their group's first position.
     """
@@ -457,7 +455,7 @@ def check_rope_positions(
 
 
 def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
-    """No range of keys starts below 0 or is longer than max_seqlen_k. cu_seqlen_ks and cu_seqlen_ke [M]."""
+    """Checks that no range [starts, ends), each [M], starts below 0 or is longer than max_seqlen_k."""
     start, end = starts.long(), ends.long().clamp(0, num_keys)
     visible = (end - start.clamp(0, num_keys)).clamp(min=0)
     is_negative = (start < 0) & (visible > 0)
@@ -470,7 +468,7 @@ def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int 
 
 
 def check_new_tokens(name: str, seq_lens: Tensor, bounds: Tensor) -> None:
-    """A sequence [N] is at least as long as its new tokens, which are its last ones."""
+    """Checks that each sequence [N] is at least as long as its new tokens, which are its last ones."""
     lengths, new = seq_lens.long(), bounds.diff()
     bad = (new > 0) & (lengths < new)
     if not _is_clean(bad):
@@ -481,7 +479,10 @@ def check_new_tokens(name: str, seq_lens: Tensor, bounds: Tensor) -> None:
 def check_selected_positions(
     name: str, topk_indices: Tensor, bounds: Tensor, seq_lens: Tensor, topk_length: Tensor | None = None
 ) -> None:
-    """Selected positions [tokens, k] lie in the query's own sequence. Negative = none; the first topk_length of a row count."""
+    """Checks that selected positions [tokens, k] are in the query's own sequence.
+
+    Negative = none; only the first topk_length entries of a row count.
+    """
     tokens, k = topk_indices.shape
     if bounds.numel() < 2:
         return
@@ -498,7 +499,7 @@ def check_selected_positions(
 
 
 def check_topk_length(name: str, topk_length: Tensor, k: int, bounds: Tensor) -> None:
-    """0 to k for every token of a sequence."""
+    """Checks for lengths of 0 to k at every token of a sequence."""
     if bounds.numel() < 2:
         return
     _, is_real = _sequence_of(bounds, topk_length.numel())

@@ -1,4 +1,4 @@
-"""Public operator: the gated delta rule over whole prompts, in chunks of 64 tokens."""
+"""Public operator `chunk_gated_delta_rule`: the gated delta rule over whole prompts."""
 
 from typing import Any
 
@@ -188,7 +188,7 @@ def chunk_gated_delta_rule(
             checkpoint_slots, null_slot,
         )  # fmt: skip
     if initial_state is None:
-        has_initial_state = None  # every state starts from zero already
+        has_initial_state = None  # every sequence starts from zero anyway
 
     is_pooled = state_indices is not None
     index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)

@@ -1,29 +1,34 @@
-"""Public operators: the causal depthwise convolution in front of the recurrence, for prefill and for decode."""
+"""Public operators `causal_conv1d_fn` (prefill) and `causal_conv1d_update` (decode): the convolution before the recurrence."""
 
 from typing import Any
 
 import torch
 
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import (
+    CONV_ACTIVATIONS,
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    aligned,
     as_int32,
     bad_value,
     check_checkpoints,
     check_indices,
     check_null_slot,
     check_offsets,
+    check_one_of,
     check_per_sequence,
     check_tensor,
     common_dtype,
+    constant,
     dtype_name,
     even_offsets,
     in_dtype,
+    is_aligned,
     is_less,
+    target,
 )
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.reference import conv as reference
@@ -167,12 +172,12 @@ def causal_conv1d_fn(
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    # A block reads the rows before its own, which another block may have written by then.
-    written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else _rows.target(y)
+    # In place, a block would read rows before its own that another block may have written already.
+    written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else target(y)
     params = Conv1dParams(
-        x=_rows.aligned("x", x),
-        weight=_rows.constant(weight),
-        bias=None if bias is None else _rows.constant(bias),
+        x=aligned("x", x),
+        weight=constant(weight),
+        bias=None if bias is None else constant(bias),
         conv_states=conv_states,
         cu_seqlens=even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
         cache_indices=None if cache_indices is None else cache_indices.to(slot_dtype),
@@ -270,7 +275,7 @@ def causal_conv1d_update(
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
         wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
         bad_value("x", f"shape {wanted}", f"shape {list(x.shape)}")
-    if x.dim() == 2:  # [B, dim, T] is taken by its strides
+    if x.dim() == 2:  # [B, dim, T] may have any strides
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
     _check_filter(x, weight, bias, activation)
@@ -323,15 +328,15 @@ def causal_conv1d_update(
     if is_empty(*x.shape, count):
         return y.zero_()
     rows, cu_seqlens = x, None if query_start_loc is None else query_start_loc.contiguous()
-    if x.dim() == 3:  # rows of neighbouring channels; a copy where the tokens are the neighbours in memory
+    if x.dim() == 3:  # rows of adjacent channels; a copy where tokens are adjacent in memory
         rows, cu_seqlens = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
-    # In place, a row is read before it is written, but for the ancestors of a tree's nodes, which are read again.
+    # In place, a row is read before it is written, except that a draft tree reads the rows of ancestors again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
-    written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else _rows.target(y)
+    written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else target(y)
     params = Conv1dUpdateParams(
-        x=_rows.aligned("x", rows),
-        weight=_rows.constant(weight),
-        bias=None if bias is None else _rows.constant(bias),
+        x=aligned("x", rows),
+        weight=constant(weight),
+        bias=None if bias is None else constant(bias),
         conv_state=conv_state,
         conv_state_indices=conv_state_indices,
         num_accepted_tokens=None if num_accepted_tokens is None else as_int32(num_accepted_tokens),
@@ -356,7 +361,7 @@ def _check_update_slots(
     window: int,
     strict: bool,
 ) -> None:
-    """Checks the slots that a decode step reads and writes: one per sequence, or one per node of a draft tree."""
+    """Checks the windows that a decode step reads and writes: one slot per sequence, or per node of a draft tree."""
     name, num_windows = "conv_state_indices", conv_state.shape[2] - window + 1
     if indices is not None and indices.dim() == 2:
         num_windows = indices.shape[1] if parent_token is not None else min(num_windows, indices.shape[1])
@@ -384,7 +389,7 @@ def _static_fields(
     states: Tensor | None,
     index_dtype: torch.dtype | None,
 ) -> dict[str, Any]:
-    """The fields of ConvolutionProblem that follow from tensors."""
+    """Fields of ConvolutionProblem that follow from tensors."""
     return {
         "dim": x.shape[1],
         "width": weight.shape[1],
@@ -393,8 +398,8 @@ def _static_fields(
         "bias_dtype": None if bias is None else dtype_name(bias.dtype),
         "silu": activation is not None,
         "state_dtype": None if states is None else dtype_name(states.dtype),
-        # Seen as [slots, columns, dim], rows that start at multiples of 16 bytes.
-        "state_channels_contiguous": states is not None and _rows.is_aligned(states.mT),
+        # Whether rows of [slots, columns, dim] are contiguous and start at multiples of 16 bytes.
+        "state_channels_contiguous": states is not None and is_aligned(states.mT),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
     }
 
@@ -410,8 +415,7 @@ def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: ob
         bad_value("x", wanted, f"shape {list(x.shape)}")
     if bias is not None:
         check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
-    if activation not in (None, "silu", "swish"):
-        bad_value("activation", "'silu', 'swish' or None", repr(activation))
+    check_one_of("activation", activation, CONV_ACTIVATIONS)
 
 
 def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:

@@ -1,26 +1,31 @@
-"""Public operator: one whole decode step of a GDN layer between its projections."""
+"""Public operator `fused_gdn_decode`: one decode step of a Gated DeltaNet layer between its projections."""
 
 import torch
 
 from gdn.ops import _delta_rule, _values
-from gdn.ops import _tensors as _rows
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
+    CONV_ACTIVATIONS,
     FLOAT_DTYPES,
+    GATE_ACTIVATIONS,
     INDEX_DTYPES,
+    aligned,
+    as_int32,
     bad_value,
     check_at_least,
     check_indices,
     check_not_negative,
     check_null_slot,
     check_offsets,
+    check_one_of,
     check_out,
     check_per_sequence,
     check_tensor,
+    constant,
     dtype_name,
+    is_aligned,
 )
-from gdn.ops.norm import check_gate_activation
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.reference import steps as reference
 
@@ -172,9 +177,8 @@ def fused_gdn_decode(
         bad_value("conv_weight", f"shape [{channels}, w >= 2]", f"shape {list(conv_weight.shape)}")
     if conv_bias is not None:
         check_tensor("conv_bias", conv_bias, shape=(channels,), dtypes=floats, device=device)
-    if activation not in (None, "silu", "swish"):
-        bad_value("activation", "'silu', 'swish' or None", repr(activation))
-    check_gate_activation("gate_activation", gate_activation)
+    check_one_of("activation", activation, CONV_ACTIVATIONS)
+    check_one_of("gate_activation", gate_activation, GATE_ACTIVATIONS)
     check_not_negative("eps", eps)
     check_null_slot(null_slot)
 
@@ -217,7 +221,7 @@ def fused_gdn_decode(
         dt_bias_dtype=dtype_name(dt_bias.dtype),
         norm_dtype=dtype_name(norm_weight.dtype),
         conv_dtype=dtype_name(conv_state.dtype),
-        conv_channels_contiguous=_rows.is_aligned(conv_state.mT),
+        conv_channels_contiguous=is_aligned(conv_state.mT),
         state_dtype=dtype_name(ssm_state.dtype),
         state_v_first=state_v_first,
         index_dtype=dtype_name(state_indices.dtype),
@@ -240,19 +244,19 @@ def fused_gdn_decode(
     if is_empty(length, count):
         return o.zero_()
     params = GdnDecodeParams(
-        mixed_qkv=_rows.aligned("mixed_qkv", mixed_qkv),
+        mixed_qkv=aligned("mixed_qkv", mixed_qkv),
         z=z,
         b=b,
         a=a,
         conv_state=conv_state,
-        conv_weight=_rows.constant(conv_weight),
-        conv_bias=None if conv_bias is None else _rows.constant(conv_bias),
+        conv_weight=constant(conv_weight),
+        conv_bias=None if conv_bias is None else constant(conv_bias),
         A_log=A_log,
         dt_bias=dt_bias,
         norm_weight=norm_weight,
         ssm_state=ssm_state,
         state_indices=state_indices,
-        num_accepted_tokens=None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
+        num_accepted_tokens=None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens),
         cu_seqlens=None if query_start_loc is None else query_start_loc.contiguous(),
         rounding_seed=rounding_seed if problem.has_rounding else None,
         out=o.view(length, heads, head_v_dim),
@@ -303,11 +307,10 @@ def _check_projections(
     head_v_dim: int,
     projection_layout: str,
 ) -> int:
-    """The number of value heads."""
+    """Checks the projections; returns the number of value heads."""
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
         check_at_least(name, value, 1)
-    if projection_layout not in ("flat", "interleaved"):
-        bad_value("projection_layout", "'flat' or 'interleaved'", repr(projection_layout))
+    check_one_of("projection_layout", projection_layout, ("flat", "interleaved"))
     check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
     device, dtypes = mixed_qkv.device, FLOAT_DTYPES
     check_tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)

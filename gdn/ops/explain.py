@@ -1,4 +1,4 @@
-"""`gdn.explain(op, ...)`: what a call would run, and why, without running it."""
+"""`gdn.explain(op, ...)`: the choice that a call would make, and its reasons, without running it."""
 
 import importlib
 from collections.abc import Callable
@@ -11,26 +11,26 @@ from gdn.runtime import Choice, explaining, registry
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice that a call would make."""
+    """Choice that a call would make."""
 
     function: str  # the public function
-    op: str  # the operator whose kernel it is; of an operator that is made of others, its own name
-    backend: str  # tilelang | cute | reference; of one that is made of others, that of the first part
-    config: Any  # the kernel's tiles; None for the reference and for an operator that is made of others
-    config_source: str  # where they came from: argument | table | default; none for the reference
-    decided_by: str  # what decided the backend: the argument, NAME=value of a switch, the tuned table, ...
-    switches: tuple[str, ...]  # every switch that had a say, strongest first
+    op: str  # the operator whose kernel runs; for a composed operator its own name
+    backend: str  # tilelang | cute | reference; for a composed operator that of the first part
+    config: Any  # the kernel's tiles; None for the reference and for a composed operator
+    config_source: str  # origin of the tiles: argument | table | default; none for the reference
+    decided_by: str  # reason for the backend: the argument, NAME=value of a switch, the tuned table, ...
+    switches: tuple[str, ...]  # every switch that asked for a backend, strongest first
     refusals: tuple[tuple[str, str], ...]  # (backend, reason) of each backend that was asked and refused
-    notes: tuple[str, ...]  # conflicts between switches, preferences that were not met, the table entry
-    problem: Problem | None  # None where no kernel exists for the operator
-    parts: "tuple[Explanation, ...]" = ()  # of an operator that is made of others, what these run, in order
+    notes: tuple[str, ...]  # conflicts between switches, unmet preferences, the table entry
+    problem: Problem | None  # None where the operator has no kernel
+    parts: "tuple[Explanation, ...]" = ()  # choices of a composed operator's parts, in order
 
     def __str__(self) -> str:
         if self.parts:
             lines = [f"{self.function}: {', then '.join(part.op for part in self.parts)}"]
             return "\n".join(lines + [f"  {line}" for part in self.parts for line in str(part).splitlines()])
         through = "" if self.function in registry.operator(self.op).functions else f" through {self.op}"
-        lines = [f"{self.function}{through}: {self.backend}, decided by {self.decided_by}"]
+        lines = [f"{self.function}{through}: {self.backend}, decided by: {self.decided_by}"]
         if self.config is not None:
             lines.append(f"  tiles ({self.config_source}): {self.config}")
         if self.switches:
@@ -92,7 +92,7 @@ def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
     operator = registry.operator(name)
     if name not in operator.functions:
         name = operator.functions[0]
-    return name, getattr(importlib.import_module("gdn"), name)  # by name: the package imports this module
+    return name, getattr(importlib.import_module("gdn"), name)  # by name, since the package imports this module
 
 
 def _explanation(function: str, choice: Choice, problem: Problem | None) -> Explanation:

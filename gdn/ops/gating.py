@@ -1,4 +1,4 @@
-"""Public operator: decay and write strength from the raw gates."""
+"""Public operator `fused_gdn_gating`: decay and write strength from the raw gates."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Steps around the indexer's logits: quantisation, norm and RoPE, the cache write, compressed keys, the prefix gather.
+"""Public operators `quantize_fp8`, `prepare_indexer` and `compress_indexer_keys`: the steps before the indexer's logits.
 
 Formulas: gdn/reference/indexer.py.
 """
@@ -8,34 +8,41 @@ from typing import Any
 import torch
 
 from gdn import reference
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._indexer import check_cache, check_keys, check_kv_heads, check_rope, check_slot_mapping, check_weights, flat_pages
-from gdn.ops._modes import is_empty, last_value
+from gdn.ops._indexer import (
+    check_cache,
+    check_keys,
+    check_kv_heads,
+    check_rope,
+    check_slot_mapping,
+    check_weights,
+    flat_pages,
+    with_kv_heads,
+)
+from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     FP8,
     INDEX_DTYPES,
     INPUT_DTYPES,
+    aligned,
     bad_type,
     bad_value,
     check_at_least,
     check_not_negative,
     check_null_slot,
     check_tensor,
+    constant,
     dtype_name,
+    is_aligned,
 )
 from gdn.problems import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
-    GatherIndexerCacheParams,
-    GatherIndexerCacheProblem,
     PrepareIndexerParams,
     PrepareIndexerProblem,
     QuantizeFp8Params,
     QuantizeFp8Problem,
-    WriteIndexerCacheParams,
-    WriteIndexerCacheProblem,
 )
 from gdn.runtime import env
 
@@ -45,7 +52,7 @@ def _name(tensor: torch.Tensor | None) -> str | None:
 
 
 def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x as [rows, groups, group]: a view where its strides allow one. Contiguous groups are all rows."""
+    """x as [rows, groups, group], a view where its strides allow it. In a contiguous x every group is a row."""
     if x.is_contiguous():
         return x.view(-1, 1, group)
     if x.dim() == 2:
@@ -105,85 +112,20 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     x_fp8 = new(FP8, x.device, *x.shape)
     scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
     if not is_empty(*x.shape):
-        params = QuantizeFp8Params(x=_rows.aligned("x", rows), x_fp8=x_fp8.view(rows.shape), scale=scale.view(rows.shape[:2]))
+        params = QuantizeFp8Params(x=aligned("x", rows), x_fp8=x_fp8.view(rows.shape), scale=scale.view(rows.shape[:2]))
         launch(prepared, params, (x_fp8, scale), aligned=(x,))
     return x_fp8, scale
 
 
-def _with_heads(k: torch.Tensor) -> torch.Tensor:
-    """[tokens, D] as [tokens, 1, D]."""
-    return k[:, None] if k.dim() == 2 else k
-
-
-@operator(
-    reference=reference.write_indexer_cache,
-    writes={"cache": always},
-    returns=lambda _: (),
-    memo=True,
-    varies=("k", "cache"),
-    contiguous=("k",),
-)
-def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
-    """Write key rows into the indexer cache, in the form that the cache's dtype gives.
-
-    Parameters
-    ----------
-    k : Tensor [tokens, D] or [tokens, kv_heads, D]
-        Keys, bfloat16, float16 or float32, any row stride; a last dimension that is not contiguous is copied, logged once.
-    cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
-        Pages as for `paged_mqa_logits`, updated in place. uint8: e4m3 values and one float32 scale per (row, kv head),
-        scale = max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16: a cast.
-    slot_mapping : Tensor [tokens]
-        Cache row of each token, page * page_size + offset, int64 (or int32); negative = skip. The caller makes sure that slots
-        lie in the cache and are distinct (always checked on the CPU, on a GPU with ``GDN_VALIDATE=1``, which waits for the
-        device).
-    backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Named after the argument; the cache is untouched then.
-
-    References
-    ----------
-    .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM; the slot mapping is vLLM's.
-    """
-    check_tensor("k", k)
-    kv_heads = check_keys("k", k, None, k.device)
-    page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
-    check_kv_heads("k", kv_heads, cache_heads)
-    check_slot_mapping(slot_mapping, k.shape[0], k.device)
-    if reads_values(k.device):
-        _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
-    problem = WriteIndexerCacheProblem(
-        num_kv_heads=kv_heads,
-        head_dim=k.shape[-1],
-        cache_dtype=dtype_name(cache.dtype),
-        dtype=dtype_name(k.dtype),
-        slot_dtype=dtype_name(slot_mapping.dtype),
-        num_tokens=k.shape[0],
-    )
-    prepared = prepare(problem, k.device, backend)
-    if prepared.launch is None:
-        run_reference()
-    if not is_empty(k.shape[0], cache.shape[0]):
-        params = WriteIndexerCacheParams(k=_rows.aligned("k", _with_heads(k)), cache=flat_pages(cache), slot_mapping=slot_mapping)
-        launch(prepared, params, (cache,), aligned=(k, cache))
-
-
 def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
-    """Whether the query is quantised: as the cache is, else as the argument says, else as VLLM_QSA_USE_FP8_INDEXER says."""
+    """Whether the query is quantised: decided by the cache, else by the argument, else by VLLM_QSA_USE_FP8_INDEXER."""
     if cache is not None:
         return cache.dtype in (torch.uint8, FP8)
     return env.current().qsa_use_fp8_indexer if fp8 is None else fp8
 
 
 def _folds_weights(weights: torch.Tensor | None, cache: torch.Tensor | None, fp8: bool | None) -> bool:
-    """Whether prepare_indexer returns new weights (FP8 with scales), rather than the ones it got."""
+    """Whether prepare_indexer returns new weights (FP8 with scales) instead of its argument."""
     if cache is not None:
         return cache.dtype == torch.uint8
     return _is_fp8(cache, fp8) and weights is not None
@@ -336,13 +278,13 @@ def prepare_indexer(
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
         params = PrepareIndexerParams(
-            q=_rows.aligned("q", q),
-            k=None if k is None else _rows.aligned("k", _with_heads(k)),
+            q=aligned("q", q),
+            k=None if k is None else aligned("k", with_kv_heads(k)),
             weights=weights if folds else None,
             positions=positions,
-            cos_sin=_rows.aligned("cos_sin", cos_sin),
-            q_norm=_rows.constant(q_norm),
-            k_norm=None if k_norm is None else _rows.constant(k_norm),
+            cos_sin=aligned("cos_sin", cos_sin),
+            q_norm=constant(q_norm),
+            k_norm=None if k_norm is None else constant(k_norm),
             cache=None if cache is None else flat_pages(cache),
             slot_mapping=slot_mapping,
             q_out=q_out,
@@ -475,7 +417,7 @@ def compress_indexer_keys(
         slot_dtype=dtype_name(slot_mapping.dtype),
         ratio=ratio,
         ring_slot_dtype=dtype_name(ring_slots.dtype),
-        ring_aligned=_rows.is_aligned(ring_rows),
+        ring_aligned=is_aligned(ring_rows),
         num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
@@ -483,119 +425,15 @@ def compress_indexer_keys(
         run_reference()
     if not is_empty(tokens):
         params = CompressIndexerKeysParams(
-            raw_k=_rows.aligned("raw_k", _with_heads(raw_k)),
+            raw_k=aligned("raw_k", with_kv_heads(raw_k)),
             ring=ring_rows,
             cache=flat_pages(cache),
             positions=positions,
-            cos_sin=_rows.aligned("cos_sin", cos_sin),
-            k_norm=_rows.constant(k_norm),
+            cos_sin=aligned("cos_sin", cos_sin),
+            k_norm=constant(k_norm),
             ring_slots=ring_slots,
             slot_mapping=slot_mapping,
             eps=eps,
             null_slot=null_slot,
         )
         launch(prepared, params, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))
-
-
-def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    return NEW, (NEW if arguments["cache"].dtype == torch.uint8 else None)
-
-
-@operator(reference=reference.gather_indexer_cache, returns=_gathered, memo=True, varies=("block_tables", "cu_seqlens"))
-def gather_indexer_cache(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    num_rows: int | None = None,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gather the cached key rows of N sequences, packed for `mqa_logits` (prefill with a cached prefix).
-
-    Parameters
-    ----------
-    cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
-        Pages as for `paged_mqa_logits`.
-    block_tables : Tensor [N, max_pages] of int32
-        Page of each page_size keys of a sequence.
-    cu_seqlens : Tensor [N + 1]
-        Row offsets of the result, int32 or int64: the first cu_seqlens[n + 1] - cu_seqlens[n] rows of sequence n go to the rows
-        from cu_seqlens[n] on.
-    num_rows : int, optional
-        Rows of the result; rows at or beyond cu_seqlens[N] are zero. None reads cu_seqlens[N] back to the host, which waits for
-        the device.
-    backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
-
-    Returns
-    -------
-    k : Tensor [rows, kv_heads, D]
-        New tensor, float8_e4m3fn or bfloat16 as the cache; without the kv_heads axis where the cache has none.
-    k_scale : Tensor [rows, kv_heads] of float32 or None
-        Scales of a uint8 cache, without the kv_heads axis where the cache has none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Named after the argument, before anything is launched.
-    """
-    check_tensor("cache", cache)
-    device = cache.device
-    head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
-    page_size, kv_heads = check_cache(cache, max(1, head_dim), device, None)
-    check_tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
-    if cu_seqlens.shape[0] < 1:
-        bad_value("cu_seqlens", "shape [N + 1]", f"shape {list(cu_seqlens.shape)}")
-    sequences = cu_seqlens.shape[0] - 1
-    check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
-    if num_rows is not None:
-        check_at_least("num_rows", num_rows)
-    if reads_values(device):
-        _values.check_offsets("cu_seqlens", cu_seqlens)
-        lengths = cu_seqlens.diff()
-        _values.check_table_lengths("cu_seqlens", lengths, block_tables, page_size)
-        _values.check_pages("block_tables", block_tables, lengths, page_size, cache.shape[0])
-        if num_rows is not None:
-            _values.check_num_rows("num_rows", num_rows, cu_seqlens)
-    rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
-    settle(num_rows=rows)
-    scaled = cache.dtype == torch.uint8
-    problem = GatherIndexerCacheProblem(
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        cache_dtype=dtype_name(cache.dtype),
-        cu_seqlens_dtype=dtype_name(cu_seqlens.dtype),
-        num_rows=rows,
-        num_sequences=sequences,
-    )
-    prepared = prepare(problem, device, backend)
-    if prepared.launch is None or is_empty(rows, cache.shape[0], *block_tables.shape):
-        run_reference()
-    k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
-    k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    params = GatherIndexerCacheParams(
-        cache=flat_pages(cache), block_tables=block_tables, cu_seqlens=cu_seqlens, k=k, k_scale=k_scale
-    )
-    if cache.dim() == 3:
-        results = (k, None if k_scale is None else k_scale[:, 0])
-    else:
-        results = (k.view(rows, kv_heads, head_dim), k_scale)
-    if num_rows is None:  # read back from the device: another call may have another number
-        prepared.launch(params)
-    else:
-        launch(prepared, params, results, aligned=(cache,))
-    return results
-
-
-def _last_offset(cu_seqlens: torch.Tensor) -> int:
-    last = last_value(cu_seqlens)
-    if last is None:
-        if cu_seqlens.is_meta:
-            bad_value("num_rows", "an int with tensors that have no values", None)
-        return torch.library.get_ctx().new_dynamic_size()  # type: ignore[return-value]
-    if last < 0:
-        bad_value("cu_seqlens", "a last offset >= 0", last)
-    return last

@@ -1,8 +1,8 @@
-"""Indexer logits and top-k in bounded memory: the scores of some rows at a time go through one workspace.
+"""Public operators `indexer_topk` and `paged_indexer_topk`: logits and top-k in bounded memory.
 
-A step is two launches, the logits' and the selection's, which writes its rows of the result. A row that sees at most topk
-keys is left out by the logits, and the selection lists it without reading. Both take the ranges as they are given; no value
-comes back to the host.
+The scores of some rows at a time go through one workspace. A step is two launches: the logits, and the selection, which writes
+its rows of the result. The logits leave out rows with at most topk visible keys, and the selection lists these without reading
+scores. Both take the ranges unchanged; no value is read back to the host.
 """
 
 import contextlib
@@ -110,10 +110,10 @@ def indexer_topk(
     if is_tracing():
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, 4 * width, num_rows), 4 * width, num_rows)
-    if validates(device):  # of all rows, before the first step writes
+    if validates(device):  # all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     with _ordered(backend, "indexer_topk") as backend:
-        q, k = contiguous("q", q), contiguous("k", k)  # once, not for every block of rows
+        q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
@@ -247,10 +247,10 @@ def paged_indexer_topk(
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
-    check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # of all sequences, before the first step writes
+    check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
     with _ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
-        drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
+        drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
 
         def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:
             rows = slice(first * next_n, last * next_n)
@@ -308,7 +308,7 @@ def _listed(
     num_keys: int | None = None,
     drafts: int = 1,
 ) -> torch.Tensor:
-    """Rows of at most topk columns, all of which are in the result: there is nothing to score or to read."""
+    """Result for rows of at most topk columns: all of them are listed, without scores."""
     unread = torch.empty(1, width, device=device).expand(num_rows, width)
     return select_rows(
         unread,
@@ -325,14 +325,14 @@ def _listed(
 
 
 def _units_per_block(budget: int, unit_bytes: int, units: int) -> int:
-    """Rows (or sequences) whose scores fit the workspace; beyond 128 a multiple of 128, so that blocks start aligned."""
+    """Number of rows (or sequences) whose scores fit the workspace; above 128 a multiple of 128, so that blocks are aligned."""
     step = budget // max(1, unit_bytes)
     step = step // 128 * 128 if step > 128 else step
     return max(1, min(step, units))
 
 
 def _budget(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
-    """Bytes of the workspace, which must hold a unit if there is any."""
+    """Bytes of the workspace, at least one unit (a row, or a sequence) if there is any."""
     if workspace_bytes is None:
         return max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
     check_at_least("workspace_bytes", workspace_bytes)
@@ -343,7 +343,7 @@ def _budget(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
 
 @contextlib.contextmanager
 def _ordered(backend: str | None, op: str) -> Iterator[str | None]:
-    """The argument, or the order that GDN_BACKEND_<OP> gives for the combined operator, which its parts then report."""
+    """Yields the backend for the parts: the argument, or GDN_BACKEND_<OP> of the combined operator, which the parts report."""
     own = env.current().backend_of.get(op, "auto")
     is_switch = backend is None and own != "auto"
     with runtime.ordering(registry.operator(op).switch if is_switch else None):
@@ -351,5 +351,5 @@ def _ordered(backend: str | None, op: str) -> Iterator[str | None]:
 
 
 def _selection(backend: str | None) -> str | None:
-    """An order for a kernel backend is about the logits."""
+    """Backend of the selection: a kernel backend is requested for the logits only."""
     return "reference" if backend == "reference" else None

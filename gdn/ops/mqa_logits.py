@@ -1,9 +1,8 @@
-"""Indexer logits of ragged prefill: `gdn.mqa_logits` and its DeepGEMM-shaped form `gdn.fp8_mqa_logits`."""
+"""Public operators `mqa_logits` and, with DeepGEMM's signature, `fp8_mqa_logits`: indexer logits of ragged prefill."""
 
 import torch
 
 from gdn import reference
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
 from gdn.ops._indexer import (
@@ -18,7 +17,17 @@ from gdn.ops._indexer import (
 )
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import FP8, INDEX_DTYPES, bad_type, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
+from gdn.ops._tensors import (
+    FP8,
+    INDEX_DTYPES,
+    bad_type,
+    bad_value,
+    check_at_least,
+    check_tensor,
+    contiguous,
+    contiguous_int32,
+    dtype_name,
+)
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
 
@@ -151,10 +160,10 @@ def mqa_logits(
         return out
     scales = None
     if k_scale is not None:
-        scales = _rows.contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    k_rows = _rows.contiguous("k", k if k.dim() == 3 else k[:, None])
+        scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
+    k_rows = contiguous("k", k if k.dim() == 3 else k[:, None])
     params = MqaLogitsParams(
-        q=_rows.contiguous("q", q),
+        q=contiguous("q", q),
         k=k_rows,
         k_scale=scales,
         weights=None if weights is None else make(kernel_weights, weights),
@@ -176,13 +185,13 @@ def check_operands(
     cu_seqlen_ke: torch.Tensor,
     k_scale: torch.Tensor | None,
 ) -> None:
-    """Raises TypeError or ValueError where the operands of scores are not those of `mqa_logits`."""
+    """Checks the operands that `mqa_logits` and `indexer_topk` share."""
     check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, torch.Tensor) or k.dim() != 2:
         check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
-    dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # as the cache is, or as q
+    dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # the cache's dtype, or that of q
     check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     check_heads(num_heads, num_kv_heads)

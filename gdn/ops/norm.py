@@ -1,11 +1,21 @@
-"""Public operator: the gated RMS norm after the recurrence."""
+"""Public operator `rms_norm_gated`: the gated RMS norm after the recurrence."""
 
 import torch
 
-from gdn.ops import _tensors as _rows
 from gdn.ops._call import operator, prepare, run_reference
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_not_negative, check_tensor, dtype_name
+from gdn.ops._tensors import (
+    ALIGNMENT,
+    FLOAT_DTYPES,
+    GATE_ACTIVATIONS,
+    aligned,
+    bad_value,
+    check_not_negative,
+    check_one_of,
+    check_tensor,
+    constant,
+    dtype_name,
+)
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from gdn.reference import steps as reference
 
@@ -61,9 +71,9 @@ def rms_norm_gated(
     check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
     check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
     check_not_negative("eps", eps)
-    check_gate_activation("activation", activation)
+    check_one_of("activation", activation, GATE_ACTIVATIONS)
     dim = x.shape[-1]
-    # Contiguous tensors are rows of one head, whatever their shape: the number of heads is compiled in.
+    # Contiguous tensors count as rows of one head: the number of heads is compiled in.
     heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]
     problem = RmsNormGatedProblem(
         num_heads=heads,
@@ -82,15 +92,10 @@ def rms_norm_gated(
         vector = 4 if dim % 8 else 8
 
         def rows(name: str, part: Tensor) -> Tensor:
-            return _rows.aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
+            return aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
 
         params = RmsNormGatedParams(
-            x=rows("x", x), z=rows("z", z), weight=_rows.constant(weight), out=out.view(-1, heads, dim), eps=eps
+            x=rows("x", x), z=rows("z", z), weight=constant(weight), out=out.view(-1, heads, dim), eps=eps
         )
         prepared.launch(params)
     return out
-
-
-def check_gate_activation(name: str, activation: object) -> None:
-    if activation not in ("silu", "swish", "sigmoid"):
-        bad_value(name, "'silu', 'swish' or 'sigmoid'", repr(activation))

@@ -1,9 +1,8 @@
-"""Indexer logits of paged decode: `gdn.paged_mqa_logits` and its DeepGEMM-shaped forms."""
+"""Public operators `paged_mqa_logits` and, with DeepGEMM's signatures, `fp8_paged_mqa_logits` and its metadata."""
 
 import torch
 
 from gdn import reference
-from gdn.ops import _tensors as _rows
 from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
 from gdn.ops._indexer import (
@@ -22,7 +21,7 @@ from gdn.ops._indexer import (
 )
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
+from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous, contiguous_int32, dtype_name
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 
 
@@ -105,7 +104,7 @@ def paged_mqa_logits(
     ------
     TypeError, ValueError
         Named after the argument, before anything is launched or written. With ``GDN_VALIDATE=1`` (which waits for the device;
-        on the CPU always) page numbers of visible keys are checked too.
+        on the CPU always) page numbers of visible keys, and lengths beyond what `block_tables` can address, are errors too.
 
     References
     ----------
@@ -155,7 +154,7 @@ def paged_mqa_logits(
     if nothing_cached or is_empty(batch, max_context_len):
         return out
     params = PagedMqaLogitsParams(
-        q=_rows.contiguous("q", q),
+        q=contiguous("q", q),
         cache=flat_pages(cache),
         weights=None if weights is None else make(kernel_weights, weights),
         context_lens=make(contiguous_int32, context_lens),
@@ -171,7 +170,7 @@ def paged_mqa_logits(
 def check_values(
     block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
 ) -> None:
-    """No sequence is longer than its row of block_tables, and pages of visible keys lie in the cache."""
+    """Checks that no sequence is longer than its row of block_tables and that pages of visible keys are in the cache."""
     if reads_values(block_tables.device) and num_pages:
         _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
         _values.check_table_lengths("context_lens", context_lens, block_tables, page_size)

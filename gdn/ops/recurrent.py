@@ -1,4 +1,4 @@
-"""Public operator: the gated delta rule token by token, for decode and speculative decoding."""
+"""Public operator `fused_recurrent_gated_delta_rule`: the gated delta rule token by token, for decode."""
 
 import functools
 from typing import Any
@@ -10,6 +10,7 @@ from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, rea
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     INDEX_DTYPES,
+    as_int32,
     bad_value,
     check_indices,
     check_per_sequence,
@@ -204,7 +205,7 @@ def fused_recurrent_gated_delta_rule(
             null_slot, not disable_state_update,
         )  # fmt: skip
 
-    # In place without indices is a pool whose slots are the sequences.
+    # In place without indices: initial_state is a pool with one slot per sequence.
     index_dtype = common_dtype(ssm_state_indices, final_state_indices)
     writes = not disable_state_update and (is_inplace or output_final_state)
     if not writes:
@@ -260,7 +261,7 @@ def fused_recurrent_gated_delta_rule(
         dt_bias=tokens.dt_bias,
         initial_state=initial_state,
         state_indices=indices,
-        num_accepted_tokens=None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
+        num_accepted_tokens=None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens),
         final_state=final_state,
         final_state_indices=final_state_indices,
         cu_seqlens=tokens.cu_seqlens,

@@ -1,4 +1,4 @@
-"""Attention of each query token over the tokens that the indexer selected for it."""
+"""Public operator `sparse_attention`: attention over the positions that the indexer selected."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from gdn.ops._tensors import (
     check_tensor,
 )
 
-MOST_DECODE_TOKENS = 8  # of a sequence in one step of decode: its token and its drafts
+MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
 
 
 def sparse_attention(
@@ -91,7 +91,8 @@ def sparse_attention(
     ------
     TypeError, ValueError
         Named after the argument, before anything is written. With ``GDN_VALIDATE=1`` (which waits for the device; on the CPU
-        always) the order of `query_start_loc` and the blocks of selected positions are checked too.
+        always) the order of `query_start_loc`, `seq_lens` and `topk_length`, selected positions and the blocks of visible
+        positions are checked too.
 
     References
     ----------
@@ -126,7 +127,7 @@ def _attend(
     out: torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sparse_attention` with its log-sum-exp."""
+    """`sparse_attention` on two caches, with its log-sum-exp."""
     check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
@@ -147,7 +148,7 @@ def _attend(
     if reads_values(device):
         _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
     check_memory()
-    if not is_tracing():  # else the graph would hold for one phase only
+    if not is_tracing():  # a graph serves both phases
         is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
         runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill", device=device)
     if not has_memory():
@@ -161,7 +162,7 @@ def _attend(
 
 
 def _pair(kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The caches of keys and values, each for the operator to check."""
+    """Splits kv_cache into the caches of keys and values, which the operator checks."""
     if isinstance(kv_cache, torch.Tensor):
         check_layout("kv_cache", kv_cache)
         if kv_cache.dim() != 5 or kv_cache.shape[0] != 2:

@@ -1,11 +1,10 @@
-"""Public operator: the interleaved input projections, taken apart."""
+"""Public operator `fused_qkvzba_split_reshape_cat`: splits interleaved input projections."""
 
 import torch
 
-from gdn.ops import _tensors as _rows
 from gdn.ops._call import NEW, operator, prepare, run_reference
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_at_least, check_tensor, dtype_name
+from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, aligned, bad_value, check_at_least, check_tensor, dtype_name
 from gdn.problems import SplitParams, SplitProblem
 from gdn.reference import steps as reference
 
@@ -107,7 +106,7 @@ def fused_qkvzba_split_reshape_cat(
     if not is_empty(length):
         access = 8 if head_qk % 8 or head_v % 8 else ALIGNMENT
         params = SplitParams(
-            mixed_qkvz=_rows.aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba=mixed_ba, mixed_qkv=mixed_qkv, z=z, b=b, a=a
+            mixed_qkvz=aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba=mixed_ba, mixed_qkv=mixed_qkv, z=z, b=b, a=a
         )
         prepared.launch(params)
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

@@ -1,11 +1,19 @@
-"""Exact top-k over rows of logits, and groups of compressed keys back to token positions."""
+"""Public operators `topk_indices` (exact top-k over rows of logits) and `expand_topk_groups` (groups to token positions)."""
 
 import torch
 
 from gdn import reference
 from gdn.ops._call import always, launch, new, operator, prepare, run_reference
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import FLOAT_DTYPES, INDEX_DTYPES, bad_value, check_at_least, check_out, check_tensor, dtype_name
+from gdn.ops._tensors import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    check_at_least,
+    check_one_of,
+    check_out,
+    check_tensor,
+    dtype_name,
+)
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
@@ -73,8 +81,7 @@ def topk_indices(
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
         if bound is not None:
             check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
-    if sorted_by not in ("index", "score"):
-        bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
+    check_one_of("sorted_by", sorted_by, ("index", "score"))
     check_out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
 
@@ -91,10 +98,12 @@ def select_rows(
     num_keys: int | None = None,
     drafts: int = 1,
 ) -> torch.Tensor:
-    """`topk_indices` of checked arguments. list_short: rows of at most k columns list them all, and are not read.
+    """`topk_indices` of checked arguments.
 
-    num_keys: row_starts and row_ends are ranges of num_keys keys, and column 0 is the first key of each.
-    drafts: row_ends [rows / drafts] belong to the last of `drafts` rows; each row before it has one column less.
+    list_short: rows of at most k columns list all of them, and are not read.
+    num_keys: number of keys that row_starts and row_ends refer to; column 0 of a row is then its first key.
+    drafts: rows per entry of row_ends [rows / drafts], which is the end of the last of them; each row before has one column
+        less.
     """
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
@@ -130,7 +139,7 @@ def select_rows(
 def _own_bounds(
     starts: torch.Tensor | None, ends: torch.Tensor | None, num_keys: int | None, drafts: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The columns of each row, where bounds are given as keys or for several rows at a time."""
+    """Bounds in columns of each row, from bounds that are keys or that several rows share."""
     if num_keys is not None and starts is not None and ends is not None:
         return None, ends.clamp(0, num_keys) - starts.clamp(0, num_keys)
     if drafts != 1 and ends is not None:
@@ -140,7 +149,7 @@ def _own_bounds(
 
 
 def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:
-    """Columns of each row's range, which is clamped as the selection clamps it."""
+    """Number of columns in each row's range, clamped like the selection's."""
     rows, columns = logits.shape
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     start, end = key_range(

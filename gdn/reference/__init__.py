@@ -1,4 +1,4 @@
-"""The truth: every operator in plain torch, on any device, with the public names and arguments less `backend`."""
+"""Reference of every operator in plain torch, on any device: the public names and arguments without `backend`."""
 
 from gdn.reference.attention import sparse_attention as sparse_attention
 from gdn.reference.conv import causal_conv1d_fn as causal_conv1d_fn

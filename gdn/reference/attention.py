@@ -1,10 +1,10 @@
-"""Attention over the tokens that the indexer selected, in plain torch.
+"""Attention over the positions that the indexer selected, in plain torch.
 
 For query token t of a sequence (query head h, its key head g = h // (heads / kv_heads)) and its selected positions J:
 
     s_j = scale * q[t, h] . k[j, g]      lse = log sum_{j in J} exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
 
-Float32 inside. A position counts where 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf.
+Computed in float32. A position j counts if 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf.
 """
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from gdn.reference.logits import compute_dtype
 from gdn.reference.modes import inference_only
 
-BLOCK_BYTES = 256 * 1024 * 1024  # of gathered keys and values
+BLOCK_BYTES = 256 * 1024 * 1024  # gathered keys and values at a time
 
 
 def query_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequence and position of each query token, [tokens] int64 each; position -1 for padding after the last sequence.
 
-    query_start_loc [N + 1], seq_lens [N] = cached tokens plus new ones: the new ones are the last ones.
+    query_start_loc [N + 1]; seq_lens [N]: cached tokens plus new ones, which come last.
     """
     bounds = query_start_loc.long().contiguous()  # searchsorted warns otherwise
     token = torch.arange(num_tokens, device=bounds.device)
@@ -76,7 +76,7 @@ def sparse_attention(
         column = (index // block_size).clamp(max=block_tables.shape[1] - 1)
         block = block_tables[sequence[part, None], column].long().clamp(0, num_blocks - 1)
         mask = valid[:, :, None, None]
-        # Masked by selection, not by a product: rows that do not count may hold NaN.
+        # Selection instead of a product with the mask: rows that do not count may hold NaN.
         keys = torch.where(mask, k_cache[block, index % block_size].to(dtype), 0.0)  # [m, k, kv_heads, D]
         values = torch.where(mask, v_cache[block, index % block_size].to(dtype), 0.0)
         queries = q[part].to(dtype).unflatten(1, (kv_heads, group))

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution of short width in plain torch, with its sliding window kept in a pool of slots.
+"""Causal depthwise convolution of small width in plain torch, with its sliding window in a pool of slots.
 
     y[t] = activation(bias + sum_j weight[:, j] * x[t - (w - 1) + j])        weight[:, w - 1] multiplies the current token
 
@@ -73,7 +73,7 @@ def causal_conv1d_update(
     """`gdn.causal_conv1d_update`: decode, x [tokens, dim], [B, dim] or [B, dim, T]."""
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if query_start_loc is None:
-        inputs = list(x.unsqueeze(-1) if x.dim() == 2 else x)  # of each sequence, [dim, T]
+        inputs = list(x.unsqueeze(-1) if x.dim() == 2 else x)  # per sequence, [dim, T]
         outputs = list(y.unsqueeze(-1) if x.dim() == 2 else y)
         first_rows = [n * inputs[0].shape[1] for n in range(len(inputs))]
     else:
@@ -92,7 +92,7 @@ def causal_conv1d_update(
     parents = None if parent_token is None else parent_token.flatten().tolist()
 
     for n, tokens in enumerate(inputs):
-        column = 0 if accepted is None else accepted[n] - 1  # of the token that was accepted last
+        column = 0 if accepted is None else accepted[n] - 1  # column of the last accepted token
         last_start = conv_state.shape[2] - window if parents is None else column
         if two_dimensional:
             last_start = min(last_start, len(rows[n]) - 1)

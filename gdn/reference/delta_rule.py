@@ -1,8 +1,11 @@
 """The gated delta rule in plain torch: the chunk form and the token recurrence, next to their formulas.
 
-The formulas are those of one head with state S [K, V]; the code computes all state heads of one sequence at once, in
-float32 (float64 where q is float64), on any device. Arguments are those of the public operators, already checked. Indices
-are compared as Python ints, so that no integer width can change their meaning. `out` may be v: it is written at the end.
+The formulas are for one head with state S [K, V]; the code computes all state heads of one sequence at once, in float32
+(float64 where q is float64), on any device. Arguments are those of the public operators, already checked. Indices are compared
+as Python ints, so that no integer width can change their meaning. `out` may be v: it is written at the end.
+
+The recurrence is that of Gated DeltaNet (Yang et al., arXiv:2412.06464), where S is [V, K]; its chunk form follows the parallel
+form of the delta rule (Yang et al., arXiv:2406.06484).
 """
 
 from dataclasses import dataclass
@@ -129,7 +132,7 @@ def fused_recurrent_gated_delta_rule(
     pooled = ssm_state_indices is not None
     every_token = ssm_state_indices is not None and ssm_state_indices.dim() == 2
 
-    # `target` receives states; `final_state` is what the caller gets back.
+    # States are stored in `target`; the caller gets `final_state`.
     target: torch.Tensor | None = None
     if pooled or inplace_final_state:
         final_state = initial_state if output_final_state else None
@@ -225,8 +228,8 @@ def _chunk(
 def _decay_between(g: torch.Tensor) -> torch.Tensor:
     """G [HS, C, C]: exp(g_{j+1} + ... + g_i) for i >= j, else 0, of log decays g [HS, C].
 
-    Every exponent is a sum of its own that starts after token j. The difference c_i - c_j of two running sums is the same
-    number, but after a decay of -1e4 both are so large that their last digit is 1e-3, and after one of -inf it is NaN.
+    Every exponent is a separate sum that starts after token j. The difference c_i - c_j of two running sums is the same number,
+    but after a decay of -1e4 both are so large that their last digit is 1e-3, and after one of -inf it is NaN.
     """
     ones = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device)
     exponent = torch.where(ones.tril(-1), g[:, :, None], 0.0).cumsum(1)
@@ -310,13 +313,13 @@ def _columns(indices: torch.Tensor) -> list[list[int]]:
 
 
 def _load(pool: torch.Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of the state in a slot, as [HS, K, V]: a draft tree comes back to it after the slot has been written."""
+    """Copy of the state in a slot, as [HS, K, V]: a draft tree needs it again after the slot has been written."""
     state = pool[slot].to(dtype, copy=True)
     return state.mT if state_v_first else state
 
 
 def _store(pool: torch.Tensor, slot: int, state: torch.Tensor, state_v_first: bool, seed: int | None = None) -> None:
-    """state [HS, K, V] into a slot, rounded to the pool's dtype: to nearest, or stochastically where a seed is given."""
+    """Stores state [HS, K, V] in a slot, rounded to the pool's dtype: to nearest, or stochastically with a seed."""
     if seed is not None and pool.dtype == torch.bfloat16:
         state = stochastic_bfloat16(state, seed, slot)
     pool[slot].copy_(state.mT if state_v_first else state)

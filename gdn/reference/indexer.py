@@ -1,11 +1,11 @@
-"""Steps around the logits in plain torch: quantisation, norm, RoPE, the indexer's cache, and compressed keys.
+"""Steps around the indexer's logits in plain torch: quantisation, norm, RoPE, cache, and compressed keys.
 
     quantise      scale = max(amax, 1e-4) / 448 per group; value = e4m3(x / scale), nearest even, saturated
     norm          x * rsqrt(mean(x^2) + eps) * (1 + weight)      (weight alone where not zero_centred), float32 inside
     RoPE (neox)   on the first rotary_dim dims: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), pairs (i, i + rotary_dim / 2)
 
-A cache row is a physical slot: page * page_size + offset. No value is read back to the host except where a result's
-size depends on it.
+A cache row is a physical slot: page * page_size + offset. No value is read back to the host, except where the size of a result
+depends on it.
 """
 
 import torch
@@ -24,7 +24,7 @@ def cast_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """x / divisor, rounded once. By a tensor: on a GPU torch multiplies by the reciprocal of a Python number."""
+    """x / divisor, rounded once. The divisor becomes a tensor: on a GPU torch multiplies by the reciprocal of a number."""
     return x / x.new_full((), divisor)
 
 
@@ -61,8 +61,8 @@ def _write_flat(view: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, k
 def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes k [tokens, D] or [tokens, kv_heads, D] to rows slot_mapping [tokens] of the cache; negative = skip.
 
-    A uint8 cache takes e4m3 values and one scale per (row, kv head), a float8_e4m3fn cache plain casts, else the cache's
-    dtype.
+    A uint8 cache gets e4m3 values and one scale per (row, kv head), a float8_e4m3fn cache plain casts, any other cache values in
+    its dtype.
     """
     if k.dim() == 2:
         k = k[:, None]

@@ -1,11 +1,11 @@
-"""Indexer logits in plain torch: what the ragged and the paged kernel must compute.
+"""Indexer logits in plain torch, ragged and paged: the lightning indexer of DeepSeek-V3.2 and its forms.
 
 For query row i, key row j, and the key head g(h) = h // (H / kv_heads) of query head h:
 
     score(i, j) = scale * sum_g k_scale[j, g] * sum_{h: g(h) = g} w[i, h] * act(q[i, h] . k[j, g])      act = relu or identity
 
-All products and sums are float32 (float64 where q is float64). FP8 values enter as what they are; k_scale is 1 where it
-is None, w is 1 where weights is None. Columns outside a row's key range are -inf. No value is read back to the host, so
+All products and sums are float32 (float64 where q is float64). FP8 values are used exactly; k_scale is 1 where it is None, w is
+1 where weights is None. Columns outside a row's key range are -inf. No value is read back to the host, so
 these functions can be captured in a CUDA graph.
 """
 
@@ -18,12 +18,12 @@ BLOCK_BYTES = 256 * 1024 * 1024
 
 
 def compute_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype that sums are kept in: float32, or float64 for float64 inputs."""
+    """Dtype of sums: float32, or float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-# Products are made of tiles of this one shape, padded with zeros: a matrix product may add in another order for another shape,
-# and a row's scores are the same bits whatever else is in the batch.
+# All products are tiles of this one shape, padded with zeros: a matrix product of another shape may add in another order, and a
+# row's scores must have the same bits whatever else is in the batch.
 TILE_ROWS, TILE_KEYS = 64, 1024
 
 
@@ -129,7 +129,7 @@ def mqa_logits(
         rows = slice(low, min(low + block, num_rows))
         row_weights = weights[rows] if weights is not None else None
         values = scores(q[rows], k, k_scale, row_weights, scale, relu)
-        key = first[rows] + columns  # [block, columns]: the key row that each column stands for
+        key = first[rows] + columns  # [block, columns]: key row of each column
         if max_seqlen_k is not None:
             values = values.gather(1, key.clamp(max=num_keys - 1))
         visible = (key >= start[rows, None]) & (key < end[rows, None])

@@ -1,4 +1,4 @@
-"""Torch modes of the caller that must not reach the reference: autograd and autocast."""
+"""Modes of torch that must not affect the reference: autograd and autocast."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Stochastic rounding of a bfloat16 state: the one definition of its noise, which every backend reproduces bit for bit.
+"""Stochastic rounding of a bfloat16 state: definition of its noise, which every backend reproduces bit for bit.
 
 The noise of an element depends on the seed, the pool slot it is written to, its state head and its place in the head, and
 on nothing else: not on the layout of the state, the order of work or the batch. All arithmetic is modulo 2**32:
@@ -13,9 +13,9 @@ the same for both state layouts. Adding noise uniform in [0, 2**16) to the bits 
 magnitude up with a probability equal to the fraction that is cut, so the rounded value is right on average. An infinity
 or NaN is stored as ordinary rounding stores it.
 
-It is worth its noise where a step changes the state by less than half a unit in the last place, at least 2**-9 of a value:
-rounding to the nearest then stores what was there before, in every step anew. A head that forgets a fraction of 2**-12 a
-token forgets nothing. Where every step changes more than that, ordinary rounding errs less.
+It pays off where a step changes the state by less than half a unit in the last place, at least 2**-9 of a value: rounding to
+nearest then stores the old value again in every step, and a head that should forget a fraction of 2**-12 per token forgets
+nothing. Where every step changes more than that, rounding to nearest has the smaller error.
 """
 
 import torch

@@ -91,7 +91,7 @@ def fused_gdn_decode(
 ) -> torch.Tensor:
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
-    A sequence that is padding for one step is padding for all of them.
+    A sequence that is padding in one step is padding in all of them.
     """
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
@@ -143,7 +143,7 @@ def fused_gdn_decode(
 def _without_padding(
     state_indices: torch.Tensor, num_accepted_tokens: torch.Tensor | None, count: int, null_slot: int
 ) -> torch.Tensor:
-    """The rows of the sequences, null throughout where the slot of the window (column 0) or of the state is null."""
+    """Rows of the sequences, entirely null where the slot of the window (column 0) or of the state is null."""
     used = state_indices[:count]
     column = torch.zeros(count, dtype=torch.int64, device=used.device)
     if num_accepted_tokens is not None:

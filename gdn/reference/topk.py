@@ -1,4 +1,4 @@
-"""Exact, deterministic top-k over rows of logits, and the indices that compressed keys stand for."""
+"""Exact, deterministic top-k over rows of logits, and token positions of compressed keys."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
 from gdn.reference.modes import inference_only
 
-BLOCK_BYTES = 64 * 1024 * 1024  # of logits that one step of the selection works on
+BLOCK_BYTES = 64 * 1024 * 1024  # logits per step of the selection
 DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
 INT32_MAX = 2**31 - 1
 
@@ -15,7 +15,7 @@ INT32_MAX = 2**31 - 1
 def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
     """values [rows, n], -inf where nothing may be selected -> columns [rows, k] int64, -1 after the last selected one.
 
-    Everything above the k-th largest value is in; of the values equal to it, the leftmost that still fit.
+    All values above the k-th largest are selected; of the values equal to it, the leftmost that still fit.
     """
     rows, n = values.shape
     if n == 0 or k == 0:
@@ -26,7 +26,7 @@ def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
     equal = (values == threshold) & (values > -torch.inf)
     places = kept - above.sum(dim=1, keepdim=True, dtype=torch.int32)
     chosen = above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= places))
-    # Column c goes to place (number chosen before it); what is not chosen goes to a last place that is cut off.
+    # A chosen column goes to the place given by the number chosen before it, all others to a last place that is cut off.
     place = torch.where(chosen, chosen.cumsum(dim=1, dtype=torch.int32).long() - 1, k)
     columns = torch.arange(n, device=values.device).expand(rows, n)
     picked = torch.full((rows, k + 1), -1, dtype=torch.int64, device=values.device)
@@ -186,8 +186,8 @@ def expand_topk_groups(
     """Groups of `ratio` tokens to token positions, with the causal tail: [tokens, k * ratio + ratio - 1] int32.
 
     group_indices [tokens, k], -1 = none; positions [tokens]. The tail is the query's own unfinished group, up to and
-    with the query: tokens (pos + 1) // ratio * ratio .. pos. Groups keep their order, the tail follows, -1 is last.
-    An int64 that no int32 holds is no group, and no position with a tail.
+    including the query: tokens (pos + 1) // ratio * ratio .. pos. Groups keep their order, the tail follows, -1 is last.
+    An int64 value that does not fit int32 is not a group, and as a position has no tail.
     """
     tokens, k = group_indices.shape
     device = group_indices.device

@@ -1,6 +1,6 @@
 """From a problem to a kernel that can be launched: `prepare`.
 
-Switches (env) -> who serves it (registry, select) -> tiles (tuned tables, or the kernel's default) -> compiled kernel.
+Switches (env) -> backend (registry, select) -> tiles (tuned tables, or the kernel's default) -> compiled kernel.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MEMO_LIMIT = 4096
-_ANY_CUDA = torch.device("cuda")  # names no index: the current device
+_ANY_CUDA = torch.device("cuda")  # without an index: the current device
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Prepared:
 
 
 class KernelCandidate:
-    """One kernel backend of one operator: its module, imported at the first question, and its tuned tables."""
+    """One kernel backend of one operator: its module, imported when first needed, and its tuned tables."""
 
     def __init__(self, op: str, backend: str, module_name: str) -> None:
         self.op, self.backend, self.module_name = op, backend, module_name
         self._module: types.ModuleType | None = None
         self._import_error: str | None = None
         self._lacking = toolchain.missing(backend)
-        self._usable: dict[tuple[str, str], list[list[Found]]] = {}  # (device, static fields) -> by folder
+        self._usable: dict[tuple[str, str], list[list[Found]]] = {}  # (device, static fields) -> entries per folder
 
     @property
     def module(self) -> Any:
@@ -81,7 +81,7 @@ class KernelCandidate:
         return self._lacking
 
     def tuned(self, problem: Problem, device: DeviceSpec) -> Sequence[select.Tuned]:
-        """The entries that serve the problem, of the first folder that has any near enough; nearest first."""
+        """Entries that serve the problem, nearest first, from the first folder with one that is near enough."""
         key = (device.key, problem.static_key())
         tables = self._usable.get(key)
         if tables is None:
@@ -94,7 +94,7 @@ class KernelCandidate:
         return []
 
     def _usable_in(self, folder: Path, problem: Problem, device: DeviceSpec) -> list[Found]:
-        """A table's entries that the kernel takes for the problem's static fields; whether one fits does not depend on sizes."""
+        """Entries of a table that the kernel accepts for the problem's static fields; sizes play no role in this."""
         path = tuned.table_path(folder, device.key, self.op, self.backend)
         usable = tuned.usable(path, problem, self.module.Config, lambda config: bool(self.module.fits(problem, config, device)))
         if any(self._is_stale(found.entry) for found in usable):
@@ -127,7 +127,7 @@ class KernelCandidate:
 
 
 def near_enough(module: Any, problem: Problem, usable: Sequence[Found]) -> list[tuple[float, Found]]:
-    """The usable entries that a kernel takes for the problem's sizes, with their distances, nearest first."""
+    """Usable entries that a kernel accepts for the problem's sizes, with their distances, nearest first."""
     suits = getattr(module, "suits", None)
     suitable = usable if suits is None else [found for found in usable if suits(problem, found.config)]
     return tuned.nearest_first(suitable, problem.sizes(), getattr(module, "TUNED_WITHIN", tuned.WITHIN))
@@ -135,14 +135,14 @@ def near_enough(module: Any, problem: Problem, usable: Sequence[Found]) -> list[
 
 @functools.cache
 def candidates(op: str) -> dict[str, KernelCandidate]:
-    """The kernel backends of an operator."""
+    """Kernel backends of an operator, by name."""
     modules = registry.operator(op).modules
     return {backend: KernelCandidate(op, backend, name) for backend, name in modules.items()}
 
 
 def _forget_tables() -> None:
     tuned.forget()
-    candidates.cache_clear()  # with the entries that each had found usable
+    candidates.cache_clear()  # with their usable entries
 
 
 @dataclass
@@ -153,12 +153,12 @@ class Asked:
 
 
 _explaining: ContextVar[Asked | None] = ContextVar("gdn_explaining", default=None)
-is_explaining = _explaining.get  # no function of its own: every eager call asks
+is_explaining = _explaining.get  # not a Python function, since every eager call calls it
 
 
 @contextlib.contextmanager
 def explaining() -> Iterator[Asked]:
-    """Inside, in this thread, `prepare` and `reference_only` note their choice, and what they hand out launches nothing."""
+    """In this context and thread, `prepare` and `reference_only` record their choice, and return launches that do nothing."""
     asked = Asked()
     token = _explaining.set(asked)
     try:
@@ -172,7 +172,7 @@ _ordered_by: ContextVar[str | None] = ContextVar("gdn_ordered_by", default=None)
 
 @contextlib.contextmanager
 def ordering(switch: str | None) -> Iterator[None]:
-    """Inside, in this thread, the `backend` of `prepare` is the order of this switch; None = of the argument."""
+    """In this context and thread, the `backend` of `prepare` comes from this switch; None = from the argument."""
     token = _ordered_by.set(switch)
     try:
         yield
@@ -187,9 +187,9 @@ def _launch_nothing(*_: Any) -> None:
 def explain_problem(
     problem: Problem, spec: DeviceSpec | None, backend: str | None = None, *, ordered_by: str | None = None
 ) -> Choice:
-    """What would run a problem on a device (None: without a Hopper GPU), whether or not this machine has it.
+    """Choice for a problem on a device (None: no Hopper GPU), whether or not this machine has it.
 
-    ordered_by: the switch of a combined operator whose order `backend` is; None = the argument.
+    ordered_by: the switch of a composed operator that `backend` comes from; None = the argument.
     """
     available, switches = candidates(problem.op), env.current()
     return select.choose(problem, spec, available, switches, backend, device_name="none", ordered_by=ordered_by)
@@ -197,13 +197,13 @@ def explain_problem(
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
 _memo_switches: env.Switches | None = None
-_memo_lock = threading.Lock()  # of writers; the fast path reads without
+_memo_lock = threading.Lock()  # for writers; the fast path reads without it
 
 
 def prepare(problem: Problem, device: torch.device, backend: str | None = None, *, config: Any = None) -> Prepared:
-    """The kernel of a problem, chosen, compiled and loaded, or the reference; memoised.
+    """Chooses, compiles and loads the kernel of a problem, or chooses the reference; memoised.
 
-    backend: the public function's argument. config: tiles to take as they are (autotuner, tests).
+    backend: the public function's argument. config: tiles to use unchanged (autotuner, tests).
     """
     global _memo_switches
     asked = _explaining.get()
@@ -251,7 +251,7 @@ def _prepare(problem: Problem, device: torch.device, backend: str | None, config
 
 
 def _launch_on(index: int, launch: Callable[..., None], *tensors: Any) -> None:
-    """Launches on a device that need not be the current one: kernels run in the current device's context."""
+    """Launches on a device that may not be the current one: kernels run in the current device's context."""
     if torch.cuda.current_device() == index:
         launch(*tensors)
         return
@@ -268,7 +268,7 @@ def _choose(problem: Problem, device: torch.device, backend: str | None, config:
 
 
 def _tell(choice: Choice, problem: Problem | None) -> None:
-    """Logs a decision once: per operator, static fields and outcome, not per size. A conflict of switches is told once in all."""
+    """Logs a decision once per operator, static fields and outcome, not per size; a conflict of switches once in total."""
     if not log.LOGGER.isEnabledFor(logging.INFO):
         return
     for conflict in choice.conflicts:
@@ -281,7 +281,7 @@ def _tell(choice: Choice, problem: Problem | None) -> None:
 
 
 def _warn(choice: Choice, spec: DeviceSpec | None, device_name: str) -> None:
-    """Warns once of what runs otherwise than asked, and of a Hopper GPU that runs the reference; whatever GDN_LOG says."""
+    """Warns once of an unmet preference, and of the reference running on a Hopper GPU; independent of GDN_LOG."""
     for note in choice.unmet:
         log.once(f"{choice.op}: {note}; {choice.backend} runs instead", logging.WARNING, key=("unmet", choice.op, note))
     if spec is not None and choice.backend == "reference" and choice.decided_by in select.NO_KERNEL:
@@ -303,10 +303,10 @@ def _reference_choice(
 def reference_only(
     op: str, backend: str | None = None, *, phase: str | None = None, device: torch.device | None = None
 ) -> Choice:
-    """For operators without a kernel: checks `backend` and the switches as `prepare` does; always the reference.
+    """Choice of an operator without a kernel: always the reference; checks `backend` and the switches like `prepare`.
 
-    phase: "prefill" or "decode" where the operator's switches tell them apart. device: of the call's tensors; a Hopper GPU that
-    runs the reference is warned of.
+    phase: "prefill" or "decode" where the operator's switches distinguish them. device: that of the call's tensors, for the
+    warning that a Hopper GPU runs the reference.
     """
     switches = env.current()
     asked = _explaining.get()

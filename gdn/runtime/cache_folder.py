@@ -1,8 +1,8 @@
 """Folders of the kernel cache that only their owner can write, and the private folder that replaces a cache.
 
-An entry of the kernel cache is machine code that this process will run. Folders are therefore made for their owner alone
-(0700, files 0600), and nothing is loaded that belongs to another user than this one or root, or that its group or others may
-write: neither an entry nor anything below such a folder, from the cache's root down.
+An entry of the kernel cache is machine code that this process will run. Folders are therefore created for their owner only
+(0700, files 0600). Nothing is loaded that belongs to a user other than this one or root, or that its group or others may
+write; the same holds for every folder above it up to the cache's root.
 """
 
 import multiprocessing.util
@@ -24,7 +24,7 @@ class Distrusted(PermissionError):
 
 
 def distrust(root: Path, entry: Path) -> str | None:
-    """Why an entry below a cache's root must not be loaded, naming the path; None where it may, or is not there."""
+    """Reason why an entry below a cache's root must not be loaded, naming the path; None if it may be, or does not exist."""
     folder = root
     try:
         reason = _distrust_root(root)
@@ -33,7 +33,7 @@ def distrust(root: Path, entry: Path) -> str | None:
             reason = reason or _distrust(folder)
         for file in () if reason else sorted(entry.iterdir()):
             reason = reason or _distrust(file)
-    except (FileNotFoundError, NotADirectoryError):  # what is not there is not loaded, and what is above it was looked at
+    except (FileNotFoundError, NotADirectoryError):  # nothing to load, and the folders above were checked
         return None
     except OSError as error:
         return f"{error.filename} cannot be examined ({error.strerror})"
@@ -41,7 +41,7 @@ def distrust(root: Path, entry: Path) -> str | None:
 
 
 def _distrust_root(root: Path) -> str | None:
-    """The root may be a link to a folder elsewhere, as long as the link is not another user's."""
+    """Reason to distrust the root, which may be a link to another folder unless the link is another user's."""
     return _distrust(root) if not root.is_symlink() else _foreign(root, _status(root, False)) or _distrust(root, follow=True)
 
 
@@ -61,19 +61,19 @@ def _foreign(path: Path, status: os.stat_result) -> str | None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, and the missing ones above it, for their owner alone."""
+    """Creates a folder, and missing folders above it, for their owner only."""
     if folder.is_dir():
         return
     make_private(folder.parent)
     try:
         folder.mkdir(mode=0o700)
-    except FileExistsError:  # another process made it, or it is no folder
+    except FileExistsError:  # another process created it, or it is not a folder
         if not folder.is_dir():
             raise
 
 
 def make_entry_parent(root: Path, entry: Path) -> None:
-    """Makes the folder that an entry goes into; Distrusted where the file system lets others write what was made."""
+    """Creates the parent folder of an entry; raises Distrusted where the file system lets others write into it."""
     make_private(entry.parent)
     reason = distrust(root, entry)
     if reason is not None:
@@ -87,29 +87,29 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether entries can be written into the folder, which is made where it is missing."""
+    """Whether entries can be written into the folder, which is created if missing."""
     try:
         make_private(folder)
-        with tempfile.TemporaryFile(dir=folder):  # permission bits do not tell of read-only or full file systems
+        with tempfile.TemporaryFile(dir=folder):  # permission bits do not show read-only or full file systems
             return True
     except OSError:
         return False
 
 
-_scratch: dict[int, Path] = {}  # by process: a forked child must not use a folder that its parent removes
+_scratch: dict[int, Path] = {}  # per process id: a forked child must not use a folder that its parent removes
 
 
 def has_scratch() -> bool:
-    """Whether this process has needed its private folder."""
+    """Whether this process has created its private folder."""
     return os.getpid() in _scratch
 
 
 def scratch() -> Path:
-    """A private folder of this process, removed when it ends: for kernels that the cache cannot take."""
+    """Private folder of this process, removed when it ends, for kernels that the cache cannot take."""
     folder = _scratch.get(os.getpid())
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="gdn-kernels-"))  # 0700
         folder = _scratch.setdefault(os.getpid(), folder)
-        # Runs at the end of a process of multiprocessing too, where atexit does not, and never in a child.
+        # Also runs at the end of a multiprocessing process, where atexit does not, and never in a forked child.
         multiprocessing.util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
     return folder

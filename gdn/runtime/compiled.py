@@ -1,13 +1,14 @@
-"""Compiled kernels: in memory, on disk, and how they are loaded.
+"""Compiled kernels: in memory, on disk, and their loading.
 
-A kernel is compiled once for its operator, backend, static fields and configuration, as far as that is compiled: a field of
-a Config with `metadata={"compiled": function}` is a scalar of the launch, and the machine code depends on no more of it than
-function(value), which `compile` may use (`bool` where 0 switches something off). On disk it is a folder named by the
-SHA-256 of all of these, of the sources that make it and of the versions of what compiles and loads it; in it
-`manifest.json` and the shared libraries. Entries are written next to their place and moved there, under a lock: readers
-see a whole entry or none, and of several processes one compiles. An entry whose files do not match its manifest is
-replaced. Reading an entry writes nothing, so a read-only cache serves what it holds. A kernel that cannot be written into
-the cache, or whose entry another user may have written (`cache_folder`), is compiled into a private folder of the process.
+A kernel is compiled once per operator, backend, static fields and the compiled part of its configuration. A field of a Config
+with `metadata={"compiled": function}` is an argument of the launch: the machine code depends only on function(value), which
+`compile` may use (`bool` where 0 switches something off).
+
+On disk a kernel is a folder with `manifest.json` and the shared libraries, named by the SHA-256 of all of the above, of its
+sources and of the versions of the packages that compile and load it. Entries are written next to their place and moved there,
+under a lock: readers see a whole entry or none, and only one of several processes compiles. An entry whose files do not match
+its manifest is replaced. Reading an entry writes nothing, so a read-only cache works. A kernel that cannot be written into the
+cache, or whose entry another user may have written (`cache_folder`), is compiled into a private folder of the process.
 
 Loading an entry imports no DSL: the runtime library that the DSL ships is loaded by path, then tvm-ffi opens the kernel.
 """
@@ -38,13 +39,13 @@ from gdn.problems import Problem
 from gdn.runtime import cache_folder, env, log, source, toolchain
 
 TARGET = "sm_90a"
-FORMAT = 1  # of the entry on disk
+FORMAT = 1  # version of the layout on disk
 
 _DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
 
 
 class KernelModule(Protocol):
-    """What kernels_*/<op>.py export (the part that is used here)."""
+    """The part of a kernel module that is used here."""
 
     __name__: str
     __file__: str
@@ -54,25 +55,25 @@ class KernelModule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Handed to a kernel module's launch."""
+    """First argument of a kernel module's launch."""
 
     functions: Mapping[str, Callable[..., Any]]
-    problem: Problem  # static fields valid; sizes are those of the call that compiled
+    problem: Problem  # only the static fields are valid: the sizes are those of the call that compiled
     config: Any
 
 
 class CompileError(RuntimeError):
-    """A kernel that should compile did not."""
+    """Raised where a kernel that should compile does not."""
 
 
 _loaded: dict[tuple[str, str, str, Any], Compiled] = {}
-_functions: dict[tuple[Any, ...], Mapping[str, Callable[..., Any]]] = {}  # one for all values of fields that are not compiled
+_functions: dict[tuple[Any, ...], Mapping[str, Callable[..., Any]]] = {}  # keyed by the compiled fields only
 _lock = threading.RLock()
 _compilations = 0
 
 
 def compilations() -> int:
-    """How many kernels this process compiled (not: loaded)."""
+    """Number of kernels that this process compiled, without those that it loaded from disk."""
     return _compilations
 
 
@@ -84,7 +85,7 @@ def forget() -> None:
 
 
 def get(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Compiled:
-    """The compiled kernel, from memory, from disk, or compiled now."""
+    """Returns the compiled kernel: from memory, from disk, or compiled now."""
     key = (op, backend, problem.static_key(), config)
     found = _loaded.get(key)
     if found is None:
@@ -103,7 +104,7 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: GDN_CACHE_DIR, or the platform's user cache."""
+    """Folder of compiled kernels: GDN_CACHE_DIR, or the platform's user cache."""
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
 
 
@@ -117,10 +118,10 @@ def _version(distribution: str) -> str:
 
 @functools.cache
 def versions(backend: str) -> dict[str, str]:
-    """Versions of what compiles and what loads a kernel."""
+    """Versions of the packages that compile and load a kernel."""
     dsl = _DISTRIBUTIONS.get(backend, backend)
     found = {name: _version(name) for name in ("apache-tvm-ffi", dsl)}
-    if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library tells one version from another
+    if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library distinguishes versions
         library = runtime_library(backend)
         if library is not None:
             found[dsl] = f"library of {library.stat().st_size} bytes"
@@ -128,13 +129,13 @@ def versions(backend: str) -> dict[str, str]:
 
 
 def compiled_fields(config: Any) -> dict[str, Any]:
-    """What of a configuration decides the machine code, by field."""
+    """Part of a configuration that decides the machine code, by field."""
     fields = dataclasses.fields(config)
     return {f.name: f.metadata.get("compiled", lambda value: value)(getattr(config, f.name)) for f in fields}
 
 
 def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> str:
-    """The name of an entry: changes with everything that may change the machine code."""
+    """Name of an entry: changes with everything that may change the machine code."""
     parts = {
         "format": FORMAT,
         "op": op,
@@ -149,9 +150,10 @@ def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, con
 
 
 def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Path:
-    """The folder of the kernel's entry, compiled where no whole entry is there that may be loaded.
+    """Returns the folder of the kernel's entry; compiles it unless a whole, trusted entry exists.
 
-    Needs no GPU and loads nothing. The entry is in the cache, or in a folder of this process where the cache cannot take it.
+    Needs no GPU and loads nothing. The entry is in the cache, or in this process's private folder where the cache cannot take
+    it.
     """
     name = Path(f"{op}.{backend}", entry_key(op, backend, module, problem, config))
     about = {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)}
@@ -186,7 +188,7 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
 
 
 def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]], about: Mapping[str, str]) -> Path:
-    """The entry of this name below the root, written where it is not whole; OSError where it cannot be."""
+    """Returns the entry of this name below the root, writing it unless it is whole; OSError where it cannot be written."""
     place = root / name
     cache_folder.make_entry_parent(root, place)
     with _lock_of(place):
@@ -197,16 +199,16 @@ def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]
 
 @contextlib.contextmanager
 def _lock_of(place: Path) -> Iterator[None]:
-    """The lock of an entry's writers, between processes."""
+    """Lock of an entry's writers, between processes."""
     try:
         with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):
             yield
-    except NotImplementedError as error:  # how filelock says that the file system has no locks
+    except NotImplementedError as error:  # filelock's error for a file system without locks
         raise OSError(errno.ENOLCK, str(error)) from error
 
 
 def has_entries(op: str, backend: str) -> bool:
-    """Whether the disk cache holds any kernel of an operator: a machine without a compiler can still run those."""
+    """Whether the disk cache holds a kernel of an operator: a machine without a compiler can still run these."""
     root = cache_dir()
     entries = (manifest.parent for manifest in (root / f"{op}.{backend}").glob("*/manifest.json"))
     return any(cache_folder.distrust(root, entry) is None for entry in entries)
@@ -230,7 +232,7 @@ def _compile(op: str, backend: str, module: KernelModule, problem: Problem, conf
 
 
 def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]) -> None:
-    """Puts a whole entry in its place. The caller holds the entry's lock."""
+    """Writes a whole entry and moves it to its place. The caller holds the entry's lock."""
     temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     temporary.mkdir(mode=0o700)
     try:
@@ -242,7 +244,7 @@ def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]
             listed[name] = {"file": file, "sha256": digest}
         manifest = {"format": FORMAT, **about, "libraries": listed}
         cache_folder.write_private(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-        if place.exists():  # a broken entry: a folder is only ever moved onto a free name
+        if place.exists():  # a broken entry: folders are only moved to free names
             broken = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
             os.replace(place, broken)
             if broken.is_dir():
@@ -255,13 +257,13 @@ def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]
 
 
 def libraries_of(place: Path) -> dict[str, Path]:
-    """Entry name -> shared library of an entry; ValueError or OSError where the entry is not whole."""
+    """Shared libraries of an entry, by entry name; ValueError or OSError where the entry is not whole."""
     manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not manifest.get("libraries"):
         raise ValueError(f"{place}: not a manifest of format {FORMAT}")
     found = {}
     for name, listed in manifest["libraries"].items():
-        path = place / Path(listed["file"]).name  # never a file of elsewhere
+        path = place / Path(listed["file"]).name  # never a file outside of the entry
         if hashlib.sha256(path.read_bytes()).hexdigest() != listed["sha256"]:
             raise ValueError(f"{path}: does not match its manifest")
         found[name] = path
@@ -283,13 +285,13 @@ def is_whole(place: Path) -> bool:
 
 
 def runtime_library(backend: str) -> Path | None:
-    """The shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
+    """Shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
     if backend == "tilelang":
-        # Not libtvm_runtime.so, on which it depends: the function that makes tensor maps for bulk copies is in this one.
+        # Not libtvm_runtime.so, on which it depends: the function that creates tensor maps for bulk copies is in this one.
         candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
     else:
         roots = _package_folders("nvidia_cutlass_dsl")
-        # With the DSL on PYTHONPATH alone, only its inner folder may be visible: <root>/dsl_packages/cutlass.
+        # With the DSL only on PYTHONPATH, its inner folder may be all that is visible: <root>/dsl_packages/cutlass.
         roots += [folder.parent.parent for folder in _package_folders("cutlass")]
         candidates = [root / cuda / "lib" / "libcute_dsl_runtime.so" for root in roots for cuda in ("cu13", "cu12")]
     return next((path for path in candidates if path.is_file()), None)
@@ -297,7 +299,7 @@ def runtime_library(backend: str) -> Path | None:
 
 def _package_folders(name: str) -> list[Path]:
     try:
-        spec = importlib.util.find_spec(name)  # of a top-level package: imports nothing
+        spec = importlib.util.find_spec(name)  # a top-level package: imports nothing
     except (ImportError, ValueError):
         return []
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
@@ -312,7 +314,7 @@ def _preload(backend: str) -> None:
 
 
 def load(backend: str, place: Path) -> dict[str, Callable[..., Any]]:
-    """The functions of an entry, by entry name."""
+    """Loads the functions of an entry, by entry name."""
     import tvm_ffi
 
     if backend in _DISTRIBUTIONS:

@@ -1,4 +1,4 @@
-"""From a torch device to what is known of it. Asks CUDA only about CUDA devices, once per device."""
+"""Specs of torch devices. Asks CUDA only about CUDA devices, once per device."""
 
 import functools
 
@@ -16,7 +16,7 @@ def _cuda(index: int) -> tuple[DeviceSpec | None, str]:
 
 
 def describe(device: torch.device) -> tuple[DeviceSpec | None, str]:
-    """The device's spec (None where none of our kernels runs) and its name for messages."""
+    """Spec of a device (None where no kernel of this project runs) and its name for messages."""
     if device.type != "cuda":
         return None, f"device {device.type}"
     return _cuda(torch.cuda.current_device() if device.index is None else device.index)

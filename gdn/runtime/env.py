@@ -1,9 +1,8 @@
-"""Every environment switch: declared, typed and documented here, and read nowhere else.
+"""Environment switches: declared, typed and documented here, and read nowhere else.
 
 Switches are read at the first `current()` and again after `reload()`. Values are case-insensitive; an empty value counts
-as unset. A value that is not understood raises ValueError with the valid ones; a name that has one of our prefixes and
-is nobody's warns once with the nearest known name, and a switch that is set and that nothing reads yet warns once with what
-will (`no_effect`).
+as unset. An invalid value raises ValueError with the valid ones. An unknown name with one of this project's prefixes warns
+once, with the nearest known name. A switch that is set but not read by this version warns once (`no_effect`).
 """
 
 import difflib
@@ -19,7 +18,7 @@ from gdn.runtime import log, registry
 
 PREFIXES = ("VLLM_GDN_", "VLLM_QSA_", "VLLM_DSA_", "GDN_")
 
-# Names that the serving stack, or builds of it, read themselves: ours to leave alone.
+# Names that the serving stack, or builds of it, read themselves: ignored here.
 SERVING_STACK_NAMES = frozenset(
     {
         "VLLM_GDN_DECODE_KERNEL",
@@ -45,11 +44,11 @@ class Declaration:
     default: Any
     effect: str
     values: Mapping[str, str] = field(default_factory=dict)
-    awaits: str = ""  # while nothing reads it: what will
+    awaits: str = ""  # the future reader of a switch that nothing reads yet
 
     @property
     def accepted(self) -> str:
-        """The valid values in words."""
+        """Valid values, in words."""
         if self.kind == "bool":
             return "1, 0, true, false, yes, no, on, off"
         if self.kind == "int":
@@ -57,7 +56,7 @@ class Declaration:
         return "a path" if self.kind == "path" else ", ".join(self.values)
 
     def parse(self, text: str) -> Any:
-        """The typed value; ValueError where the text is not understood."""
+        """Returns the typed value; ValueError where the text is invalid."""
         word = text.strip().lower()
         if self.kind == "bool" and word in _TRUE + _FALSE:
             return word in _TRUE
@@ -89,7 +88,7 @@ def _words(*words: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Switches:
-    """The values of all switches. A field that is None (or "auto") is a switch that asks for nothing."""
+    """Values of all switches. None (or "auto") means that a switch has no influence."""
 
     gdn_use_bladnn: bool | None = _switch(
         "VLLM_GDN_USE_BLADNN", "bool", None,
@@ -142,7 +141,7 @@ class Switches:
     )
     tuned: str = _switch(
         "GDN_TUNED", "choice", "auto",
-        "tuned tables: auto uses an entry where there is one, strict raises where there is none near enough, off ignores them",
+        "tuned tables: auto uses an entry near enough, strict raises where there is none, off ignores them",
         _words("auto", "strict", "off"),
     )  # fmt: skip
     batch_invariant: bool = _switch(
@@ -158,12 +157,12 @@ class Switches:
         "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",
         _words("off", "info", "debug"),
     )  # fmt: skip
-    # op -> GDN_BACKEND_<OP>, where set; a mapping has no hash, and equality still sees it
+    # op -> GDN_BACKEND_<OP>, where set; left out of the hash, since a mapping has none, but not of equality
     backend_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     given: frozenset[str] = frozenset()  # names of the variables that were set
 
     def value(self, name: str) -> Any:
-        """The value of the variable of this name."""
+        """Value of the variable of this name."""
         if name in _OP_BY_SWITCH:
             return self.backend_of.get(_OP_BY_SWITCH[name], "auto")
         return getattr(self, _FIELD_BY_SWITCH[name])
@@ -172,30 +171,30 @@ class Switches:
 _OP_BY_SWITCH: dict[str, str] = {op.switch: op.name for op in registry.OPERATORS.values()}
 _FIELD_BY_SWITCH: dict[str, str] = {f.metadata["declaration"].name: f.name for f in fields(Switches) if f.metadata}
 
-# Every switch by name, in the order in which `gdn env` prints them.
+# All switches by name, in the order of `gdn env`.
 DECLARATIONS: dict[str, Declaration] = {
     **{f.metadata["declaration"].name: f.metadata["declaration"] for f in fields(Switches) if f.metadata},
     **{
-        name: Declaration(name, "choice", "auto", f"orders the backend of {op}", _BACKEND_VALUES)
+        name: Declaration(name, "choice", "auto", f"{op}: required backend", _BACKEND_VALUES)
         for name, op in _OP_BY_SWITCH.items()
     },
 }
 
 
 def no_effect(name: str) -> str | None:
-    """Why a switch changes nothing yet, naming what would read it; None where it has an effect."""
+    """Reason why a switch has no effect yet, naming its future reader; None where it has an effect."""
     awaits = DECLARATIONS[name].awaits
     if awaits:
-        return f"no effect yet: {awaits} would read it, and this version does not have that"
+        return f"no effect yet: {awaits}, which reads it, is not part of this version"
     operators = [op for op in registry.OPERATORS.values() if any(one.switch == name for one in op.preferences)]
     if operators and not any(op.modules for op in operators):
         names = ", ".join(op.name for op in operators)
-        return f"no effect yet: {names} would read it to choose a kernel, and has only the reference"
+        return f"no effect yet: {names} has only the reference, so there is no kernel to choose"
     return None
 
 
 def parse(environ: Mapping[str, str]) -> Switches:
-    """The switches of an environment; ValueError for a value that is not understood. Pure."""
+    """Returns the switches of an environment; ValueError for an invalid value. Pure."""
     given = {name: environ[name] for name in DECLARATIONS if environ.get(name, "").strip()}
     values = {name: DECLARATIONS[name].parse(text) for name, text in given.items()}
     orders = {_OP_BY_SWITCH[name]: value for name, value in values.items() if name in _OP_BY_SWITCH}
@@ -204,7 +203,7 @@ def parse(environ: Mapping[str, str]) -> Switches:
 
 
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Names with one of our prefixes that nobody reads -> the nearest known name, or None."""
+    """Unknown names with one of this project's prefixes -> the nearest known name, or None."""
     known = [*DECLARATIONS, *SERVING_STACK_NAMES]
     found: dict[str, str | None] = {}
     for name in sorted(environ):
@@ -215,7 +214,7 @@ def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def toolkit_home() -> Path | None:
-    """The CUDA toolkit that CUDA_HOME (or CUDA_PATH) names; not a switch of ours, the DSLs heed it."""
+    """CUDA toolkit that CUDA_HOME (or CUDA_PATH) names. Not a switch of this project: the DSLs read it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return Path(home) if home else None
 
@@ -225,14 +224,14 @@ _warned: set[str] = set()
 
 
 def current() -> Switches:
-    """The switches of this process, read once."""
+    """Switches of this process, read once."""
     return _current if _current is not None else reload()
 
 
 def reload() -> Switches:
-    """Reads the environment again. Every decision memoised under the former switches is forgotten."""
+    """Reads the environment again. Decisions memoised under the former switches are dropped."""
     global _current
-    _current = None  # where a value below is not understood, the next current() must say so again
+    _current = None  # if a value below is invalid, the next current() must raise again
     switches = parse(os.environ)
     for name, nearest in unknown_names(os.environ).items():
         if name not in _warned:

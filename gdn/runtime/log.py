@@ -1,4 +1,4 @@
-"""The logger of the project: silent but for warnings unless GDN_LOG asks, and each decision is told once."""
+"""Logger of the project: only warnings unless GDN_LOG is set; each decision is logged once."""
 
 import logging
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ _LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
 
 
 def configure(mode: str) -> None:
-    """Applies GDN_LOG: info and debug write to stderr; off leaves warnings to whatever the application set up."""
+    """Applies GDN_LOG: info and debug write to stderr; off leaves warnings to the application's own logging."""
     global _handler
     _told.clear()
     level = _LEVELS.get(mode)
@@ -29,11 +29,11 @@ def configure(mode: str) -> None:
 
 
 def once(message: str, level: int = logging.INFO, key: Hashable = None) -> None:
-    """Logs a message the first time that it (or its key) occurs since the switches were read."""
+    """Logs a message the first time that it (or its key) occurs after the switches were read."""
     key = message if key is None else key
     if key in _told:
         return
-    if len(_told) > 10_000:  # a process that meets endless shapes must not grow for its log's sake
+    if len(_told) > 10_000:  # bounds the memory of a process with ever new shapes
         _told.clear()
     _told.add(key)
     LOGGER.log(level, message)

@@ -1,8 +1,8 @@
-"""Which kernel of an operator is the faster one: the built-in order, as a measured statement.
+"""Built-in order of an operator's kernels, as measured statements about which is faster.
 
 It decides wherever no table does: at sizes that were never tuned, and on devices without a table. The first statement that holds
-for a problem is the one that counts. `python -m autotune choice` times what it says; whoever changes a kernel's speed runs that
-and writes the numbers here.
+for a problem counts. `python -m autotune choice` times the statements: run it after changing a kernel's speed, and write the
+numbers here.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,13 +13,13 @@ from gdn.problems import Problem, RecurrentProblem
 
 @dataclass(frozen=True)
 class Statement:
-    """One operator, or a region of its problems."""
+    """Order of the backends for an operator, or for a region of its problems."""
 
     op: str
     order: tuple[str, ...]  # backends, the fastest first
-    measured: str  # what was timed where, when, and what came out
-    where: str = "everywhere"  # the region in words, and
-    holds: Callable[[Problem], bool] = lambda problem: True  # whether a problem lies in it
+    measured: str  # device, date, what was timed and the result
+    where: str = "everywhere"  # the region in words
+    holds: Callable[[Problem], bool] = lambda problem: True  # whether a problem is in the region
 
 
 _CUTE_FIRST = ("cute", "tilelang")
@@ -44,8 +44,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "stochastic rounding, one token a sequence, 1024 states or more",
         _is_rounded_batch,
     ),
-    # Where TileLang is ahead: by 0.17 us of 2.6 (one sequence, 8 heads), and by 1 to 3.4 % on float32 pools of 128 sequences or
-    # more. Tables that hold both kernels' times decide there; it is too little to say it of other devices.
+    # TileLang is faster by 0.17 us of 2.6 (one sequence, 8 heads), and by 1 to 3.4 % on float32 pools of 128 or more sequences.
+    # There the tables decide, with times of both kernels; the difference is too small to generalise to other devices.
     Statement(
         "recurrent",
         _CUTE_FIRST,
@@ -65,12 +65,12 @@ STATEMENTS: tuple[Statement, ...] = (
 
 
 def statement(problem: Problem) -> Statement | None:
-    """What was measured of the problem's operator; None where only one kernel exists."""
+    """Statement that holds for the problem; None where only one kernel exists."""
     return next((one for one in STATEMENTS if one.op == problem.op and one.holds(problem)), None)
 
 
 def fastest_first(problem: Problem, backends: Iterable[str]) -> list[str]:
-    """The backends in built-in order; those of which nothing was measured last, as they come."""
+    """Backends in built-in order; unmeasured ones last, in the given order."""
     found = statement(problem)
     order = found.order if found is not None else ()
     return sorted(backends, key=lambda backend: order.index(backend) if backend in order else len(order))

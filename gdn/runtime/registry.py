@@ -37,7 +37,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Operator:
-    """`name` is the problem's `op`, the table's file name and the end of GDN_BACKEND_<NAME>."""
+    """Record of one operator. `name` is the problem's `op`, the table's file name and the suffix of GDN_BACKEND_<NAME>."""
 
     name: str
     family: Family | None  # None for an operator without kernels of its own

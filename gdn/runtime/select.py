@@ -1,12 +1,12 @@
-"""Which backend runs a problem, with which tiles, and why. Pure: no device, no environment, no file, no import.
+"""Choice of the backend and the tiles for a problem. Pure: no device, no environment, no file, no import.
 
 Precedence: argument > GDN_BACKEND_<OP> > the serving stack's switch > GDN_BACKEND > tuned table > built-in order. The
-first two are orders: they run or raise. The next two are preferences: where the preferred backend refuses, the next
-wish is tried. `reference` refuses nothing.
+first two are required: their backend runs, or the call raises. The next two are preferences: where the preferred backend
+refuses, the next request is tried. `reference` refuses nothing.
 
-A tuned table decides only where every kernel that could run was timed on one and the same problem near this one. An entry that
-the other kernels lack says nothing of them: the built-in order, which is measured too (`gdn.runtime.order`), decides then, and
-the entry is good for tiles alone.
+A tuned table decides only where all kernels that could run were timed on the same problem, near this one. An entry that
+exists for one kernel only cannot rank it: then the built-in order decides, which is measured too (`gdn.runtime.order`), and
+the entry provides tiles only.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from gdn.problems import Problem
 from gdn.runtime import order, registry
 from gdn.runtime.env import Switches
 
-# With GDN_BATCH_INVARIANT a configuration is chosen for these sizes, whatever the batch holds.
+# Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {
     "num_tokens": 8192,
     "num_sequences": 64,
@@ -32,22 +32,22 @@ INVARIANT_SIZES = {
     "num_rows": 4096,
     "k": 2048,
 }
-# An operator whose configuration says how a long sequence is split is asked about one, so that it is split at all.
+# For an operator whose configuration splits long sequences: one long sequence, so that it is split at all.
 _INVARIANT_SIZES_OF = {"chunk": {"num_tokens": 32768, "num_sequences": 1}}
 
 
-# How far (`gdn.runtime.tuned.distance`) a problem may be from the one on which the tables compare kernels: 1.4 times as large,
-# or as small, in all sizes together. Farther away another kernel may be the faster one.
+# Largest distance (`gdn.runtime.tuned.distance`) of a problem from the one on which the tables compare kernels: a factor of 1.4
+# over all sizes together. Farther away another kernel may be faster.
 DECIDES_WITHIN = 0.5
 
 
-# Why the reference runs where nobody asked for it.
+# Reasons to run the reference without a request for it.
 _NO_GPU, _REFUSED, _NOT_YET = "no SM90 (Hopper) GPU", "no kernel serves this", "no kernel yet"
-NO_KERNEL = (_REFUSED, _NOT_YET)  # of these on a Hopper GPU
+NO_KERNEL = (_REFUSED, _NOT_YET)  # the reasons that can occur on a Hopper GPU
 
 
 class MissingTunedEntry(LookupError):
-    """GDN_TUNED=strict, and no table entry serves the problem."""
+    """No table entry serves the problem, with GDN_TUNED=strict."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,30 @@ class Tuned:
     time_us: float
     source: str  # the table that holds it
     distance: float = 0.0  # of its sizes from the problem's
-    static: str = ""  # the static fields that it was measured on, as text
-    others: tuple[str, ...] = ()  # the names of those that are not the problem's
-    is_stale: bool = False  # another version of the kernel was timed
+    static: str = ""  # static fields of the measured problem, as text
+    others: tuple[str, ...] = ()  # names of the static fields in which the measured problem differs
+    is_stale: bool = False  # whether another version of the kernel was timed
 
 
 class Candidate(Protocol):
-    """A kernel backend of one operator, as far as the choice needs it."""
+    """One kernel backend of an operator, with the questions that the choice asks."""
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why it does not serve the problem; None = it does."""
+        """Reason why the kernel does not serve the problem; None = it does."""
 
     def tuned(self, problem: Problem, device: DeviceSpec) -> Sequence[Tuned]:
         """Table entries that serve the problem, nearest sizes first."""
 
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
-        """The analytic choice."""
+        """Analytic choice of the tiles."""
 
     def note(self, problem: Problem) -> str | None:
-        """What a user should know of how it serves the problem."""
+        """Remark for the user on how the kernel serves the problem."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs and why."""
+    """Backend and tiles of a problem, and the reasons."""
 
     op: str
     backend: str  # tilelang | cute | reference
@@ -90,13 +90,13 @@ class Choice:
     config_source: str = "none"  # argument | table | default; none for the reference
     decided_by: str = "built-in order"
     refusals: tuple[tuple[str, str], ...] = ()  # (backend, reason) of every backend that was asked and refused
-    notes: tuple[str, ...] = ()  # conflicts, preferences that fell through, which table entry
-    switches: tuple[str, ...] = ()  # the switches that had a say, as NAME=value
-    conflicts: tuple[str, ...] = ()  # of the notes: a switch that a stronger one contradicts
-    unmet: tuple[str, ...] = ()  # of the notes: a preference that fell through
+    notes: tuple[str, ...] = ()  # conflicts, unmet preferences, the table entry
+    switches: tuple[str, ...] = ()  # switches that asked for a backend, as NAME=value
+    conflicts: tuple[str, ...] = ()  # notes about a switch that a stronger one contradicts
+    unmet: tuple[str, ...] = ()  # notes about a preference whose backend refused
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.backend}, by {self.decided_by}"]
+        lines = [f"{self.op}: {self.backend}, decided by: {self.decided_by}"]
         if self.config is not None:
             lines.append(f"  tiles ({self.config_source}): {self.config}")
         lines += [f"  {backend} refused: {reason}" for backend, reason in self.refusals]
@@ -105,49 +105,51 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _Wish:
+class Request:
+    """A backend that the argument or a switch asks for."""
+
     backend: str
-    source: str  # "argument" or a switch's name
-    order: bool = False
+    source: str  # "the argument" or a switch's name
+    required: bool = False  # raise where the backend refuses, instead of trying the next request
     text: str = ""  # NAME=value of a switch
 
 
-def _wishes(
+def _requests(
     op: registry.Operator, switches: Switches, backend: str | None, phase: str | None, ordered_by: str | None = None
-) -> list[_Wish]:
-    """Everything that was asked for, in order of precedence."""
-    found: list[_Wish] = []
+) -> list[Request]:
+    """All requests, in order of precedence."""
+    found: list[Request] = []
     if backend is not None:
         if backend not in registry.BACKENDS:
             raise ValueError(f"backend: expected {', '.join(map(repr, registry.BACKENDS))} or None, got {backend!r}")
         text = f"{ordered_by}={backend}" if ordered_by is not None else ""
-        found.append(_Wish(backend, ordered_by or "the argument", order=True, text=text))
+        found.append(Request(backend, ordered_by or "the argument", required=True, text=text))
     own = switches.backend_of.get(op.name, "auto")
     if own != "auto":
-        found.append(_Wish(own, op.switch, order=True, text=f"{op.switch}={own}"))
+        found.append(Request(own, op.switch, required=True, text=f"{op.switch}={own}"))
     for preference in op.preferences:
         value = switches.value(preference.switch)
         wanted = preference.backends.get(str(value).lower())
         if wanted is not None and preference.phase in (None, phase):
             shown = int(value) if isinstance(value, bool) else value
-            found.append(_Wish(wanted, preference.switch, text=f"{preference.switch}={shown}"))
+            found.append(Request(wanted, preference.switch, text=f"{preference.switch}={shown}"))
     if switches.backend != "auto":
-        found.append(_Wish(switches.backend, "GDN_BACKEND", text=f"GDN_BACKEND={switches.backend}"))
+        found.append(Request(switches.backend, "GDN_BACKEND", text=f"GDN_BACKEND={switches.backend}"))
     return found
 
 
-def _conflicts(wishes: Sequence[_Wish]) -> list[str]:
+def _conflicts(requests: Sequence[Request]) -> list[str]:
     """One note per switch that a stronger switch contradicts."""
-    asked = [wish for wish in wishes if wish.text]
+    by_switch = [request for request in requests if request.text]
     return [
-        f"{asked[0].text} ({asked[0].backend}) overrides {wish.text} ({wish.backend})"
-        for wish in asked[1:]
-        if wish.backend != asked[0].backend
+        f"{by_switch[0].text} ({by_switch[0].backend}) overrides {request.text} ({request.backend})"
+        for request in by_switch[1:]
+        if request.backend != by_switch[0].backend
     ]
 
 
 def _general_refusal(problem: Problem, spec: DeviceSpec | None, device_name: str) -> list[str]:
-    """Reasons that hold for every kernel of ours."""
+    """Reasons for which every kernel refuses."""
     reasons = []
     if spec is None:
         reasons.append(f"requires an SM90 (Hopper) GPU, got {device_name}")
@@ -164,11 +166,11 @@ def _invariant(problem: Problem) -> Problem:
 
 
 def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
-    """The backend whose table entry is fastest, or None where the tables cannot say.
+    """Backend with the fastest table entry, or None where the tables cannot rank the backends.
 
-    Times are compared on one and the same problem only: of those near enough that every backend was timed on with the kernel as
-    it is, the nearest. Its flags are those of the call: a kernel that is ahead where states are written may be behind where they
-    are only read (recurrent, 128 sequences: 94 us against 89).
+    Times are compared on the same problem only: the nearest of those that are near enough and on which the current version of
+    every backend's kernel was timed. Its flags must be those of the call: a kernel that is faster where states are written may
+    be slower where they are only read (recurrent, 128 sequences: 94 us against 89).
     """
     times = {
         backend: {(one.static, one.sizes): one.time_us for one in found if not one.is_stale} for backend, found in entries.items()
@@ -180,8 +182,8 @@ def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
     return None
 
 
-class _Asked:
-    """Asks each candidate at most once, and remembers who refused."""
+class CandidateFilter:
+    """Decides which candidates accept a problem: asks each of them at most once and keeps the reasons of those that refuse."""
 
     def __init__(self, problem: Problem, spec: DeviceSpec | None, available: Mapping[str, Candidate], device_name: str) -> None:
         self.problem, self.available = problem, available
@@ -199,7 +201,7 @@ class _Asked:
             self.refusals[backend] = f"has no kernel of {self.problem.op} (kernels: {kernels})"
             return False
         reasons = list(self.general)
-        if not reasons or every_reason:  # else the kernel's module need not even be imported
+        if not reasons or every_reason:  # otherwise the kernel's module is not even imported
             own = self.available[backend].refusal(self.problem)
             reasons += [own] if own is not None else []
         if reasons:
@@ -220,18 +222,18 @@ def choose(
     device_name: str = "no SM90 device",
     ordered_by: str | None = None,
 ) -> Choice:
-    """What runs `problem` on `spec` (None = no Hopper GPU).
+    """Chooses the backend and the tiles of `problem` on `spec` (None = no Hopper GPU).
 
-    available: the operator's kernel backends. backend: the argument of the public function, or the order of the switch
-    `ordered_by` of a combined operator for this part of it. config: tiles given by the caller, taken as they are; they are
-    some kernel's, so backend must name it.
+    available: the operator's kernel backends. backend: the argument of the public function, or the value of the switch
+    `ordered_by` of a combined operator for this part of it. config: tiles given by the caller, used unchanged; they belong to
+    one kernel, so `backend` must name it.
     """
     if config is not None and backend not in registry.KERNEL_BACKENDS:
-        raise ValueError(f"backend: expected {' or '.join(registry.KERNEL_BACKENDS)} beside a config, got {backend!r}")
+        raise ValueError(f"backend: expected {' or '.join(registry.KERNEL_BACKENDS)} with a config, got {backend!r}")
     op = registry.operator(problem.op)
-    wishes = _wishes(op, switches, backend, getattr(problem, "phase", None), ordered_by)
-    conflicts, unmet = _conflicts(wishes), []
-    asked = _Asked(problem, spec, available, device_name)
+    requests = _requests(op, switches, backend, getattr(problem, "phase", None), ordered_by)
+    conflicts, unmet = _conflicts(requests), []
+    candidates = CandidateFilter(problem, spec, available, device_name)
     tune_problem = _invariant(problem) if switches.batch_invariant else problem
 
     @functools.cache
@@ -239,18 +241,19 @@ def choose(
         return () if switches.tuned == "off" or spec is None else available[name].tuned(tune_problem, spec)
 
     chosen, decided_by = "", ""
-    for wish in wishes:
-        if asked.accepts(wish.backend, every_reason=wish.order):
-            chosen, decided_by = wish.backend, wish.text or wish.source
+    for request in requests:
+        source = request.text or request.source
+        if candidates.accepts(request.backend, every_reason=request.required):
+            chosen, decided_by = request.backend, source
             break
-        reason = asked.refusals[wish.backend]
-        if wish.order:
-            source = wish.text or wish.source
-            raise ValueError(f"backend: {wish.backend!r} was ordered for {op.name} (by {source}), but it {reason}")
-        unmet.append(f"{wish.text} prefers {wish.backend}, which {reason}")
+        reason = candidates.refusals[request.backend]
+        if request.required:
+            got = f"{request.backend!r} (by {source}), which {reason}"
+            raise ValueError(f"backend: expected a backend that can run {op.name}, got {got}")
+        unmet.append(f"{request.text} prefers {request.backend}, which {reason}")
     if not chosen:
-        # A choice that must not depend on the batch is made for the sizes that stand for all.
-        able = [name for name in order.fastest_first(tune_problem, available) if asked.accepts(name)]
+        # With GDN_BATCH_INVARIANT the choice is made for the fixed sizes.
+        able = [name for name in order.fastest_first(tune_problem, available) if candidates.accepts(name)]
         if not able:
             chosen, decided_by = "reference", _REFUSED if spec is not None else _NO_GPU
         elif len(able) == 1:
@@ -260,23 +263,23 @@ def choose(
             fastest = _fastest({name: entries(name) for name in able})
             chosen, decided_by = (fastest, "tuned table") if fastest is not None else (able[0], "built-in order")
 
-    notes, source = [*conflicts, *unmet], "none"
+    notes, config_source = [*conflicts, *unmet], "none"
     if chosen != "reference":
         assert spec is not None
         if config is not None:
-            source, note = "argument", None
+            config_source, note = "argument", None
         else:
-            config, source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
+            config, config_source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
         notes += [found for found in (note, available[chosen].note(problem)) if found]
     return Choice(
         op=op.name,
         backend=chosen,
         config=config,
-        config_source=source,
+        config_source=config_source,
         decided_by=decided_by,
-        refusals=tuple(asked.refusals.items()),
+        refusals=tuple(candidates.refusals.items()),
         notes=tuple(notes),
-        switches=tuple(wish.text for wish in wishes if wish.text),
+        switches=tuple(request.text for request in requests if request.text),
         conflicts=tuple(conflicts),
         unmet=tuple(unmet),
     )
@@ -285,12 +288,12 @@ def choose(
 def _configure(
     backend: str, entries: Sequence[Tuned], candidate: Candidate, problem: Problem, spec: DeviceSpec, switches: Switches
 ) -> tuple[Any, str, str | None]:
-    """The tiles, where they came from, and a note."""
+    """Returns the tiles, their origin, and a note."""
     if entries:
         found = entries[0]
         sizes = ", ".join(f"{name}={value}" for name, value in found.sizes)
         others = f" with another {', '.join(found.others)}" if found.others else ""
-        version = ", of another version of the kernel" if found.is_stale else ""
+        version = " with another version of the kernel" if found.is_stale else ""
         return found.config, "table", f"tiles tuned at {sizes}{others} ({found.time_us:g} us{version}), from {found.source}"
     if switches.tuned == "strict":
         raise MissingTunedEntry(
@@ -302,7 +305,7 @@ def _configure(
 
 @dataclass(frozen=True)
 class _NoKernel(Problem):
-    """Stands for a call of an operator that only the reference serves."""
+    """Call of an operator that has no kernel."""
 
     name: str
     phase: str | None = None
@@ -313,7 +316,7 @@ class _NoKernel(Problem):
 
 
 def choose_reference(op: str, switches: Switches, backend: str | None = None, *, phase: str | None = None) -> Choice:
-    """The choice of an operator that has no kernel: the reference, or ValueError where something else was ordered."""
+    """Choice for an operator that has no kernel: the reference, or ValueError where another backend is required."""
     choice = choose(_NoKernel(registry.operator(op).name, phase), None, {}, switches, backend)
     if choice.decided_by == _NO_GPU:
         return dataclasses.replace(choice, decided_by=_NOT_YET)

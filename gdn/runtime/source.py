@@ -1,10 +1,10 @@
-"""The hash of a kernel's sources: equal where comments, docstrings or formatting alone differ.
+"""Hash of a kernel's sources, independent of comments, docstrings and formatting.
 
-It covers the kernel module, every module of its DSL's package that it imports (inside functions too), and what these take from
-the leaves: the problem class with its bases, not the problems of other operators. An edit elsewhere changes no hash, so tuned
-tables stay current and compiled kernels stay in the cache.
+It covers the kernel module, every module of its DSL's package that it imports (also inside functions), and the definitions
+that these use from the leaves: the problem class with its bases, but not the problems of other operators. An edit elsewhere
+changes no hash, so tuned tables stay current and compiled kernels stay in the cache.
 
-Sources are parsed, nothing is imported. The largest kernel takes 0.2 s, once a process.
+Sources are parsed, nothing is imported. The largest kernel takes 0.2 s, once per process.
 """
 
 import ast
@@ -17,16 +17,16 @@ from pathlib import Path
 # Modules outside of the kernel's package that decide what it compiles to. gdn.device does not: its limits and peaks choose a
 # configuration, and the configuration is part of every key.
 LEAVES = ("gdn.problems", "gdn.recurrent_tiles")
-ROOT = Path(__file__).resolve().parents[2]  # of the leaves: the folder that holds gdn/
+ROOT = Path(__file__).resolve().parents[2]  # root of the leaves: the folder with gdn/
 
-_EVERYTHING = "*"  # of a leaf that is imported as a module
+_EVERYTHING = "*"  # name for a leaf that is imported as a module
 
 Taken = tuple[str, str]  # a leaf, and the name taken from it
 
 
 @functools.cache
 def source_hash(file: str) -> str:
-    """SHA-256 over all that decides what a kernel module compiles to."""
+    """SHA-256 over all sources that decide a kernel's machine code."""
     modules = _closure(*_place(Path(file).resolve()))
     digest = hashlib.sha256()
     for name in sorted(modules):
@@ -37,17 +37,17 @@ def source_hash(file: str) -> str:
 
 
 def forget() -> None:
-    """Files are read again at the next question."""
+    """Drops all results, so that files are read again."""
     for cached in (source_hash, _module, _leaf):
         cached.cache_clear()
 
 
 @dataclass(frozen=True)
 class _Module:
-    """What the hash needs to know of one file; its syntax tree is large and not kept."""
+    """Facts about one file that the hash needs; its syntax tree is large and not kept."""
 
     normal: str
-    imports: tuple[str, ...]  # of anything; names taken from modules too, which may be modules themselves
+    imports: tuple[str, ...]  # all imports, including names from modules, which may be modules themselves
     taken: tuple[Taken, ...]
 
 
@@ -60,7 +60,7 @@ def _module(name: str, path: Path) -> _Module:
 
 
 def _place(path: Path) -> tuple[str, Path]:
-    """A module's dotted name, and the folder that its first part lies in."""
+    """Dotted name of a module, and the folder of its top-level package."""
     parts = [] if path.name == "__init__.py" else [path.stem]
     folder = path.parent
     while (folder / "__init__.py").is_file():
@@ -70,19 +70,19 @@ def _place(path: Path) -> tuple[str, Path]:
 
 
 def _path(name: str, base: Path) -> Path | None:
-    """The file of a module; None where there is none below the base."""
+    """File of a module; None where there is none below the base."""
     stem = base.joinpath(*name.split("."))
     return next((path for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if path.is_file()), None)
 
 
 def _closure(kernel: str, base: Path) -> dict[str, _Module]:
-    """The kernel's module and all of its package that it imports, by name."""
+    """The kernel's module and all modules of its package that it imports, by name."""
     package, _, inside = kernel.partition(".")
     found: dict[str, _Module] = {}
     waiting = [kernel]
     while waiting:
         name = waiting.pop()
-        # Without a package, the modules next to the kernel's are its own.
+        # Without a package, modules next to the kernel's belong to it.
         if name in found or (inside and name.partition(".")[0] != package):
             continue
         path = _path(name, base)
@@ -96,7 +96,7 @@ def _closure(kernel: str, base: Path) -> dict[str, _Module]:
 
 
 def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
-    """Every name that is imported, wherever the statement stands."""
+    """All imported names, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -111,7 +111,7 @@ def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
 
 
 def _taken(tree: ast.AST) -> Iterator[Taken]:
-    """What is imported from leaves, wherever the statement stands."""
+    """All names imported from leaves, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, _EVERYTHING) for alias in node.names if _is_leaf(alias.name))
@@ -138,7 +138,7 @@ class _Definition:
 
 @functools.cache
 def _leaf(name: str) -> dict[str, _Definition]:
-    """The top-level names of a leaf."""
+    """Top-level definitions of a leaf, by name."""
     path = _path(name, ROOT)
     found: dict[str, _Definition] = {}
     for node in ast.parse(path.read_bytes()).body if path is not None else []:
@@ -153,7 +153,7 @@ def _leaf(name: str) -> dict[str, _Definition]:
 
 
 def _names(node: ast.stmt) -> Iterable[str]:
-    """What a top-level statement defines."""
+    """Names that a top-level statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -161,7 +161,7 @@ def _names(node: ast.stmt) -> Iterable[str]:
 
 
 def _definitions(taken: Iterable[Taken]) -> list[str]:
-    """The definitions that are taken from leaves and all that they use there: names with normal forms, sorted."""
+    """Definitions taken from leaves and everything that they use there: names with normal forms, sorted."""
     found: dict[Taken, str] = {}
     waiting = list(taken)
     while waiting:
@@ -184,7 +184,7 @@ def _definitions(taken: Iterable[Taken]) -> list[str]:
 
 # --- normal form -----------------------------------------------------------------------------------------------------
 
-# Fields that say how a program was written, or follow from where a node stands.
+# Fields about the spelling of a program, or that follow from a node's position.
 _ASIDE = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 
 
@@ -203,7 +203,7 @@ def _spell(node: ast.AST, words: list[str]) -> None:
     for name in node._fields:
         value = getattr(node, name, None)
         if name in _ASIDE or (value in (None, []) and not isinstance(node, ast.Constant)):
-            continue  # nothing to spell; and a newer Python has fields that an older one lacks
+            continue  # empty; a newer Python has fields that an older one lacks
         words.append(name)
         if isinstance(value, ast.AST):
             _spell(value, words)

@@ -1,4 +1,4 @@
-"""What compiling a kernel needs from the machine, found without importing a DSL."""
+"""Tools that compiling a kernel needs, found without importing a DSL."""
 
 import importlib.metadata
 import shutil
@@ -8,7 +8,7 @@ from gdn.runtime import env
 
 
 def nvcc() -> Path | None:
-    """The nvcc that TileLang would run: of CUDA_HOME, on PATH, of the nvidia-cuda-nvcc wheel, or of /usr/local/cuda."""
+    """The nvcc that TileLang would run: in CUDA_HOME, on PATH, in the nvidia-cuda-nvcc wheel, or in /usr/local/cuda."""
     home = env.toolkit_home()
     if home is not None:
         return _executable(home / "bin" / "nvcc")
@@ -30,13 +30,13 @@ def _executable(path: Path) -> Path | None:
 
 
 def host_compiler() -> Path | None:
-    """The C compiler that links a kernel into a shared library."""
+    """C compiler that links a kernel into a shared library."""
     found = shutil.which("cc")
     return Path(found) if found is not None else None
 
 
 def missing(backend: str) -> str | None:
-    """Why a backend cannot compile here, or None."""
+    """Reason why a backend cannot compile on this machine, or None."""
     if backend == "tilelang" and nvcc() is None:
         return "requires nvcc to compile (on PATH, under CUDA_HOME, or from the wheel tilelang[nvcc]), got none"
     if host_compiler() is None:

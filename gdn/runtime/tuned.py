@@ -1,16 +1,16 @@
-"""Tuned tables: their schema, how an entry is found, and how the autotuner writes one.
+"""Tuned tables: schema, lookup of an entry, and writing by the autotuner.
 
 A table is `<device>/<op>.<backend>.json`, below GDN_TUNED_DIR and then below the tables that ship with the package. A group
 holds the entries that were measured on one set of static fields. It serves every problem of the same tune key
-(`Problem.tune_fields`), if the kernel's `fits` takes the entry's configuration for that problem: dtypes of indices and gates,
-masks and flags may differ.
+(`Problem.tune_fields`) for which the kernel's `fits` accepts the entry's configuration: dtypes of indices and gates, masks and
+flags may differ.
 
 Among the entries that serve, the nearest sizes win: the smallest sum over sizes of |log2((a + 1) / (b + 1))|, ties to the entry
 with more static fields of the problem's own, then to the smaller sizes (compared in the order of their names). An entry beyond
 the kernel's bound of that sum (`TUNED_WITHIN`, else WITHIN) does not serve: there the kernel's default does.
 
-Every entry names the kernel source that was timed. One of another source is stale: its configuration still serves, its time says
-nothing any more.
+Every entry names the kernel source that was timed. An entry of another source is stale: its configuration still serves, its
+time is no longer used.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ from gdn.runtime import log
 SCHEMA = 2
 SHIPPED = Path(__file__).resolve().parent.parent / "tuned"
 
-# Of a kernel that names no bound of its own: not quite twice as large, or half, in all sizes together. Shapes are tuned at powers
-# of two, and one that is not in the table because the default is the fastest there must not be served by its neighbour.
+# Default bound: a factor below two over all sizes together. Shapes are tuned at powers of two; a shape that is not in the table
+# because its default is fastest must not be served by the neighbouring entry.
 WITHIN = 0.9
 
 
@@ -42,7 +42,7 @@ class _Strict(BaseModel):
 
 
 class Header(_Strict):
-    """Where the numbers come from."""
+    """Origin of the numbers."""
 
     schema_version: int = SCHEMA
     device: str  # DeviceSpec.key
@@ -55,7 +55,7 @@ class Entry(_Strict):
     sizes: dict[str, int]
     config: dict[str, int | bool]
     time_us: float
-    error: float | None = None  # relative error against the reference when it was timed
+    error: float | None = None  # relative error against the reference in that measurement
     date: str  # of the measurement, ISO
     kernel_source: str  # source.source_hash of the kernel that was timed, or of a later one with the same machine code
     machine_code: str | None = None  # hash of the kernel's machine code; None where it could not be read
@@ -74,7 +74,7 @@ class Table(_Strict):
         return sum(len(group.entries) for group in self.groups)
 
     def num_stale(self, kernel_source: str) -> int:
-        """Entries that were measured with another version of the kernel."""
+        """Number of entries that were measured with another version of the kernel."""
         return sum(entry.kernel_source != kernel_source for group in self.groups for entry in group.entries)
 
 
@@ -83,7 +83,7 @@ def table_path(folder: Path, device: str, op: str, backend: str) -> Path:
 
 
 def read(path: Path) -> Table:
-    """The table of a file; ValueError where it is none of this schema or the one before."""
+    """Reads a table; ValueError where the file is not a table of this schema or the previous one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["header"]["schema_version"]
@@ -95,7 +95,7 @@ def read(path: Path) -> Table:
 
 
 def _of_schema_1(content: dict[str, Any]) -> dict[str, Any]:
-    """A table whose header named one date and one kernel source for all entries."""
+    """Converts a table of schema 1, whose header had one date and one kernel source for all entries."""
     header = dict(content["header"])
     date, versions, kernel_source = header.pop("date"), header.pop("versions"), header.pop("kernel_source")
     own = {"date": date, "kernel_source": kernel_source}
@@ -104,7 +104,7 @@ def _of_schema_1(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, table: Table) -> None:
-    """Writes a table so that a reader sees the old one or the new one, never a part; a table without entries is deleted."""
+    """Writes a table atomically: readers see the old or the new one. A table without entries is deleted."""
     groups = [group for group in table.groups if group.entries]
     dates = {entry.date for group in groups for entry in group.entries}
     runs = {date: versions for date, versions in sorted(table.header.runs.items()) if date in dates}
@@ -122,7 +122,7 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
+        os.chmod(temporary, 0o644)  # mkstemp creates files for their owner only
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -131,46 +131,46 @@ def _replace(path: Path, text: str) -> None:
 
 @functools.cache
 def _groups(path: Path) -> tuple[Group, ...]:
-    """The groups of a file, parsed once; none where it is not readable."""
+    """Groups of a file, parsed once; none where the file is not readable."""
     if not path.is_file():
         return ()
     try:
         return tuple(read(path).groups)
     except (ValueError, OSError) as error:
-        log.once(f"tuned table passed over: {error}", logging.WARNING)
+        log.once(f"tuned table skipped: {error}", logging.WARNING)
         return ()
 
 
 @functools.cache
 def _by_tune_key(path: Path, names: tuple[str, ...]) -> Mapping[str, list[Group]]:
-    """The groups of a file by their values of these fields."""
+    """Groups of a file, by their values of these fields."""
     found: dict[str, list[Group]] = {}
     for group in _groups(path):
         if missing := [name for name in names if name not in group.static]:
-            log.once(f"{path}: entries passed over, their problem lacks {', '.join(missing)}")
+            log.once(f"{path}: entries skipped: their problem has no {', '.join(missing)}")
             continue
         found.setdefault(static_text({name: group.static[name] for name in names}), []).append(group)
     return found
 
 
 def forget() -> None:
-    """Files are read again at the next lookup."""
+    """Drops all tables, so that files are read again."""
     _groups.cache_clear()
     _by_tune_key.cache_clear()
 
 
 def static_text(static: Mapping[str, Any]) -> str:
-    """Static fields as text that depends on neither their order nor on how JSON wrote them."""
+    """Static fields as text, independent of their order and of JSON's formatting."""
     return json.dumps(dict(static), sort_keys=True)
 
 
 def distance(a: Mapping[str, int], b: Mapping[str, int]) -> float:
-    """How far apart two sets of the same sizes are."""
+    """Distance between two sets of the same sizes."""
     return sum(abs(math.log2((a[name] + 1) / (b[name] + 1))) for name in a)
 
 
 def build_config(config_type: type, values: Mapping[str, int | bool]) -> Any | None:
-    """The Config of an entry, or None where the kernel's fields are no longer the entry's."""
+    """Config of an entry, or None where its fields are not the kernel's."""
     expected = {f.name for f in dataclasses.fields(config_type)}
     if expected != set(values):
         return None
@@ -185,12 +185,12 @@ class Found:
     config: Any
     path: Path
     sizes: tuple[tuple[str, int], ...]  # the entry's, sorted by name
-    static: str  # what it was measured on, as static_text
-    others: tuple[str, ...]  # static fields in which that is not the problem
+    static: str  # static fields of the measured problem, as static_text
+    others: tuple[str, ...]  # names of the static fields in which the measured problem differs
 
 
 def usable(path: Path, problem: Problem, config_type: type, fits: Callable[[Any], bool]) -> list[Found]:
-    """The entries of a table that serve the problem, whatever its sizes."""
+    """Entries of a table that serve the problem, whatever its sizes."""
     groups = _by_tune_key(path, problem.tune_names()).get(static_text(problem.tune_fields()), ())
     return usable_of(groups, path, problem, config_type, fits)
 
@@ -198,10 +198,10 @@ def usable(path: Path, problem: Problem, config_type: type, fits: Callable[[Any]
 def usable_of(
     groups: Iterable[Group], path: Path, problem: Problem, config_type: type, fits: Callable[[Any], bool]
 ) -> list[Found]:
-    """Of these groups, which are of the problem's tune key.
+    """Entries of these groups, which have the problem's tune key, that serve the problem.
 
-    An entry that names other sizes than the problem, whose config has other fields than the kernel's Config, or whose
-    config does not fit, counts as missing, and the log says so.
+    An entry is skipped, and logged, if its sizes have other names than the problem's, if its config has other fields than the
+    kernel's Config, or if its config does not fit.
     """
     wanted, size_names = problem.static_fields(), problem.sizes().keys()
     found = []
@@ -210,11 +210,11 @@ def usable_of(
         for entry in group.entries:
             config = build_config(config_type, entry.config)
             if entry.sizes.keys() != size_names:
-                log.once(f"{path}: entry passed over, its sizes are {sorted(entry.sizes)}, the problem's {sorted(size_names)}")
+                log.once(f"{path}: entry skipped: its sizes are {sorted(entry.sizes)}, the problem's {sorted(size_names)}")
             elif config is None:
-                log.once(f"{path}: entry passed over, {entry.config} are not the fields of the kernel's Config")
+                log.once(f"{path}: entry skipped: {entry.config} are not the fields of the kernel's Config")
             elif not fits(config):
-                log.once(f"{path}: entry passed over, {config} does not fit {problem.static_key()}")
+                log.once(f"{path}: entry skipped: {config} does not fit {problem.static_key()}")
             else:
                 sizes = tuple(sorted(entry.sizes.items()))
                 found.append(Found(entry, config, path, sizes, static_text(group.static), others))
@@ -222,8 +222,10 @@ def usable_of(
 
 
 def nearest_first(found: Iterable[Found], sizes: Mapping[str, int], within: float = math.inf) -> list[tuple[float, Found]]:
-    """Those at most so far from these sizes, with their distances and sorted by them; ties to more static fields in common, then
-    to smaller sizes."""
+    """Entries within a distance of these sizes, with their distances, sorted by distance.
+
+    Ties go to more static fields in common, then to smaller sizes.
+    """
     measured = ((distance(one.entry.sizes, sizes), one) for one in found)
     near = [one for one in measured if one[0] <= within]
     return sorted(near, key=lambda item: (item[0], len(item[1].others), item[1].sizes))

@@ -12,7 +12,7 @@ class Error:
 
     l2: float  # |actual - expected| / |expected| of one head of one sequence
     peak: float  # max |actual - expected| / max |expected| of one head of one sequence
-    where: str  # of the larger l2
+    where: str  # place of the largest l2
 
     def within(self, l2: float, peak: float | None = None) -> bool:
         return self.l2 <= l2 and self.peak <= (4 * l2 if peak is None else peak)
@@ -21,7 +21,7 @@ class Error:
 def error(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> Error:
     """Both of one shape; the first `groups` dims are kept apart, the error is taken over the rest.
 
-    Not a number anywhere in `actual` is an infinite error. A group that is zero in `expected` must be zero in `actual`.
+    A NaN in `actual` is an infinite error. A group that is zero in `expected` must be zero in `actual`.
     """
     if actual.shape != expected.shape:
         raise ValueError(f"actual: expected shape {list(expected.shape)}, got shape {list(actual.shape)}")

@@ -1,4 +1,4 @@
-"""Seeded arguments for the delta-rule operators, made from a problem: what tests and the autotuner run kernels on.
+"""Seeded arguments for the delta-rule operators, made from a problem, for tests and the autotuner.
 
 `chunk_problem` and `recurrent_problem` make a small problem; `chunk_inputs` and `recurrent_inputs` return the keyword
 arguments of the public operator (and of the reference and the oracle); `chunk_tensors` and `recurrent_tensors` turn those
@@ -176,7 +176,7 @@ _PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def _targets(problem: DeltaRuleProblem, arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """final_state, out: where a launch writes; new tensors are full of NaN, so that what is never written shows."""
+    """final_state and out of a launch; new tensors are full of NaN, so that an element that is never written shows."""
     v = arguments["v"]
     out = torch.full((1, v.shape[1], problem.num_state_heads, problem.head_v_dim), torch.nan, dtype=v.dtype, device=v.device)
     if not problem.has_final_state:
@@ -314,7 +314,7 @@ def _slices_of_one_buffer(*parts: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _spread(x: torch.Tensor) -> torch.Tensor:
-    """A copy of [L, heads] whose two strides are both larger than they need be."""
+    """A copy of [L, heads] whose two strides are both larger than necessary."""
     buffer = torch.full((x.shape[0], x.shape[1] + 3, 2), torch.nan, dtype=x.dtype, device=x.device)
     view = buffer[:, : x.shape[1], 0]
     view.copy_(x)

@@ -1,6 +1,6 @@
 """Seeded inputs of the two logits operators, built from a problem: shared by the tests and the autotuner.
 
-Whatever no row may see is NaN: keys outside every range, the rest of a sequence's last page, pages of nobody.
+Everything that no row may see is NaN: keys outside every range, the rest of a sequence's last page, unused pages.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ class MqaInputs:
 @dataclass(frozen=True)
 class PagedInputs:
     q: torch.Tensor  # [B, next_n, H, D]
-    cache: torch.Tensor  # as gdn.paged_mqa_logits takes it, 4 dims
+    cache: torch.Tensor  # as for gdn.paged_mqa_logits, with 4 dims
     weights: torch.Tensor | None  # [B * next_n, H]
     context_lens: torch.Tensor  # [B] or [B, next_n] int32
-    block_tables: torch.Tensor  # [B, max_pages] int32, behind a sequence's last page the number of a poisoned page
+    block_tables: torch.Tensor  # [B, max_pages] int32; after a sequence's last page the number of a poisoned page
     max_context_len: int
     page_size: int
-    rows: torch.Tensor  # [B, longest, kv_heads, D]: what the pages hold, in key order
+    rows: torch.Tensor  # [B, longest, kv_heads, D]: content of the pages, in key order
     row_scales: torch.Tensor | None  # [B, longest, kv_heads] float32
 
 
@@ -145,7 +145,7 @@ def make_paged_inputs(
 
     lengths: per sequence, or with per_draft_lengths per sequence and draft; None = all max_context_len. The cache holds
     pages for max_context_len keys of every sequence, so a graph may be replayed with other lengths; keys beyond the
-    longest draft of a sequence are NaN. page_pad_bytes: bytes between pages, a multiple of 16. Pages lie shuffled.
+    longest draft of a sequence are NaN. page_pad_bytes: bytes between pages, a multiple of 16. Pages are shuffled.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     batch, next_n, page_size = problem.batch, problem.next_n, problem.page_size

@@ -1,8 +1,8 @@
-"""What a compiled kernel costs and uses, read from the machine code inside the shared library that `compile` returns.
+"""Registers, memory and instructions of a compiled kernel, read from the machine code in the library that `compile` returns.
 
 Both DSLs embed their cubins uncompressed, so a scan for CUDA ELF headers finds them without any CUDA library. Every
 figure comes from the cubin's own attributes or from nvdisasm's text; one that is missing raises. Dynamic shared memory
-is a launch argument and stands in no cubin: `static_shared_bytes` is what the code itself declares.
+is a launch argument and not in the cubin: `static_shared_bytes` is what the code itself declares.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ _ATTRIBUTE_REQUIRED_THREADS = 0x10
 _ATTRIBUTE_FRAME_SIZE = 0x11
 _ATTRIBUTE_REGISTERS = 0x2F
 
-_CODE_OF_FAMILY = 0x09  # of .nv.compat, which is laid out alike: 1 where the code is for one architecture alone, as sm_90a's
-_ABI_WITH_COMPAT = 8  # of CUDA 13's cubins, the ones whose target is read here
+_CODE_OF_FAMILY = 0x09  # in .nv.compat, which has the same layout: 1 where the code is for one architecture only, like sm_90a
+_ABI_WITH_COMPAT = 8  # ABI version of CUDA 13's cubins, whose target is read here
 _INSTRUCTION_BYTES = 16
 _CONSTANTS = (
     ".nv.constant2",
     ".nv.constant3",
     ".nv.global.init",
-)  # that the code was compiled with; 0 holds the launch's arguments
+)  # banks with constants of the code; bank 0 holds the arguments of the launch
 
 _ARGUMENT = re.compile(r"c\[0x0\]\[[^]]*\]")  # an operand: an argument of the launch, by its place
 _ENCODING = re.compile(r"/\* 0x[0-9a-f]+ \*/")
@@ -79,10 +79,10 @@ class MachineCode:
 
 @dataclass(frozen=True)
 class Undecoded:
-    """A kernel function whose instructions are still to be counted: `decoded` does so for many at once."""
+    """A kernel function whose instructions are not counted yet: `decoded` counts those of many at once."""
 
     kernel: MachineCode  # without instructions, where there is code
-    code: bytes  # empty: they are counted already
+    code: bytes  # empty where they are counted already
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _Cubin:
         return [self._text(strings.offset + offset) for offset in offsets]
 
     def entries(self, section_name: str) -> Iterator[tuple[int, int, bytes | None]]:
-        """(code, size or value, bytes where it is a size) of an .nv.info section or one that is laid out alike."""
+        """(code, size or value, bytes where it is a size) of an .nv.info section or one of the same layout."""
         section = self.section(section_name)
         at, end = section.offset, section.offset + section.size
         while at < end:
@@ -211,7 +211,7 @@ def _disassemble(cubin: _Cubin) -> tuple[str, dict[str, Counter[str]]]:
 
 
 def _target(cubin: _Cubin) -> str | None:
-    """As nvdisasm names it; None where the cubin is of another format than CUDA 13's."""
+    """Target under nvdisasm's name; None where the cubin has another format than CUDA 13's."""
     compat = cubin.find(".nv.compat")
     if cubin.bytes[8] != _ABI_WITH_COMPAT or compat is None:
         return None
@@ -241,7 +241,7 @@ def kernels(library: bytes) -> list[MachineCode]:
 
 
 def undecoded(library: bytes) -> list[Undecoded]:
-    """The same but for the instructions, which `decoded` counts: the disassembler takes longer to start than for a kernel."""
+    """`kernels` without the instructions, which `decoded` counts for many: a start of the disassembler takes long."""
     return _read(library, may_wait=True)
 
 

@@ -1,6 +1,6 @@
-"""The exact answer: the token recurrence in float64, written without anything of gdn.reference.
+"""Oracle of the delta rule: the token recurrence in float64, independent of gdn.reference.
 
-Takes a call of either delta-rule operator and returns what every tensor must hold afterwards; no argument is modified.
+Takes a call of either delta-rule operator and returns the exact content of every tensor afterwards; no argument is modified.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def oracle_delta_rule(
     null_slot: int = -1,
     **ignored: Any,
 ) -> DeltaRuleResult:
-    """Either operator's arguments by name (those without an effect on values are ignored).
+    """Computes a call of either operator from its arguments by name (those without an effect on values are ignored).
 
     With indices (1-D or 2-D, under either name) the result's state is the pool afterwards in float64, its untouched rows
     being the values they had, and `written_slots` says which rows may have changed. Without, it is one final state per
@@ -169,5 +169,5 @@ def oracle_delta_rule(
 
 
 def oracle_of(arguments: Mapping[str, Any]) -> DeltaRuleResult:
-    """oracle_delta_rule on a dict as gdn.testing.inputs makes them."""
+    """oracle_delta_rule on arguments from gdn.testing.inputs."""
     return oracle_delta_rule(**arguments)

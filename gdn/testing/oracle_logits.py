@@ -1,7 +1,7 @@
-"""Exact indexer logits in float64, and how far a float32 or bfloat16 result may be from them.
+"""Exact indexer logits in float64, and bounds for the error of a float32 or bfloat16 result.
 
-Stated apart from `gdn.reference.logits`: every key is dequantised first, heads are walked one by one, and each row's own
-range is cut out. It takes the same FP8 or bf16 values as the kernel, so that only the kernel's own rounding is measured.
+Independent of `gdn.reference.logits`: every key is dequantised first, heads are processed one by one, and each row's own range
+is cut out. It takes the same FP8 or bf16 values as the kernel, so that only the kernel's own rounding is measured.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ import torch
 
 from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 
-# Of calc_diff. FP8 tensor-core sums on Hopper keep about 14 bits; a bf16 output keeps 8.
+# Limits of calc_diff. FP8 tensor-core sums on Hopper keep about 14 bits; a bf16 output keeps 8.
 CALC_DIFF_FLOAT32 = 5e-6
 CALC_DIFF_BFLOAT16 = 3e-5
-# Of |error| / (scale * sum_h |w_h| |q_h| . |k|), element by element: what a single wrong score cannot hide under.
+# Limits of |error| / (scale * sum_h |w_h| |q_h| . |k|), element by element, so that a single wrong score shows.
 ELEMENT_FP8 = 2.0**-10
 ELEMENT_BFLOAT16 = 2.0**-16
 
@@ -54,7 +54,7 @@ def _dense(
 
 
 def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True, max_seqlen_k: int | None = None) -> ExactLogits:
-    """Exact ragged logits, laid out as `gdn.mqa_logits` lays them out."""
+    """Exact ragged logits, in the layout of `gdn.mqa_logits`."""
     q = inputs.q.double()
     k = inputs.k.double()
     num_rows, num_keys = q.shape[0], k.shape[0]
@@ -85,7 +85,7 @@ def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True
 
 
 def exact_paged_mqa_logits(inputs: PagedInputs, *, scale: float = 1.0, relu: bool = True) -> ExactLogits:
-    """Exact paged logits from the rows that the generator put into the pages (never read back through the cache)."""
+    """Exact paged logits from the rows that the generator put into the pages (not read back from the cache)."""
     batch, next_n = inputs.q.shape[:2]
     columns = inputs.max_context_len
     values = torch.zeros(batch * next_n, columns, dtype=torch.float64, device=inputs.q.device)

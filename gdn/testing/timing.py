@@ -1,16 +1,16 @@
-"""Times calls on the current CUDA device, and measures what the device can do in this run.
+"""Timing of calls on the current CUDA device, and measurement of the device's own limits in this run.
 
-A call is timed inside a CUDA-graph replay, where the host costs nothing, with several sets of inputs in turn if those
-given fit into the L2 cache. One that cannot be captured (it reads from the device) is timed between events.
+A call is timed inside a CUDA-graph replay, which excludes the host, with several sets of inputs in turn where one set would stay
+in the L2 cache. A call that cannot be captured (it reads from the device) is timed between events.
 
 There are three orders of samples:
 
-- `time_us`, `Timed.sustained_us` and the limits: one call, its samples back to back and for more than a tenth of a second,
-  the first part left out. What is bound by arithmetic runs above the power limit for some milliseconds, until the limit
-  lowers the clock: an FP8 matmul of 8192^3 reaches 1469 TFLOP/s in bursts of 4 ms and 1232 after 0.2 s of nothing else
-  (H100, 700 W). A share of the floor means something only where both sides are what the device sustains.
-- `interleaved_us`: candidates in turn, each sample awaited, for comparing them with each other.
-- `Timed.burst_us`: one call, a few milliseconds of it behind a rest: what it takes before the power limit acts.
+- `time_us`, `Timed.sustained_us` and the limits: one call, samples back to back for more than a tenth of a second, without the
+  first part. Compute-bound kernels run above the power limit for some milliseconds, until the limit lowers the clock: an FP8
+  matmul of 8192^3 reaches 1469 TFLOP/s in bursts of 4 ms and 1232 after 0.2 s of nothing else (H100, 700 W). A share of the
+  floor is meaningful only where both sides are sustained rates.
+- `interleaved_us`: candidates in turn, waiting for each sample, to compare them with each other.
+- `Timed.burst_us`: one call, a few milliseconds of it after a rest: its time before the power limit acts.
 """
 
 import functools
@@ -24,34 +24,36 @@ import torch
 
 Call = Callable[[], object]
 
-_TARGET_US = 4000.0  # of one replay: event resolution is about a microsecond
-_MOST_CALLS = 400  # in one graph
-_WARM_UP_US = 50e3  # for the clock to settle under the call's own load
-_SAMPLED_US = 100e3  # behind the warm-up
-_LEAST_SAMPLES = 5  # of a call that takes long
+_TARGET_US = 4000.0  # duration of one replay: event resolution is about a microsecond
+_MOST_CALLS = 400  # calls in one graph
+_WARM_UP_US = 50e3  # until the clock has settled under the call's own load
+_SAMPLED_US = 100e3  # after the warm-up
+_LEAST_SAMPLES = 5  # samples of a long call
 _REST_S = 0.2  # before a burst
 _BURST_SAMPLES = 10
-_BURST_US = 1000.0  # of a sample, and
-_BURST_CALLS = 5  # at least
+_BURST_US = 1000.0  # least duration of a sample
+_BURST_CALLS = 5  # least number of calls in a sample
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What this device sustained in this run; a kernel's floor is computed from these."""
+    """Rates that this device sustained in this run; a kernel's floor is computed from them."""
 
     copy_gbps: float  # bytes read plus bytes written, 1e9 a second
     bf16_tflops: float  # dense matmul 8192^3
     fp8_tflops: float
 
     def floor_us(self, flops: int, num_bytes: int, dtype: str) -> float:
-        """The least time for so much arithmetic on tensor cores and so many bytes through device memory."""
+        """Least time for this much arithmetic on tensor cores and this many bytes through device memory."""
         tflops = self.fp8_tflops if dtype == "float8_e4m3fn" else self.bf16_tflops
         return max(num_bytes / self.copy_gbps / 1e3, flops / tflops / 1e6)
 
 
 class Timed:
-    """Calls made ready to be timed again and again: `sample_us` is one replay, `sustained_us` many, `burst_us` a few short ones
-    behind a rest, all per call."""
+    """Calls prepared for repeated timing.
+
+    `sample_us` is one replay, `sustained_us` many, `burst_us` a few short ones after a rest; all are times per call.
+    """
 
     def __init__(self, calls: Sequence[Call]) -> None:
         """calls: the same work on different inputs, run in turn."""
@@ -96,11 +98,11 @@ class Timed:
         return _elapsed_us(self._replay) / self._count
 
     def sustained_us(self) -> float:
-        """Median of replays that follow each other without a pause, behind a warm-up by the same calls."""
+        """Median of replays without a pause between them, after a warm-up by the same calls."""
         return _sustained_us(self._replay) / self._count
 
     def burst_us(self) -> float:
-        """Median of ten replays of at least five calls and a millisecond, each awaited, behind a rest."""
+        """Median of ten replays of at least five calls and a millisecond, waiting for each, after a rest."""
         least = max(_BURST_CALLS, math.ceil(_BURST_US / self._estimate_us))
         rounds = -(-least // len(self._calls))
         replay, _ = self._ready(rounds)
@@ -120,7 +122,7 @@ def _elapsed_us(call: Call) -> float:
 
 
 def _sustained_us(call: Call) -> float:
-    """Median time of a call that is enqueued again and again. Only the last is awaited: a pause would let the clock rise."""
+    """Median time of a call that is enqueued repeatedly. Waits only for the last: a pause would let the clock rise."""
     once = max(_elapsed_us(call), 1.0)
     for _ in range(math.ceil(_WARM_UP_US / once)):
         call()
@@ -135,7 +137,7 @@ def _sustained_us(call: Call) -> float:
 
 
 def time_us(call: Call, *more: Call) -> float:
-    """Median time of one call while the device does nothing else: what it sustains, not what a short burst reaches.
+    """Median time of one call while the device does nothing else: its sustained time, not that of a short burst.
 
     more: the same work on other inputs, so that none of them stays in the L2 cache.
     """
@@ -143,14 +145,14 @@ def time_us(call: Call, *more: Call) -> float:
 
 
 def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
-    """Median time of each candidate's call, sampled in turn: a clock that drifts hits all of them alike."""
+    """Median time of each candidate's call, sampled in turn, so that a drifting clock affects all of them equally."""
     timed = [Timed(calls) for calls in candidates]
     rows = [[one.sample_us() for one in timed] for _ in range(samples)]
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
-    """How many sets of inputs it takes to pass three times the L2 cache: then a call finds none of its own there."""
+    """Number of sets of inputs that exceed three times the L2 cache, so that a call finds none of its own data there."""
     return max(1, min(most, -(-3 * l2_bytes // max(bytes_each, 1))))
 
 

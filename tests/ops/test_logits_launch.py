@@ -11,7 +11,7 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
@@ -44,11 +44,7 @@ class StandIn:
         kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
         launch = kinds[type(problem)]
         choice = runtime.Choice(problem.op, "tilelang")
-
-        def unpack(*given):
-            launch(problem, *(given[0] if hasattr(given[0], "_fields") else given))
-
-        return runtime.Prepared("tilelang", None, 0, unpack, choice)
+        return runtime.Prepared("tilelang", None, 0, lambda params: launch(problem, params), choice)
 
     def ragged(self, p, params):
         assert isinstance(params, MqaLogitsParams)
@@ -73,7 +69,9 @@ class StandIn:
         first, last = key_range(starts, ends, p.num_keys)
         out[(last - first) <= least] = torch.nan if least else -torch.inf
 
-    def topk(self, p, logits, starts, ends, out, list_short=0, num_keys=-1, drafts=1):
+    def topk(self, p, params):
+        assert isinstance(params, TopkParams)
+        logits, starts, ends, out, list_short, num_keys, drafts = params
         self.launches += 1
         assert list_short in (0, 1)
         assert p.num_rows and p.k

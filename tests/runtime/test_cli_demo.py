@@ -43,7 +43,7 @@ def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str):
     assert "prefill: 4 prompts of 37, 129, 64, 2 tokens in one ragged batch, every second one from a cached state" in text
     assert f"from a cached state {', '.join(demo_block.PREFILL)} decode" in text
     assert f"decode: 2 steps of one token for each sequence {', '.join(demo_block.DECODE)}" in text
-    assert "22 calls (reference 22), each checked against another computation in float64, 0 wrong" in text
+    assert "22 calls (reference 22), each checked against an independent computation in float64, 0 wrong" in text
 
 
 def test_the_steps_are_those_that_it_names():

@@ -39,8 +39,8 @@ def test_stale_entries_are_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_table_of_a_kernel_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("GDN_TUNED_DIR", str(tmp_path))
     _write(tmp_path, "a", "b")
-    monkeypatch.setattr(doctor.registry, "operator", lambda op: registry.Operator(op, ()))
-    assert ", of a kernel that is not here" in _found("GDN_TUNED_DIR")[0].text
+    monkeypatch.setattr(doctor.registry, "operator", lambda op: registry.Operator(op, None, ()))
+    assert ", for a kernel that does not exist" in _found("GDN_TUNED_DIR")[0].text
 
 
 def test_every_shipped_table_is_current():
