@@ -374,16 +374,20 @@ def bench(
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
-    readme: Annotated[Path | None, typer.Option(help="Put the tables between the marks of this file.")] = None,
+    write: Annotated[
+        bool,
+        typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="With --write: folder of tables; the shipped ones if left out.")] = None,
     with_peers: Peers = None,
 ) -> None:
     """Time the public operators; print each one's share of the floor that this run's own limits set, and its error.
 
     Shapes that are measured but never tuned (short calls, published tables) are named by --shapes short and --shapes published.
-    Interrupted, it prints what it has by then, and leaves the file of --readme alone.
+    Interrupted, it prints what it has by then, and writes no table.
     """
-    if readme is not None and not readme.is_file():
-        raise _fail(f"readme: expected a file, got {readme}")
+    if out is not None and not write:
+        raise _fail("out: expected with --write (without it, no table is written)")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise _fail(f"json: expected a file in a folder that exists, got {json_file}")
     operators = [op] if op is not None else shape_list.operators()
@@ -427,8 +431,15 @@ def bench(
     console.print(_bench_table(found))
     if interrupted:
         raise typer.Exit(130)
-    if readme is not None:
-        report.write_into(readme, report.markdown(found))
+    if write:
+        from autotune import plot
+        from gdn.runtime import tuned
+
+        measured = (out or tuned.SHIPPED) / spec.key / "MEASURED.md"
+        measured.parent.mkdir(parents=True, exist_ok=True)
+        report.write_into(measured, report.markdown(found))
+        plot.draw(measured, measured.with_suffix(".png"))
+        console.print(f"wrote {measured}", markup=False)
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
 
 

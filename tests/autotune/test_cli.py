@@ -75,19 +75,42 @@ class _Interrupted:
         }  # fmt: skip
         limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1200.0}
         rows = [row | {"shape": name} for name in self._names]
-        return {"device": "some device", "torch": "0", "limits": limits, "rows": rows, "peers": [], "failures": []}
+        return {
+            "device": "some device",
+            "date": "2026-01-02",
+            "torch": "0",
+            "limits": limits,
+            "rows": rows,
+            "peers": [],
+            "failures": [],
+        }
 
 
 def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cli, "_spec", lambda: H100)
     monkeypatch.setattr(bench, "Bench", _Interrupted)
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- measured recurrent -->\nold\n<!-- /measured recurrent -->\n")
     first, second, *_ = shapes.shapes("recurrent")
-    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--readme", str(readme)])
+    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
     assert done.exit_code == 130
     assert first.name in done.output and second.name not in done.output
-    assert "old" in readme.read_text()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bench_writes_its_tables_and_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Into the device's file: other operators' tables stay, and a second run replaces its own."""
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(bench, "Bench", _Interrupted)
+    folder = tmp_path / "h100"
+    folder.mkdir()
+    other = "<!-- measured topk -->\nof another run\n<!-- /measured topk -->\n"
+    (folder / "MEASURED.md").write_text(other)
+    name = shapes.shapes("recurrent")[0].name
+    for _ in range(2):
+        done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--shapes", name, "--write", "--out", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+    text = (folder / "MEASURED.md").read_text()
+    assert text.startswith(other) and text.count(f"| {name} | CuTe | 1.00 |") == 1
+    assert (folder / "MEASURED.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

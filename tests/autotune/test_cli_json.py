@@ -103,7 +103,7 @@ def test_what_follows_json_prints_on_stdout_again(tmp_path: Path) -> None:
         (["tune"], "op: expected one of chunk"),
         (["tune", "chunk", "--limit", "0"], "Invalid value for '--limit'"),
         (["bench", "chunky"], "expected one of chunk"),
-        (["bench", "--readme", "/nowhere/README.md"], "readme: expected a file, got /nowhere/README.md"),
+        (["bench", "--out", "/nowhere"], "out: expected with --write"),
         (["bench", "--json", "/nowhere/figures.json"], "json: expected a file in a folder that exists"),
         (["accuracy", "--backend", "cuda"], "backend: expected one of cute, tilelang, got 'cuda'"),
         (["selection", "--backend", "cuda", "--keys", "64", "--rows", "2"], "backend: expected 'tilelang', 'cute', 'reference'"),
