@@ -240,7 +240,7 @@ def test_restamp_and_prune_need_no_gpu(stale_table: Path, monkeypatch: pytest.Mo
     done = RUNNER.invoke(cli.app, ["tune", "chunk", "--restamp", "--prune", "--out", folder, "--workers", "1"])
     assert done.exit_code == 1, done.output  # the fake kernel has no machine code to compare
     output = " ".join(done.output.split())
-    assert "0 of 2 entries stamped anew, 2 stale" in output and "its machine code was not recorded" in output
+    assert "0 of 2 entries restamped, 2 stale" in output and "its machine code was not recorded" in output
     assert "1 entries that repeat the default dropped" in output
     assert tuned.read(stale_table).num_entries() == 1
     done = RUNNER.invoke(cli.app, ["tune", "chunk", "--stale", "--out", folder])
