@@ -388,6 +388,8 @@ def bench(
     """
     if out is not None and not write:
         raise _fail("out: expected with --write (without it, no table is written)")
+    if write and shapes:
+        raise _fail("write: expected without --shapes (a table has all shapes of its operator)")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise _fail(f"json: expected a file in a folder that exists, got {json_file}")
     operators = [op] if op is not None else shape_list.operators()

@@ -96,20 +96,28 @@ def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir())
 
 
+class _Complete(_Interrupted):
+    """A run that is not interrupted."""
+
+    def measure(self, shape: shapes.Shape) -> list[str]:
+        self._names.append(shape.name)
+        return []
+
+
 def test_a_bench_writes_its_tables_and_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Into the device's file: other operators' tables stay, and a second run replaces its own."""
     monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(bench, "Bench", _Interrupted)
+    monkeypatch.setattr(bench, "Bench", _Complete)
     folder = tmp_path / "h100"
     folder.mkdir()
     other = "<!-- measured topk -->\nof another run\n<!-- /measured topk -->\n"
     (folder / "MEASURED.md").write_text(other)
-    name = shapes.shapes("recurrent")[0].name
     for _ in range(2):
-        done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--shapes", name, "--write", "--out", str(tmp_path)])
+        done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
         assert done.exit_code == 0, done.output
     text = (folder / "MEASURED.md").read_text()
-    assert text.startswith(other) and text.count(f"| {name} | CuTe | 1.00 |") == 1
+    assert text.startswith(other)
+    assert all(text.count(f"| {shape.name} | CuTe | 1.00 |") == 1 for shape in shapes.shapes("recurrent"))
     assert (folder / "MEASURED.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -104,6 +104,7 @@ def test_what_follows_json_prints_on_stdout_again(tmp_path: Path) -> None:
         (["tune", "chunk", "--limit", "0"], "Invalid value for '--limit'"),
         (["bench", "chunky"], "expected one of chunk"),
         (["bench", "--out", "/nowhere"], "out: expected with --write"),
+        (["bench", "topk", "--shapes", "64", "--write"], "write: expected without --shapes"),
         (["bench", "--json", "/nowhere/figures.json"], "json: expected a file in a folder that exists"),
         (["accuracy", "--backend", "cuda"], "backend: expected one of cute, tilelang, got 'cuda'"),
         (["selection", "--backend", "cuda", "--keys", "64", "--rows", "2"], "backend: expected 'tilelang', 'cute', 'reference'"),
