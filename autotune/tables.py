@@ -116,6 +116,7 @@ class Restamped:
     """Outcome of a restamp: the number of restamped entries, and the reasons of those left stale."""
 
     stamped: int = 0
+    recorded: int = 0  # machine code of entries that are of the present source
     left: list[str] = field(default_factory=list)  # reason why each other entry stays stale
 
 
@@ -127,15 +128,20 @@ def restamp(
     timeout_s: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> Restamped:
-    """Compiles the stale entries of a table; those with the machine code that was timed then name the present source."""
+    """Compiles the stale entries of a table; those with the machine code that was timed then name the present source.
+
+    Entries of the present source whose machine code was not recorded (no disassembler where they were timed) get it.
+    """
     table, found = tuned.read(path), Restamped()
-    stale = [row for row in rows(kernel, table) if row.entry.kernel_source != kernel.source]
+    every = list(rows(kernel, table))
+    unrecorded = [row for row in every if row.entry.kernel_source == kernel.source and row.entry.machine_code is None]
+    stale = [row for row in every if row.entry.kernel_source != kernel.source]
     legal = [row for row in stale if _is_legal(kernel, row, table.header.device)]
     found.left += [f"{_label(row)}: the kernel no longer takes {row.entry.config}" for row in stale if row not in legal]
     found.left += [f"{_label(row)}: its machine code was not recorded" for row in legal if row.entry.machine_code is None]
     known = [row for row in legal if row.entry.machine_code is not None]
     same_code: dict[tuple[Any, ...], list[Row]] = {}
-    for row in known:
+    for row in known + [row for row in unrecorded if _is_legal(kernel, row, table.header.device)]:
         key = (row.problem.static_key(), *compiled.compiled_fields(row.config).items())
         same_code.setdefault(key, []).append(row)
     kinds = list(same_code.values())
@@ -145,13 +151,16 @@ def restamp(
         for row in kinds[outcome.index]:
             if outcome.failure is not None:
                 found.left.append(f"{_label(row)}: did not compile: {outcome.failure}")
+            elif any(row is one for one in unrecorded):
+                row.entry.machine_code = outcome.value
+                found.recorded += outcome.value is not None
             elif outcome.value != row.entry.machine_code:
                 found.left.append(f"{_label(row)}: its machine code has changed")
             else:
                 row.entry.kernel_source = kernel.source
                 row.entry.config = asdict(row.config)
                 found.stamped += 1
-    if found.stamped:
+    if found.stamped or found.recorded:
         tuned.write(path, table)
     return found
 

@@ -10,7 +10,7 @@ import torch
 import gdn
 from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, heads_of, launch_of
 from gdn import reference
-from gdn.problems import GdnDecodeProblem
+from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Prepared
 from gdn.testing import compare
 
@@ -72,15 +72,13 @@ class DecodeCase:
             "out": torch.full((rows, heads * V), torch.nan, dtype=getattr(torch, problem.dtype), device=device),
         }  # fmt: skip
 
-    def _tensors(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """Positional tensors of a launch."""
-        names = (
-            "mixed_qkv", "z", "b", "a", "conv_state", "conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight", "ssm_state",
-            "state_indices", "num_accepted_tokens", "query_start_loc",
-        )  # fmt: skip
+    def _params(self, arguments: dict[str, Any]) -> GdnDecodeParams:
+        """Arguments of a launch."""
         problem = self._problem
         out = arguments["out"].view(-1, problem.num_v_heads, problem.head_v_dim)
-        return (*(arguments[name] for name in names), None, out, problem.head_k_dim**-0.5, 1e-6, -1)
+        given: dict[str, Any] = {name: arguments.get(name) for name in GdnDecodeParams._fields}
+        own = {"cu_seqlens": arguments["query_start_loc"], "out": out, "scale": problem.head_k_dim**-0.5, "eps": 1e-6}
+        return GdnDecodeParams(**given | own | {"null_slot": -1})
 
     @cached_property
     def _expected(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,7 +97,7 @@ class DecodeCase:
     def check(self, prepared: Prepared) -> float:
         exact, pools = self._expected
         before, arguments = self._arguments(seed=0), self._arguments(seed=0)  # a launch updates the pools
-        launch_of(prepared, self._tensors(arguments))()
+        launch_of(prepared, self._params(arguments))()
         if not compare.same_bits(arguments["conv_state"], pools["conv_state"]):
             raise WrongResult("the windows are not the reference's")
         found, wanted, old = arguments["ssm_state"], pools["ssm_state"], before["ssm_state"]
@@ -118,7 +116,7 @@ class DecodeCase:
         return max(output.l2, state.l2)
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, self._tensors(arguments)) for arguments in self._timed]
+        return [launch_of(prepared, self._params(arguments)) for arguments in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         def call(arguments: dict[str, Any]) -> Call:

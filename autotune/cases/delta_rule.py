@@ -103,7 +103,7 @@ class ChunkCase(_DeltaRuleCase):
     def _tensors(self, arguments: dict[str, Any], prepared: Prepared) -> tuple[tuple[Any, ...], torch.Tensor]:
         workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=self._device)
         tensors = inputs.chunk_tensors(self._problem, arguments, workspace)
-        return tensors, tensors[-4]
+        return tensors, tensors.out
 
 
 class RecurrentCase(_DeltaRuleCase):
@@ -118,7 +118,7 @@ class RecurrentCase(_DeltaRuleCase):
 
     def _tensors(self, arguments: dict[str, Any], prepared: Prepared) -> tuple[tuple[Any, ...], torch.Tensor]:
         tensors = inputs.recurrent_tensors(self._problem, arguments)
-        return tensors, tensors[-3]
+        return tensors, tensors.out
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,18 @@ import torch
 from autotune.cases.base import SeededCase, Shape, Tunable, WrongResult, example, launch_of
 from gdn import reference
 from gdn.problems import (
+    CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
+    ExpandTopkGroupsParams,
     ExpandTopkGroupsProblem,
+    GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
     IndexerCacheProblem,
+    PrepareIndexerParams,
     PrepareIndexerProblem,
+    QuantizeFp8Params,
     QuantizeFp8Problem,
+    WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
 from gdn.runtime import Prepared
@@ -144,7 +150,7 @@ class _Maker:
         x = self._normal(*shape, dtype=problem.dtype)
         outputs = self._poisoned(*shape, dtype="float8_e4m3fn"), self._poisoned(*shape[:2], dtype="float32")
         arguments = {"x": x[:, 0], "group_size": problem.group_dim}
-        return Work("quantize_fp8", arguments, (x, *outputs), outputs)
+        return Work("quantize_fp8", arguments, QuantizeFp8Params(x, *outputs), outputs)
 
     def write(self, problem: WriteIndexerCacheProblem) -> Work:
         tokens = problem.num_tokens
@@ -152,7 +158,7 @@ class _Maker:
         cache, flat = self._cache(problem, tokens)
         slots = self._order(tokens, tokens + _PAGE, problem.slot_dtype)
         arguments = {"k": k, "cache": cache, "slot_mapping": slots}
-        return Work("write_indexer_cache", arguments, (k, flat, slots), (), ("cache",))
+        return Work("write_indexer_cache", arguments, WriteIndexerCacheParams(k, flat, slots), (), ("cache",))
 
     def prepare(self, problem: PrepareIndexerProblem) -> Work:
         tokens, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
@@ -174,8 +180,8 @@ class _Maker:
             "q": q, "k": k, "weights": weights, "positions": positions, "cos_sin": table, "q_norm": q_norm, "k_norm": k_norm,
             "cache": cache, "slot_mapping": slots, "rotary_dim": problem.rotary_dim, "zero_centred": problem.zero_centred,
         }  # fmt: skip
-        tensors = (q, k, weights, positions, table, q_norm, k_norm, flat, slots, q_out, weights_out, 1e-6)
-        return Work("prepare_indexer", arguments, tensors, (q_out, weights_out), ("cache",))
+        params = PrepareIndexerParams(q, k, weights, positions, table, q_norm, k_norm, flat, slots, q_out, weights_out, 1e-6)
+        return Work("prepare_indexer", arguments, params, (q_out, weights_out), ("cache",))
 
     def compress(self, problem: CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:
         """Prompts from their start; steps of a few tokens somewhere behind it."""
@@ -203,8 +209,8 @@ class _Maker:
             "ring_slots": slots, "slot_mapping": mapping, "ratio": ratio, "rotary_dim": problem.rotary_dim,
             "zero_centred": problem.zero_centred,
         }  # fmt: skip
-        tensors = (raw, ring, flat, positions, table, k_norm, slots, mapping, 1e-6, -1)
-        return Work("compress_indexer_keys", arguments, tensors, (), ("ring", "cache"))
+        params = CompressIndexerKeysParams(raw, ring, flat, positions, table, k_norm, slots, mapping, 1e-6, -1)
+        return Work("compress_indexer_keys", arguments, params, (), ("ring", "cache"))
 
     def gather(self, problem: GatherIndexerCacheProblem, lengths: Sequence[int]) -> Work:
         rows, heads, dim = problem.num_rows, problem.num_kv_heads, problem.head_dim
@@ -217,7 +223,7 @@ class _Maker:
         k = self._poisoned(rows, heads * dim, dtype="float8_e4m3fn" if problem.scaled else str(problem.cache_dtype))
         scale = self._poisoned(rows, heads, dtype="float32") if problem.scaled else None
         arguments = {"cache": cache, "block_tables": tables, "cu_seqlens": bounds, "num_rows": rows}
-        return Work("gather_indexer_cache", arguments, (flat, tables, bounds, k, scale), (k, scale))
+        return Work("gather_indexer_cache", arguments, GatherIndexerCacheParams(flat, tables, bounds, k, scale), (k, scale))
 
     def expand(self, problem: ExpandTopkGroupsProblem) -> Work:
         tokens, k, ratio = problem.num_tokens, problem.k, problem.ratio
@@ -228,7 +234,7 @@ class _Maker:
         positions = (ratio * k + torch.arange(tokens, device=self._device)).to(getattr(torch, problem.position_dtype))
         out = torch.full((tokens, k * ratio + ratio - 1), -2, dtype=torch.int32, device=self._device)
         arguments = {"group_indices": groups, "positions": positions, "ratio": ratio}
-        return Work("expand_topk_groups", arguments, (groups, positions, out), (out,))
+        return Work("expand_topk_groups", arguments, ExpandTopkGroupsParams(groups, positions, out), (out,))
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------------

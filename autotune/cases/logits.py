@@ -8,6 +8,7 @@ import torch
 
 import gdn
 from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, launch_of
+from gdn.problems import MqaLogitsParams, PagedMqaLogitsParams
 from gdn.runtime import Prepared
 from gdn.testing import inputs_logits, oracle_logits
 
@@ -22,8 +23,8 @@ class _LogitsCase:
     def _inputs(self, seed: int) -> Any:
         raise NotImplementedError
 
-    def _tensors(self, made: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
-        """Positional tensors of a launch with a NaN-filled out, and that out."""
+    def _params(self, made: Any) -> MqaLogitsParams | PagedMqaLogitsParams:
+        """Arguments of a launch with a NaN-filled out."""
         raise NotImplementedError
 
     def _call(self, made: Any, options: dict[str, Any]) -> Call:
@@ -49,8 +50,9 @@ class _LogitsCase:
         return [self._inputs(seed=1 + copy) for copy in range(self._copies)]
 
     def check(self, prepared: Prepared) -> float:
-        tensors, out = self._tensors(self._checked)
-        launch_of(prepared, tensors)()
+        params = self._params(self._checked)
+        launch_of(prepared, params)()
+        out = params.out
         problem, expected = self._problem, self._expected
         wrong = oracle_logits.logits_error(out, expected, fp8=problem.dtype == "float8_e4m3fn", clean=problem.clean)
         if wrong is not None:
@@ -59,7 +61,7 @@ class _LogitsCase:
         return oracle_logits.calc_diff(seen, expected.values)
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, self._tensors(made)[0]) for made in self._timed]
+        return [launch_of(prepared, self._params(made)) for made in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         problem = self._problem
@@ -81,10 +83,9 @@ class RaggedCase(_LogitsCase):
     def _exact(self, made: Any) -> oracle_logits.ExactLogits:
         return oracle_logits.exact_mqa_logits(made, relu=self._problem.relu)
 
-    def _tensors(self, made: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
+    def _params(self, made: Any) -> MqaLogitsParams:
         out = self._out(self._problem.num_queries, self._problem.num_columns)
-        tensors = (made.q, made.k, made.k_scale, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke, out, 1.0)
-        return tensors, out
+        return MqaLogitsParams(made.q, made.k, made.k_scale, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke, out, scale=1.0)
 
     def _call(self, made: Any, options: dict[str, Any]) -> Call:
         if self._problem.packed:
@@ -108,10 +109,10 @@ class PagedCase(_LogitsCase):
     def _exact(self, made: Any) -> oracle_logits.ExactLogits:
         return oracle_logits.exact_paged_mqa_logits(made, relu=self._problem.relu)
 
-    def _tensors(self, made: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
+    def _params(self, made: Any) -> PagedMqaLogitsParams:
         out = self._out(self._problem.batch * self._problem.next_n, self._problem.max_context_len)
         cache = made.cache.flatten(1)  # a view: only the pages may be apart in memory
-        return (made.q, cache, made.weights, made.context_lens, made.block_tables, out, 1.0), out
+        return PagedMqaLogitsParams(made.q, cache, made.weights, made.context_lens, made.block_tables, out, scale=1.0)
 
     def _call(self, made: Any, options: dict[str, Any]) -> Call:
         paged = (made.q, made.cache, made.weights, made.context_lens, made.block_tables, made.max_context_len)

@@ -15,11 +15,16 @@ import torch
 from autotune.cases.base import SeededCase, Shape, Tunable, WrongResult, example, heads_of, launch_of, no_flops
 from gdn import reference
 from gdn.problems import (
+    Conv1dParams,
     Conv1dProblem,
+    Conv1dUpdateParams,
     Conv1dUpdateProblem,
     ConvolutionProblem,
+    GatingParams,
     GatingProblem,
+    RmsNormGatedParams,
     RmsNormGatedProblem,
+    SplitParams,
     SplitProblem,
 )
 from gdn.runtime import Prepared
@@ -156,8 +161,8 @@ class _Maker:
                 **given, "conv_states": pool, "query_start_loc": offsets, "cache_indices": slots, "has_initial_state": mask,
                 "out": out,
             },
-            (
-                given["x"], given["weight"], given["bias"], pool, offsets, slots, mask.view(torch.uint8), None, None, out, -1,
+            Conv1dParams(
+                given["x"], given["weight"], given["bias"], pool, offsets, slots, mask.view(torch.uint8), None, None, out, -1
             ),
             (out,),
             "conv_states",
@@ -186,7 +191,9 @@ class _Maker:
                 **given, "conv_state": pool, "conv_state_indices": slots, "num_accepted_tokens": accepted,
                 "query_start_loc": offsets, "parent_token": parents, "out": out,
             },
-            (given["x"], given["weight"], given["bias"], pool, slots, accepted, offsets, parents, out, -1),
+            Conv1dUpdateParams(
+                given["x"], given["weight"], given["bias"], pool, slots, accepted, offsets, parents, out, -1
+            ),
             (out,),
             "conv_state",
         )  # fmt: skip
@@ -206,7 +213,7 @@ class _Maker:
             "mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba, "num_heads_qk": problem.num_k_heads, "num_heads_v": heads,
             "head_qk": problem.head_k_dim, "head_v": problem.head_v_dim,
         }  # fmt: skip
-        return Work("fused_qkvzba_split_reshape_cat", arguments, (mixed_qkvz, mixed_ba, *outputs), outputs)
+        return Work("fused_qkvzba_split_reshape_cat", arguments, SplitParams(mixed_qkvz, mixed_ba, *outputs), outputs)
 
     def gating(self, problem: GatingProblem) -> Work:
         rows, heads = problem.num_tokens, problem.num_heads
@@ -215,7 +222,7 @@ class _Maker:
         a = self._normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:]
         outputs = self._nan(rows, heads, dtype="float32"), self._nan(rows, heads, dtype="float32")
         arguments = {"A_log": A_log, "a": a, "b": b, "dt_bias": dt_bias}
-        return Work("fused_gdn_gating", arguments, (A_log, a, b, dt_bias, *outputs, 1.0, 20.0), outputs)
+        return Work("fused_gdn_gating", arguments, GatingParams(A_log, a, b, dt_bias, *outputs, 1.0, 20.0), outputs)
 
     def rms_norm_gated(self, problem: RmsNormGatedProblem) -> Work:
         rows, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
@@ -225,7 +232,7 @@ class _Maker:
         weight = self._normal(dim, dtype=problem.weight_dtype)
         out = self._nan(rows, heads, dim, dtype=problem.dtype)
         arguments = {"x": x, "z": z, "weight": weight, "activation": "sigmoid" if problem.sigmoid else "silu"}
-        return Work("rms_norm_gated", arguments, (x, z, weight, out, 1e-6), (out,))
+        return Work("rms_norm_gated", arguments, RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------------

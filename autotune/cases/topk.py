@@ -8,7 +8,7 @@ import torch
 import gdn
 from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, launch_of
 from gdn import reference
-from gdn.problems import TopkProblem
+from gdn.problems import TopkParams, TopkProblem
 from gdn.runtime import Prepared
 
 
@@ -48,14 +48,14 @@ class TopkCase:
 
     def check(self, prepared: Prepared) -> float:
         out = self._out()
-        launch_of(prepared, (*self._checked, out))()
+        launch_of(prepared, TopkParams(*self._checked, out))()
         wrong = int((out != self._expected).sum())
         if wrong:
             raise WrongResult(f"{wrong} of {out.numel()} indices are not the reference's")
         return 0.0
 
     def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, (*made, self._out())) for made in self._timed]
+        return [launch_of(prepared, TopkParams(*made, self._out())) for made in self._timed]
 
     def public_calls(self, backend: str | None) -> list[Call]:
         def call(made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> Call:

@@ -24,12 +24,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from gdn import runtime
-from gdn.ops import _library, _modes, _rows
-from gdn.ops._checks import bad_value
+from gdn.ops import _library, _modes
 from gdn.ops._kinds import Kind, kind_of
 from gdn.ops._library import NEW, always
 from gdn.ops._memo import Made, Memo
 from gdn.ops._overlap import overlaps_itself, shares_element
+from gdn.ops._tensors import bad_value, contiguous_last
 from gdn.problems import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
 
@@ -281,7 +281,7 @@ def settle(**values: Any) -> None:
 def take_contiguous(name: str, x: Tensor) -> Tensor:
     """An argument, or where its last dimension is not contiguous a copy that the call goes on with, logged once."""
     if x.dim():
-        x = _current.get().arguments[name] = _rows.contiguous_last(name, x)
+        x = _current.get().arguments[name] = contiguous_last(name, x)
     return x
 
 

@@ -1,37 +1,54 @@
-"""What the chunk and the recurrent operator share: checks of their arguments, and the packed form that kernels take.
-
-Checks read metadata only: no launch, no sync, no allocation, so an error leaves everything as it was; gdn.ops._values has those
-of what tensors hold. Packing happens after a kernel has been chosen; the reference takes the caller's form.
-"""
+"""Chunk and recurrent operator: checks of their arguments, and the packed tokens that kernels take."""
 
 import functools
-import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from gdn.ops import _rows
 from gdn.ops._call import make
-from gdn.ops._checks import bad_value, check_tensor
-from gdn.ops._checks import dtype_name as _dtype_name
-from gdn.ops._memo import ALIGNMENT
-from gdn.ops._modes import address, has_memory, is_empty
-from gdn.runtime import log
+from gdn.ops._modes import address
+from gdn.ops._tensors import (
+    ALIGNMENT,
+    FLOAT_DTYPES,
+    as_int64,
+    bad_value,
+    check_null_slot,
+    check_offsets,
+    check_out,
+    check_tensor,
+    copied,
+    dtype_name,
+    even_offsets,
+    log_copy,
+    zeros,
+)
+from gdn.ops._tensors import as_int32 as as_int32
 
 Tensor = torch.Tensor
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-INDEX_DTYPES = (torch.int32, torch.int64)
 
-dtype_name = functools.cache(_dtype_name)
+
+class Tokens(NamedTuple):
+    """Token arguments of a call, under their public names."""
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, Hk, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None  # [B, T, HS]
+    beta: Tensor | None  # [B, T, HS]
+    cu_seqlens: Tensor | None  # [N + 1]
+    use_gate: bool  # use_gate_in_kernel
+    A_log: Tensor | None  # [HS]
+    dt_bias: Tensor | None  # [HS]
+    use_beta_sigmoid: bool  # use_beta_sigmoid_in_kernel
 
 
 @dataclass(slots=True)
 class Sizes:
-    """The checked shapes of a call."""
+    """Checked shapes of a call."""
 
     batch: int
     length: int  # tokens of one batch row; all tokens where the call is packed
@@ -44,7 +61,7 @@ class Sizes:
 
     @property
     def num_heads(self) -> int:
-        """Heads of o, g, beta and the state."""
+        """Heads of o, g, beta and the state (HS)."""
         return max(self.num_q_heads, self.num_v_heads)
 
     @property
@@ -56,21 +73,12 @@ class Sizes:
         return (self.num_heads, *inner)
 
 
-def check_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    use_beta_sigmoid: bool,
-    null_slot: int,
-    out: Tensor | None,
-) -> Sizes:
-    """Checks everything but states and indices."""
+# --- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_tokens(tokens: Tokens, null_slot: int, out: Tensor | None) -> Sizes:
+    """Checks all arguments except states and indices."""
+    q, k, v, cu_seqlens = tokens.q, tokens.k, tokens.v, tokens.cu_seqlens
     check_tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES)
     batch, length, num_q_heads, k_dim = q.shape
     device, dtypes = q.device, (q.dtype,)
@@ -88,18 +96,7 @@ def check_tokens(
             f"Hq={num_q_heads}, Hk={num_k_heads}, HV={num_v_heads}",
         )
     heads = max(num_q_heads, num_v_heads)
-    if g is not None:
-        check_tensor("g", g, shape=(batch, length, heads), dtypes=FLOAT_DTYPES, device=device)
-    if beta is not None:
-        check_tensor("beta", beta, shape=(batch, length, heads), dtypes=FLOAT_DTYPES, device=device)
-    if use_gate:
-        if g is None:
-            bad_value("g", "the raw gate a with use_gate_in_kernel=True", "None")
-        check_tensor("A_log", A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
-        if dt_bias is not None:
-            check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
-    if use_beta_sigmoid and beta is None:
-        bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
+    _check_gates(tokens, (batch, length, heads))
     check_null_slot(null_slot)
 
     num_sequences = batch
@@ -108,57 +105,40 @@ def check_tokens(
         if batch != 1:
             bad_value("q", "shape [1, T, Hq, K] with cu_seqlens", f"shape {list(q.shape)}")
         num_sequences = cu_seqlens.shape[0] - 1
-    if out is not None:
-        check_tensor("out", out, shape=(batch, length, heads, v_dim), dtypes=dtypes, device=device, last_contiguous=True)
-        if batch > 1 and length > 1 and isinstance(length, int) and out.stride(0) != length * out.stride(1):
-            bad_value("out", "batch rows that follow each other (stride(0) == T * stride(1))", f"strides {out.stride()}")
+    check_out(out, (batch, length, heads, v_dim), q.dtype, device)
+    if out is not None and batch > 1 and length > 1 and isinstance(length, int) and out.stride(0) != length * out.stride(1):
+        bad_value("out", "batch rows that follow each other (stride(0) == T * stride(1))", f"strides {out.stride()}")
     return Sizes(batch, length, num_sequences, num_q_heads, num_k_heads, num_v_heads, k_dim, v_dim)
 
 
-def check_null_slot(null_slot: int) -> None:
-    if not -1 <= null_slot < 2**31:
-        bad_value("null_slot", "an int >= -1 that int32 holds", null_slot)
-
-
-def is_less(size: int, least: int) -> bool:
-    """Whether a size is known to be too small. One that a compiler keeps symbolic is compared when the program runs."""
-    return isinstance(size, int) and isinstance(least, int) and size < least
-
-
-def check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
-    check_tensor(name, offsets, shape=("N + 1",), dtypes=INDEX_DTYPES, device=device)
-    if is_empty(offsets.shape[0]):
-        bad_value(name, "at least one offset", "shape [0]")
-
-
-def check_indices(name: str, indices: Tensor, num_sequences: int, device: torch.device, *, ranks: tuple[int, ...]) -> None:
-    """[>= N], or [>= N, columns] where ranks allow it."""
-    check_tensor(name, indices, dtypes=INDEX_DTYPES, device=device)
-    wanted = " or ".join({1: "[>= N]", 2: "[>= N, columns >= 1]"}[rank] for rank in ranks)
-    if indices.dim() not in ranks or is_less(indices.shape[0], num_sequences) or is_empty(*indices.shape[1:]):
-        bad_value(name, f"shape {wanted} with N = {num_sequences}", f"shape {list(indices.shape)}")
-
-
-def check_per_sequence(
-    name: str, value: Tensor, num_sequences: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """[>= N]."""
-    check_tensor(name, value, shape=(">= N",), dtypes=dtypes, device=device)
-    if is_less(value.shape[0], num_sequences):
-        bad_value(name, f"shape [>= N] with N = {num_sequences}", f"shape {list(value.shape)}")
+def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
+    """Checks g and beta [B, T, HS] and the parameters of the raw gate."""
+    device, heads = tokens.q.device, shape[2]
+    if tokens.g is not None:
+        check_tensor("g", tokens.g, shape=shape, dtypes=FLOAT_DTYPES, device=device)
+    if tokens.beta is not None:
+        check_tensor("beta", tokens.beta, shape=shape, dtypes=FLOAT_DTYPES, device=device)
+    if tokens.use_gate:
+        if tokens.g is None:
+            bad_value("g", "the raw gate a with use_gate_in_kernel=True", "None")
+        check_tensor("A_log", tokens.A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+        if tokens.dt_bias is not None:
+            check_tensor("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+    if tokens.use_beta_sigmoid and tokens.beta is None:
+        bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
 
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:
-    """One state per sequence, read only."""
+    """Checks one state per sequence that is only read."""
     _check_state_dtype(name, state, q)
     shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
     check_tensor(name, state, shape=shape, device=q.device)
 
 
 def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Tensor, num_slots: int | str = "slots") -> None:
-    """States that are updated in place: nothing may be copied, so the strides must be those that kernels take."""
+    """Checks states that are updated in place: nothing may be copied, so their strides must be those that kernels take."""
     if pool is None:
-        bad_value(name, "the state pool, which indices refer to", "None")
+        bad_value(name, "the state pool that the indices refer to", "None")
     assert isinstance(pool, Tensor)
     _check_state_dtype(name, pool, q)
     shape = sizes.state_shape(state_v_first)
@@ -178,7 +158,7 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
     if (many and slot_stride * size % ALIGNMENT) or address(pool) % ALIGNMENT:
         bad_value(
             name,
-            "a slot stride and an address that are multiples of 16 bytes",
+            f"a slot stride and an address that are multiples of {ALIGNMENT} bytes",
             f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}",
         )
 
@@ -188,51 +168,65 @@ def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
     check_tensor(name, state, dtypes=dtypes)
 
 
+def static_fields(sizes: Sizes, tokens: Tokens, initial_state: Tensor | None, index_dtype: torch.dtype | None) -> dict[str, Any]:
+    """The fields of DeltaRuleProblem that follow from tensors."""
+    g, beta, cu_seqlens = tokens.g, tokens.beta, tokens.cu_seqlens
+    return {
+        "num_q_heads": sizes.num_q_heads,
+        "num_k_heads": sizes.num_k_heads,
+        "num_v_heads": sizes.num_v_heads,
+        "head_k_dim": sizes.k_dim,
+        "head_v_dim": sizes.v_dim,
+        "dtype": dtype_name(tokens.q.dtype),
+        "state_dtype": "float32" if initial_state is None else dtype_name(initial_state.dtype),
+        "gate_dtype": None if g is None else dtype_name(g.dtype),
+        "beta_dtype": None if beta is None else dtype_name(beta.dtype),
+        "cu_seqlens_dtype": "int32" if cu_seqlens is None else dtype_name(cu_seqlens.dtype),
+        "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
+        "has_initial_state": initial_state is not None,
+        "num_tokens": sizes.num_tokens,
+        "num_sequences": sizes.num_sequences,
+    }
+
+
+# --- the packed form ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class Packed:
-    """Token tensors as the chunk kernels take them: [1, L, heads, D] and [1, L, HS]."""
+    """Token tensors in the form that kernels take: [1, L, heads, D] and [1, L, HS]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor | None
     beta: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
+    A_log: Tensor | None  # float32; None without the raw gate
+    dt_bias: Tensor | None  # float32, zeros where the caller gave none; None without the raw gate
     cu_seqlens: Tensor
 
 
-def pack(
-    sizes: Sizes,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> Packed:
-    """With constants for what the caller left out, and parameters in float32."""
-    device = q.device
-    if use_gate:
-        assert A_log is not None  # checked
-        A_log = make(_float32, A_log)
-        if dt_bias is None:
+def pack(sizes: Sizes, tokens: Tokens) -> Packed:
+    """Packs the tokens, with constants for absent arguments and parameters in float32."""
+    device = tokens.q.device
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    if tokens.use_gate:
+        assert tokens.A_log is not None  # checked
+        A_log = make(_float32, tokens.A_log)
+        if tokens.dt_bias is None:
             dt_bias = make(functools.partial(zeros, sizes.num_heads, device))
         else:
-            dt_bias = make(_float32, dt_bias)
-    else:
-        A_log = dt_bias = None
+            dt_bias = make(_float32, tokens.dt_bias)
+    cu_seqlens = tokens.cu_seqlens
     if cu_seqlens is None:
         cu_seqlens = make(functools.partial(even_offsets, sizes.batch, sizes.length, device))
     return Packed(
-        _packed_rows("q", q),
-        _packed_rows("k", k),
-        _packed_rows("v", v),
-        None if g is None else _one_row(g),
-        None if beta is None else _one_row(beta),
+        _packed_rows("q", tokens.q),
+        _packed_rows("k", tokens.k),
+        _packed_rows("v", tokens.v),
+        None if tokens.g is None else _one_row(tokens.g),
+        None if tokens.beta is None else _one_row(tokens.beta),
         A_log,
         dt_bias,
         cu_seqlens.contiguous(),
@@ -243,36 +237,13 @@ def _float32(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
-def as_int32(x: Tensor) -> Tensor:
-    """int32, saturated: what no int32 holds stays out of every range."""
-    return x if x.dtype == torch.int32 else x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
-
-
-def contiguous_int32(x: Tensor) -> Tensor:
-    return as_int32(x).contiguous()
-
-
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Counts in an index dtype, saturated."""
-    return as_int32(x) if dtype == torch.int32 else x.to(dtype)
-
-
-def as_int64(x: Tensor) -> Tensor:
-    return x.to(torch.int64)
-
-
-def common_dtype(*indices: Tensor | None) -> torch.dtype:
-    """The dtype in which all of a call's slots are compared: int64 where one of them is."""
-    return torch.int64 if any(x is not None and x.dtype == torch.int64 for x in indices) else torch.int32
-
-
 def widened(indices: Tensor, dtype: torch.dtype) -> Tensor:
     """Indices in the call's dtype, which is their own or wider."""
     return indices if indices.dtype == dtype else make(as_int64, indices)
 
 
 def _one_row(x: Tensor) -> Tensor:
-    """[B, T, ...] -> [1, B * T, ...]. What is one row stays the same tensor: even a view costs the host a microsecond or two."""
+    """[B, T, ...] -> [1, B * T, ...]. One row stays the same tensor: even a view costs the host a microsecond or two."""
     return x if x.shape[0] == 1 else x.flatten(0, 1)[None]
 
 
@@ -283,29 +254,30 @@ def _packed_rows(name: str, x: Tensor) -> Tensor:
     _, tokens, heads, dim = packed.shape
     access = _stride_access(packed)
     is_aligned = address(packed) % ALIGNMENT == 0 and (dim == 1 or packed.stride(3) == 1)
-    # Strides of dims with one entry are never used.
+    # Strides of dimensions with one entry are never used.
     is_aligned = is_aligned and (tokens == 1 or packed.stride(1) * packed.element_size() % access == 0)
     is_aligned = is_aligned and (heads == 1 or packed.stride(2) * packed.element_size() % access == 0)
-    if is_aligned and not was_copied:
-        return packed
-    if was_copied and is_aligned:
-        log.once(
-            f"{name}: copied, because its batch rows are not evenly spaced (shape {list(x.shape)}, strides {x.stride()})",
-            logging.WARNING,
-            key=("copied", name),
-        )
-        return packed
-    return _rows.copied(name, packed, "its last dimension is not contiguous, or address or strides are no multiples of 16 bytes")
+    if not is_aligned:
+        why = "its last dimension is not contiguous, or its address or strides are not multiples of 16 bytes"
+        return copied(name, packed, why)
+    if was_copied:
+        log_copy(name, x, "its batch rows are not evenly spaced")
+    return packed
 
 
 def _stride_access(x: Tensor) -> int:
-    """Bytes that token and head strides must be multiples of: a head that is none of 16 bytes stays so in any copy."""
+    """Required alignment of token and head strides: 16 bytes, or 8 where the head size itself is not a multiple of 16."""
     return ALIGNMENT if x.shape[-1] * x.element_size() % ALIGNMENT == 0 else ALIGNMENT // 2
 
 
+# --- results -----------------------------------------------------------------------------------------------------------
+
+
 def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """o [B, T, HS, V] for the caller, and the tensor [1, B * T, HS, V] that the kernel writes: o itself or a view, except where
-    `out` is not aligned, which `finish` copies back into."""
+    """The result o [B, T, HS, V], and the tensor [1, B * T, HS, V] that the kernel writes.
+
+    The second is o itself or a view of it, except where `out` is not aligned: `finish` then copies back.
+    """
     shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
     o = make(functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
     written = o if sizes.batch == 1 else o.view(1, sizes.num_tokens, *shape[2:])
@@ -318,22 +290,16 @@ def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def finish(o: Tensor, written: Tensor) -> Tensor:
-    """Copies back where `output` had to take a tensor of its own."""
+    """Copies the result into o where `output` had to take another tensor."""
     if address(written) != address(o):
         o.copy_(written.view(o.shape))
     return o
 
 
-def aligned_state(state: Tensor) -> Tensor:
-    """A state that is only read, contiguous and aligned."""
-    state = state.contiguous()
-    return state.clone() if address(state) % ALIGNMENT else state
-
-
 def pass_through(
     initial_state: Tensor | None, has_initial_state: Tensor | None, final_state: Tensor | None, num_sequences: int
 ) -> None:
-    """The new final state of sequences that have no tokens: what they started from."""
+    """Fills the new final state of sequences without tokens: the state that they started from."""
     if final_state is None:
         return
     if initial_state is None:
@@ -342,67 +308,3 @@ def pass_through(
     final_state.copy_(initial_state)
     if has_initial_state is not None:
         final_state.masked_fill_(~has_initial_state[:num_sequences].view(-1, 1, 1, 1), 0)
-
-
-def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    """[batch + 1] int32: 0, length, 2 * length, ..."""
-    return _constant(_build_offsets, batch, length, device)
-
-
-def zeros(count: int, device: torch.device) -> Tensor:
-    """[count] float32."""
-    return _constant(_build_zeros, count, 0, device)
-
-
-def row_indices(count: int, device: torch.device) -> Tensor:
-    """[count] int32: 0, 1, 2, ..."""
-    return _constant(_build_offsets, count, 1, device)[:count]
-
-
-def _build_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
-def _build_zeros(count: int, _: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.float32, device=device)
-
-
-_cached_offsets = functools.lru_cache(maxsize=1024)(_build_offsets)
-_cached_zeros = functools.lru_cache(maxsize=64)(_build_zeros)
-_CACHED = {_build_offsets: _cached_offsets, _build_zeros: _cached_zeros}
-
-
-def _constant(build: Any, first: int, second: int, device: torch.device) -> Tensor:
-    """A constant, kept between calls. During graph capture it is built as part of the graph: memory that belongs to a
-    graph, with contents that exist only once it is replayed, must not reach other calls. Nor must a tensor without memory."""
-    if not has_memory() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return build(first, second, device)  # type: ignore[no-any-return]
-    return _CACHED[build](first, second, device)
-
-
-def static_fields(
-    sizes: Sizes,
-    q: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    index_dtype: torch.dtype | None,
-) -> dict[str, Any]:
-    """The fields of DeltaRuleProblem that follow from tensors."""
-    return {
-        "num_q_heads": sizes.num_q_heads,
-        "num_k_heads": sizes.num_k_heads,
-        "num_v_heads": sizes.num_v_heads,
-        "head_k_dim": sizes.k_dim,
-        "head_v_dim": sizes.v_dim,
-        "dtype": dtype_name(q.dtype),
-        "state_dtype": "float32" if initial_state is None else dtype_name(initial_state.dtype),
-        "gate_dtype": None if g is None else dtype_name(g.dtype),
-        "beta_dtype": None if beta is None else dtype_name(beta.dtype),
-        "cu_seqlens_dtype": "int32" if cu_seqlens is None else dtype_name(cu_seqlens.dtype),
-        "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
-        "has_initial_state": initial_state is not None,
-        "num_tokens": sizes.num_tokens,
-        "num_sequences": sizes.num_sequences,
-    }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gdn.ops._checks import bad_type, bad_value, check_layout
+from gdn.ops._tensors import bad_type, bad_value, check_layout
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from gdn.ops._overlap import shares_element, span_bytes
+from gdn.ops._tensors import ALIGNMENT
 from gdn.runtime import env, is_explaining
 
 Tensor = torch.Tensor
 Made = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is no argument, what makes it, from what
 Guard = Callable[..., bool]
 
-ALIGNMENT = 16  # bytes
 _LIMIT = 2048  # keys kept: decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
 _ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers to have found good

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 import torch
 
-from gdn.ops._checks import bad_value
+from gdn.ops._tensors import bad_value
 
 Tensor = torch.Tensor
 

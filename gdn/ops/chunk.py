@@ -6,9 +6,9 @@ import torch
 
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
-from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._modes import is_empty
-from gdn.problems import ChunkProblem
+from gdn.ops._tensors import as_int32, bad_value, check_checkpoints, check_indices, check_per_sequence, common_dtype, constant
+from gdn.problems import ChunkParams, ChunkProblem
 from gdn.reference import delta_rule as reference
 
 Tensor = torch.Tensor
@@ -60,52 +60,124 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for prefill, with a state pool.
 
-    Per state head, token by token, S [K, V] (the chunk form that runs is equal to it up to rounding):
+    For each state head, token by token, with the state S [K, V]:
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    Inference only: no gradient is recorded, whatever requires one, and autocast has no influence. `B` rows of `T` tokens each,
-    or, with cu_seqlens, B = 1 and packed sequences.
-    `HS = max(Hq, HV)` state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk), v head s // (HS // HV).
+    The tokens are processed in chunks of 64, which equals this recurrence up to rounding. The state is float32 within a call;
+    only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is recorded, whatever requires one, and
+    autocast has no influence.
 
-    Arguments:
-        q, k [B, T, Hq | Hk, K], v [B, T, HV, V]: bfloat16 or float16 (float32, float64: reference), one dtype, any strides;
-            Hq = Hk and HV = r Hk, or Hk = HV and Hq = r Hk. Where the last dim is not contiguous, or address or strides are
-            not multiples of 16 bytes, one contiguous copy is made and logged once. Kernels serve K = V of every multiple of 4 up
-            to 256: 64 and 128 as they are, less as the next of the two, more token by token; else the reference.
-        g [B, T, HS]: natural log of the decay, <= 0, any float dtype and strides; None = no decay. With
-            use_gate_in_kernel it is the raw gate a, and the log decay is -exp(A_log) softplus(a + dt_bias);
-            A_log, dt_bias [HS], any float dtype, dt_bias None = 0.
-        beta [B, T, HS]: any float dtype and strides; None = 1. With use_beta_sigmoid_in_kernel it is the raw b, and
-            beta = sigmoid(b).
-        scale: None = K**-0.5. use_qk_l2norm_in_kernel divides q and k by sqrt(sum of squares + 1e-6) first.
-        cu_seqlens [N + 1] int32 or int64: token offsets, starting at 0, never decreasing. Equal neighbours are an empty
-            sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
-        initial_state [N, HS, K, V], or [N, HS, V, K] with state_v_first: float32 or bfloat16; None = zeros.
-        output_final_state: return the states after the last tokens.
-        has_initial_state [>= N] bool: False = that sequence starts from zero; None = all True.
-        out [B, T, HS, V]: where o is written, last dim contiguous; it shares no element with any other argument, v included.
-        backend: "tilelang" | "cute" | "reference" is an order, None leaves the choice to switches and tables.
-    State pool, with state_indices [>= N] (int32 or int64, any stride):
-        initial_state is the pool [slots, HS, K, V] (or V first) and is updated in place; inner three dims contiguous, slot
-        stride and address multiples of 16 bytes. Sequence n starts from slot state_indices[n] and leaves its last state
-        there, or in slot final_state_indices[n] (a null one = not stored). A slot index <= null_slot is padding: rows of o
-        are zero, no slot is read or written. An empty sequence touches no slot. All other slots keep their bits.
-        checkpoint_offsets, checkpoint_slots [>= N, C]: the state after that many tokens of this call (multiples of 64;
-        0 = none; beyond the sequence = none) also goes to that slot.
-    The caller's duty: two live sequences never share a slot, slots that are written are not read by others in the same
-    call, and indices lie within the pool. Checked on the CPU always, on a GPU with GDN_VALIDATE=1.
+    Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences (B without `cu_seqlens`).
+    HS = max(Hq, HV) state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk) and v head s // (HS // HV).
 
-    Returns (o, final_state): o [B, T, HS, V] in the dtype of v; final_state: the pool itself with state_indices, else a new
-    float32 tensor [N, HS, ...]; None without output_final_state. The state is float32 within a call; only what is stored in
-    a bfloat16 pool is rounded.
+    Parameters
+    ----------
+    q : Tensor [B, T, Hq, K]
+        Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; one contiguous copy is made, and logged
+        once, where the last dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
+    k : Tensor [B, T, Hk, K]
+        Keys, dtype and strides as for `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of
+        Hk (GQA).
+    v : Tensor [B, T, HV, V]
+        Values, dtype and strides as for `q`. Kernels serve K = V for every multiple of 4 up to 256: 64 and 128 natively,
+        smaller ones padded to the next of these two, larger ones token by token. Other sizes run on the reference.
+    g : Tensor [B, T, HS], optional
+        Natural logarithm of the decay, <= 0; any float dtype and strides. None = no decay. With `use_gate_in_kernel` the raw
+        gate a: the log decay is then -exp(A_log) * softplus(a + dt_bias).
+    beta : Tensor [B, T, HS], optional
+        Write strength, any float dtype and strides. None = 1. With `use_beta_sigmoid_in_kernel` the raw b: beta = sigmoid(b).
+    scale : float, optional
+        Factor of the queries. None = K**-0.5.
+    initial_state : Tensor [N, HS, K, V], optional
+        State before the first token of each sequence, float32 or bfloat16; [N, HS, V, K] with `state_v_first`. None = zeros.
+        With `state_indices` the state pool [slots, HS, K, V] (or V first), which is required then and updated in place: inner
+        three dimensions contiguous, slot stride and address multiples of 16 bytes.
+    output_final_state : bool
+        Whether to return the states after the last tokens.
+    use_qk_l2norm_in_kernel : bool
+        Whether to divide each q and k by sqrt(sum of its squares + 1e-6) first.
+    cu_seqlens : Tensor [N + 1], optional
+        Token offsets of packed sequences, int32 or int64, on the device: starts at 0, never decreases. Equal neighbours are an
+        empty sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
+    head_first : bool
+        Only False is accepted: tokens come before heads. Kept for the argument order of other packages.
+    state_v_first : bool
+        Whether states are [V, K] per head instead of [K, V].
+    use_gate_in_kernel : bool
+        Whether `g` is the raw gate.
+    A_log : Tensor [HS], optional
+        Logarithm of the decay rate, any float dtype. Required with `use_gate_in_kernel`.
+    dt_bias : Tensor [HS], optional
+        Bias of the raw gate, any float dtype. None = 0.
+    use_beta_sigmoid_in_kernel : bool
+        Whether `beta` is the raw b.
+    state_indices : Tensor [>= N], optional
+        Slot of each sequence in the pool, int32 or int64, any stride; rows beyond N are ignored. Sequence n starts from slot
+        state_indices[n] and leaves its last state there. A slot <= `null_slot` is padding: rows of o are zero, no slot is read
+        or written. An empty sequence touches no slot. All other slots keep their bits.
+    has_initial_state : Tensor [>= N] of bool, optional
+        False = that sequence starts from zero, whatever its slot holds. None = all True.
+    final_state_indices : Tensor [>= N], optional
+        Slots to store the last states in, instead of state_indices; a null one is not stored. Requires `state_indices`.
+    checkpoint_offsets : Tensor [>= N, C], optional
+        Token counts, multiples of 64: the state after that many tokens of this call is also stored, in the slot of
+        `checkpoint_slots`. 0 and counts beyond the sequence store nothing. Requires `state_indices`.
+    checkpoint_slots : Tensor [>= N, C], optional
+        Slots of the checkpoints; given together with `checkpoint_offsets`. A null one is not stored.
+    null_slot : int
+        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+    out : Tensor [B, T, HS, V], optional
+        Tensor to write o into, dtype of `v`, last dimension contiguous. It shares no element with any other argument, `v`
+        included.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
 
-    Raises TypeError or ValueError, naming the argument, before anything is launched or written.
+    Returns
+    -------
+    o : Tensor [B, T, HS, V]
+        Output in the dtype of `v`; `out` itself where it is given.
+    final_state : Tensor or None
+        The pool itself with `state_indices`, else a new float32 tensor [N, HS, K, V] (or V first). None without
+        `output_final_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Notes
+    -----
+    The caller makes sure that two live sequences never share a slot, that no slot that is written is read by another sequence
+    of the same call, and that indices lie within the pool. This is always checked on the CPU, and on a GPU with
+    ``GDN_VALIDATE=1`` (which waits for the device).
+
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
+    .. [2] S. Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
+    .. [3] The arguments up to `head_first` are those of ``chunk_gated_delta_rule`` in flash-linear-attention.
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> q, k = torch.randn(2, 1, 96, 2, 64).unbind()
+    >>> v, g = torch.randn(1, 96, 4, 64), -torch.rand(1, 96, 4)
+    >>> pool = torch.zeros(8, 4, 64, 64)
+    >>> o, state = gdn.chunk_gated_delta_rule(
+    ...     q, k, v, g, initial_state=pool, output_final_state=True, use_qk_l2norm_in_kernel=True,
+    ...     cu_seqlens=torch.tensor([0, 70, 96]), state_indices=torch.tensor([5, 2]),
+    ...     has_initial_state=torch.tensor([False, True]),
+    ... )
+    >>> o.shape, state is pool
+    (torch.Size([1, 96, 4, 64]), True)
     """
     _refuse_head_first(head_first)
-    sizes = _delta_rule.check_tokens(
-        q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
-    )
+    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = _delta_rule.check_tokens(given, null_slot, out)
     _check_states(
         sizes, q, initial_state, state_v_first, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
         checkpoint_slots,
@@ -119,9 +191,9 @@ def chunk_gated_delta_rule(
         has_initial_state = None  # every state starts from zero already
 
     is_pooled = state_indices is not None
-    index_dtype = _delta_rule.common_dtype(state_indices, final_state_indices, checkpoint_slots)
+    index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)
     problem = ChunkProblem(
-        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype if is_pooled else None),
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None),
         state_v_first=state_v_first,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         use_gate=use_gate_in_kernel,
@@ -150,26 +222,41 @@ def chunk_gated_delta_rule(
             _delta_rule.pass_through(initial_state, has_initial_state, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    tokens = _delta_rule.pack(sizes, given)
     if state_indices is not None:
         state_indices = _delta_rule.widened(state_indices, index_dtype)
         if final_state_indices is not None:
             final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
         if checkpoint_offsets is not None and checkpoint_slots is not None:
-            checkpoint_offsets = make(_delta_rule.as_int32, checkpoint_offsets).contiguous()
+            checkpoint_offsets = make(as_int32, checkpoint_offsets).contiguous()
             checkpoint_slots = _delta_rule.widened(checkpoint_slots, index_dtype).contiguous()
     elif initial_state is not None:
-        initial_state = _delta_rule.aligned_state(initial_state)
+        initial_state = constant(initial_state)
     workspace: Tensor | None = None
     if prepared.workspace_bytes:
         workspace = new(torch.uint8, device, prepared.workspace_bytes)
-    arguments = (
-        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, state_indices,
-        None if has_initial_state is None else has_initial_state.contiguous(), final_state, final_state_indices,
-        tokens.cu_seqlens, checkpoint_offsets, checkpoint_slots, written, workspace,
-        sizes.k_dim**-0.5 if scale is None else scale, null_slot,
-    )  # fmt: skip
-    launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
+    params = ChunkParams(
+        q=tokens.q,
+        k=tokens.k,
+        v=tokens.v,
+        g=tokens.g,
+        beta=tokens.beta,
+        A_log=tokens.A_log,
+        dt_bias=tokens.dt_bias,
+        initial_state=initial_state,
+        state_indices=state_indices,
+        has_initial_state=None if has_initial_state is None else has_initial_state.contiguous(),
+        final_state=final_state,
+        final_state_indices=final_state_indices,
+        cu_seqlens=tokens.cu_seqlens,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_slots=checkpoint_slots,
+        out=written,
+        workspace=workspace,
+        scale=sizes.k_dim**-0.5 if scale is None else scale,
+        null_slot=null_slot,
+    )
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
     return o, returned
@@ -193,26 +280,17 @@ def _check_states(
 ) -> None:
     count, device = sizes.num_sequences, q.device
     if state_indices is not None:
-        _delta_rule.check_indices("state_indices", state_indices, count, device, ranks=(1,))
+        check_indices("state_indices", state_indices, count, device, ranks=(1,))
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
     if has_initial_state is not None:
-        _delta_rule.check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
     if final_state_indices is not None:
         if state_indices is None:
             bad_value("final_state_indices", "None without state_indices", "a tensor")
-        _delta_rule.check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
-    if (checkpoint_offsets is None) != (checkpoint_slots is None):
-        missing = "checkpoint_offsets" if checkpoint_offsets is None else "checkpoint_slots"
-        bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
-    if checkpoint_offsets is not None and checkpoint_slots is not None:
-        if state_indices is None:
-            bad_value("checkpoint_offsets", "None without state_indices", "a tensor")
-        _delta_rule.check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
-        check_tensor(
-            "checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=_delta_rule.INDEX_DTYPES, device=device
-        )
+        check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
+    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
 
 
 def _check_values(

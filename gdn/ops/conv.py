@@ -4,24 +4,28 @@ from typing import Any
 
 import torch
 
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
-from gdn.ops._delta_rule import (
+from gdn.ops._modes import address, is_empty
+from gdn.ops._tensors import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     as_int32,
+    bad_value,
+    check_checkpoints,
     check_indices,
     check_null_slot,
     check_offsets,
     check_per_sequence,
+    check_tensor,
     common_dtype,
+    dtype_name,
     even_offsets,
     in_dtype,
     is_less,
 )
-from gdn.ops._modes import address, is_empty
-from gdn.problems import Conv1dProblem, Conv1dUpdateProblem
+from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.reference import conv as reference
 
 Tensor = torch.Tensor
@@ -49,29 +53,70 @@ def causal_conv1d_fn(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal depthwise convolution of packed prompts: y[t] = activation(bias + sum_j weight[:, j] x[t - (w - 1) + j]).
+    """Causal depthwise convolution of packed prompts.
 
-    Arguments:
-        x [tokens, dim]: channels last. (Other packages take [dim, tokens]; where both sizes are equal, such a call cannot be told
-            from a right one.) Any float dtype; a last dim that is not contiguous is copied, logged once.
-        weight [dim, w], w >= 2, weight[:, -1] multiplies the current token; bias [dim] or None. Sums are float32.
-        query_start_loc [N + 1] int32 or int64: token offsets of the sequences, starting at 0; None = one sequence. Rows at
-            or beyond query_start_loc[-1] are padding: zero in y.
-        conv_states [slots, dim, columns >= w - 1]: any strides (either order of the last two in memory), any float dtype;
-            columns 0..w-2 of a slot hold the last w - 1 raw inputs, oldest first; updated in place. None = start from zeros,
-            keep nothing.
-        cache_indices [>= N] int32 or int64: the slot of each sequence, None = 0, 1, 2, ... A slot <= null_slot is padding:
-            zero rows, no slot read or written. An empty sequence touches nothing.
-        has_initial_state [>= N] bool: False = zeros are to the left of that sequence; None = all True.
-        activation: "silu" (or "swish") | None. backend: as in chunk_gated_delta_rule.
-        out [tokens, dim], last dim contiguous: where y is written. It may be x itself (in place; that takes one more pass, as
-            blocks read the rows before their own), and shares no element with any other argument.
-        checkpoint_offsets, checkpoint_slots [>= N, C]: the window after that many tokens (0 = none, beyond the sequence =
-            none) also goes to that slot.
-    A sequence shorter than w - 1 leaves its inputs after the newest of the old window (or of zeros). Columns from w - 1 on
-    are untouched. The caller's duty: no two live sequences share a slot, and indices lie within the slots.
+        y[t] = activation(bias + sum_j weight[:, j] * x[t - (w - 1) + j])
 
-    Returns y [tokens, dim] in the dtype of x. Raises TypeError or ValueError, naming the argument, before anything is written.
+    Sums are float32 (float64 where `x` is float64).
+
+    Parameters
+    ----------
+    x : Tensor [tokens, dim]
+        Inputs, channels last; any float dtype. A last dimension that is not contiguous is copied, logged once. (Other packages
+        take [dim, tokens]; where both sizes are equal, such a call cannot be told from a correct one.)
+    weight : Tensor [dim, w]
+        Filter, w >= 2, any float dtype; weight[:, -1] multiplies the current token.
+    bias : Tensor [dim], optional
+        Bias, any float dtype.
+    conv_states : Tensor [slots, dim, columns >= w - 1], optional
+        Windows, any strides (either order of the last two dimensions in memory), any float dtype, updated in place: columns
+        0..w-2 of a slot hold the last w - 1 raw inputs, oldest first; columns from w - 1 on are untouched. A sequence shorter
+        than w - 1 leaves its inputs after the newest of the old window (or of zeros). None = start from zeros, keep nothing.
+    query_start_loc : Tensor [N + 1], optional
+        Token offsets of the sequences, int32 or int64, starting at 0. Rows at or beyond query_start_loc[-1] are padding: zero
+        in y. None = one sequence.
+    cache_indices : Tensor [>= N], optional
+        Slot of each sequence, int32 or int64. A slot <= `null_slot` is padding: zero rows, no slot read or written. An empty
+        sequence touches nothing. None = 0, 1, 2, ...
+    has_initial_state : Tensor [>= N] of bool, optional
+        False = zeros are to the left of that sequence. None = all True.
+    activation : {"silu", "swish"} or None
+        Activation of the sum; both names mean SiLU.
+    checkpoint_offsets : Tensor [>= N, C], optional
+        Token counts: the window after that many tokens is also stored, in the slot of `checkpoint_slots`. 0 and counts beyond
+        the sequence store nothing. Requires `conv_states`.
+    checkpoint_slots : Tensor [>= N, C], optional
+        Slots of the checkpoints; given together with `checkpoint_offsets`.
+    null_slot : int
+        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+    out : Tensor [tokens, dim], optional
+        Tensor to write y into, dtype of `x`, last dimension contiguous. It may be `x` itself (in place; that takes one more
+        pass, since blocks read the rows before their own), and shares no element with any other argument.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    Tensor [tokens, dim]
+        y in the dtype of `x`; `out` itself where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Notes
+    -----
+    The caller makes sure that no two live sequences share a slot and that indices lie within the slots. This is always checked
+    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+
+    References
+    ----------
+    .. [1] The name and the meaning of the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d
+       package of Mamba.
     """
     check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
     _check_filter(x, weight, bias, activation)
@@ -89,14 +134,7 @@ def causal_conv1d_fn(
         check_indices("cache_indices", cache_indices, count, device, ranks=(1,))
     if has_initial_state is not None:
         check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    if (checkpoint_offsets is None) != (checkpoint_slots is None):
-        missing = "checkpoint_offsets" if checkpoint_offsets is None else "checkpoint_slots"
-        bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
-    if checkpoint_offsets is not None and checkpoint_slots is not None:
-        if conv_states is None:
-            bad_value("checkpoint_offsets", "None without conv_states", "a tensor")
-        check_indices("checkpoint_offsets", checkpoint_offsets, count, device, ranks=(2,))
-        check_tensor("checkpoint_slots", checkpoint_slots, shape=checkpoint_offsets.shape, dtypes=INDEX_DTYPES, device=device)
+    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
     if out is not None:
         check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
@@ -131,14 +169,22 @@ def causal_conv1d_fn(
         return y.zero_()
     # A block reads the rows before its own, which another block may have written by then.
     written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else _rows.target(y)
-    prepared.launch(
-        _rows.aligned("x", x), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_states,
-        even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
-        None if cache_indices is None else cache_indices.to(slot_dtype),
-        has_initial_state.contiguous().view(torch.uint8) if problem.has_mask and has_initial_state is not None else None,
-        None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
-        None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype), written, null_slot,
-    )  # fmt: skip
+    params = Conv1dParams(
+        x=_rows.aligned("x", x),
+        weight=_rows.constant(weight),
+        bias=None if bias is None else _rows.constant(bias),
+        conv_states=conv_states,
+        cu_seqlens=even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
+        cache_indices=None if cache_indices is None else cache_indices.to(slot_dtype),
+        has_initial_state=has_initial_state.contiguous().view(torch.uint8)
+        if problem.has_mask and has_initial_state is not None
+        else None,
+        checkpoint_offsets=None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
+        checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype),
+        out=written,
+        null_slot=null_slot,
+    )
+    prepared.launch(params)
     return y if written is y else y.copy_(written)
 
 
@@ -158,26 +204,67 @@ def causal_conv1d_update(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal depthwise convolution of a decode step, with its window in conv_state.
+    """Causal depthwise convolution of a decode step, with its window in a pool of slots.
 
-    Arguments:
-        x [tokens, dim] with query_start_loc [N + 1] (packed ragged tokens), or [B, dim] (one token each), or [B, dim, T]
-            (any strides; in the other forms a last dim that is not contiguous is copied, logged once).
-        conv_state [slots, dim, columns >= w - 1]: any strides, any float dtype; raw inputs, oldest first; updated in place.
-        weight [dim, w], bias [dim] or None, activation "silu" (or "swish") | None, backend: as in causal_conv1d_fn.
-        out like x: where y is written. It may be x itself (in place), and shares no element with any other argument.
-        conv_state_indices: [>= N] slots, None = 0, 1, 2, ... A slot <= null_slot is padding: zero rows, nothing touched.
-            The window of a sequence is columns 0..w-2, and afterwards the last w - 1 of [window | inputs] are there.
-            [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]; with
-            columns = w - 1 + num_spec, its window starts at column num_accepted_tokens[n] - 1 (0 without), and afterwards
-            the slot holds that window shifted by one, followed by all of this step's inputs.
-        num_accepted_tokens [>= N] int32: 1..1 + num_spec; outside, the sequence is padding.
-        parent_token [tokens] int32, with 2-D indices: a draft tree. Node i follows the window of its parent (-1: the window
-            in slot conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
-            conv_state_indices[n, i].
-    A sequence without tokens touches nothing. The caller's duty: no two live sequences share a slot, indices in range.
+    The formula is that of `causal_conv1d_fn`. A sequence without tokens touches nothing.
 
-    Returns y like x. Raises TypeError or ValueError, naming the argument, before anything is written.
+    Parameters
+    ----------
+    x : Tensor [tokens, dim], [B, dim] or [B, dim, T]
+        Inputs, any float dtype: packed ragged tokens with `query_start_loc`, one token for each of B sequences, or T tokens
+        for each of them (any strides; in the other forms a last dimension that is not contiguous is copied, logged once).
+    conv_state : Tensor [slots, dim, columns >= w - 1]
+        Windows of raw inputs, oldest first; any strides, any float dtype; updated in place.
+    weight : Tensor [dim, w]
+        Filter, w >= 2, any float dtype; weight[:, -1] multiplies the current token.
+    bias : Tensor [dim], optional
+        Bias, any float dtype.
+    activation : {"silu", "swish"} or None
+        Activation of the sum; both names mean SiLU.
+    conv_state_indices : Tensor [>= N] or [>= N, 1 + num_spec], optional
+        Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. None = 0, 1, 2, ...
+        [>= N]: the window of a sequence is columns 0..w-2 of its slot, and afterwards the last w - 1 of [window | inputs] are
+        there.
+        [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]. With
+        columns = w - 1 + num_spec, its window starts at column num_accepted_tokens[n] - 1 (0 without `num_accepted_tokens`),
+        and afterwards the slot holds that window shifted by one, followed by all of this step's inputs.
+    num_accepted_tokens : Tensor [>= N], optional
+        Accepted tokens of the previous step, int32 (or int64), 1..1 + num_spec; outside, the sequence is padding.
+    query_start_loc : Tensor [N + 1], optional
+        Token offsets of packed sequences, int32 or int64, starting at 0.
+    parent_token : Tensor [tokens] of int32, optional
+        Draft tree, with 2-D indices. Node i follows the window of its parent (-1: the window in slot
+        conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
+        conv_state_indices[n, i].
+    null_slot : int
+        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+    out : Tensor, optional
+        Tensor like `x` to write y into. It may be `x` itself (in place), and shares no element with any other argument.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    Tensor
+        y, of the shape and dtype of `x`; `out` itself where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Notes
+    -----
+    The caller makes sure that no two live sequences share a slot and that indices lie within the slots. This is always checked
+    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+
+    References
+    ----------
+    .. [1] The positional arguments are those of ``causal_conv1d_update`` in vLLM, which follows the causal-conv1d package of
+       Mamba.
     """
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
@@ -235,17 +322,25 @@ def causal_conv1d_update(
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    rows, offsets = x, None if query_start_loc is None else query_start_loc.contiguous()
+    rows, cu_seqlens = x, None if query_start_loc is None else query_start_loc.contiguous()
     if x.dim() == 3:  # rows of neighbouring channels; a copy where the tokens are the neighbours in memory
-        rows, offsets = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
+        rows, cu_seqlens = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
     # In place, a row is read before it is written, but for the ancestors of a tree's nodes, which are read again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
     written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else _rows.target(y)
-    prepared.launch(
-        _rows.aligned("x", rows), _rows.constant(weight), None if bias is None else _rows.constant(bias), conv_state,
-        conv_state_indices, None if num_accepted_tokens is None else as_int32(num_accepted_tokens), offsets,
-        None if parent_token is None else parent_token.contiguous(), written, null_slot,
-    )  # fmt: skip
+    params = Conv1dUpdateParams(
+        x=_rows.aligned("x", rows),
+        weight=_rows.constant(weight),
+        bias=None if bias is None else _rows.constant(bias),
+        conv_state=conv_state,
+        conv_state_indices=conv_state_indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else as_int32(num_accepted_tokens),
+        cu_seqlens=cu_seqlens,
+        parent_token=None if parent_token is None else parent_token.contiguous(),
+        out=written,
+        null_slot=null_slot,
+    )
+    prepared.launch(params)
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)

@@ -2,12 +2,26 @@
 
 import torch
 
-from gdn.ops import _delta_rule, _rows, _values
+from gdn.ops import _delta_rule, _values
+from gdn.ops import _tensors as _rows
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
-from gdn.ops._checks import bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
 from gdn.ops._modes import is_empty
+from gdn.ops._tensors import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    bad_value,
+    check_at_least,
+    check_indices,
+    check_not_negative,
+    check_null_slot,
+    check_offsets,
+    check_out,
+    check_per_sequence,
+    check_tensor,
+    dtype_name,
+)
 from gdn.ops.norm import check_gate_activation
-from gdn.problems import GdnDecodeProblem
+from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -50,41 +64,106 @@ def fused_gdn_decode(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Conv update, SiLU, gates, L2 norm of q and k, gated delta rule and gated RMS norm of one decode step.
+    """One decode step of a Gated DeltaNet layer between its projections.
+
+    Convolution update, SiLU, gates, L2 norm of q and k, gated delta rule and gated RMS norm:
 
         [q | k | v] = activation(conv(mixed_qkv))
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S = exp(g) S;   u = beta (v - S^T k^);   S = S + k^ u^T;   o = S^T q^ * scale        (^: divided by the L2 norm)
         result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)
 
-    H = num_k_heads, K = head_k_dim, V = head_v_dim, HV = the length of A_log, a multiple of H.
-    Arguments:
-        projection_layout "flat": mixed_qkv [tokens, 2 * H * K + HV * V], z [tokens, HV, V], b and a [tokens, HV];
-            "interleaved": mixed_qkv is the whole in_proj_qkvz output [tokens, H * (2 * K + 2 * r * V)], b the whole
-            in_proj_ba output [tokens, 2 * HV], both per key-head group as in fused_qkvzba_split_reshape_cat, z and a None.
-            bfloat16 or float16 (float32, float64: reference). Any row stride; a last dim that is not contiguous is copied,
-            logged once.
-        conv_state [slots, 2 * H * K + HV * V, columns >= w - 1], conv_weight [.., w], conv_bias [..]: as in
-            causal_conv1d_update; channels always in flat order [q | k | v].
-        A_log, dt_bias [HV], norm_weight [V]: any float dtype.
-        ssm_state: the pool [slots, HV, K, V] (or V first), float32 or bfloat16; both pools are updated in place.
-        state_indices [>= N], or [>= N, 1 + num_spec] with speculative decoding (as in fused_recurrent_gated_delta_rule for
-            the state, as in causal_conv1d_update for the conv window). A sequence one of whose two slots to read (of the
-            state, of the window) is <= null_slot is padding: zero rows, and nothing of it is read or written.
-        query_start_loc [N + 1] int32 or int64: token offsets; None = one token per sequence.
-        num_accepted_tokens [>= N] int32, with 2-D indices.
-        rounding_seed [1] int64 on the device, advanced by the caller: stochastic rounding of a bfloat16 pool; None = nearest.
-        out [tokens, HV * V]: where the result is written, last dim contiguous; it shares no element with any other argument.
-    The two pools may be strided views of one buffer of pages, as engines keep them, if they share no element.
-    The caller's duty: no two live sequences share a slot, indices in range. Checked on the CPU always, on a GPU with
-    GDN_VALIDATE=1.
+    Symbols: H = num_k_heads, K = head_k_dim, V = head_v_dim; HV, the length of `A_log`, is a multiple of H, and r = HV / H.
+    Inference only.
 
-    Returns [tokens, HV * V] in the dtype of mixed_qkv. Raises TypeError or ValueError, naming the argument, before anything
-    is written.
+    Parameters
+    ----------
+    mixed_qkv : Tensor [tokens, 2 * H * K + HV * V]
+        Projected q, k and v of every token, bfloat16 or float16 (float32 and float64: reference only), any row stride; a last
+        dimension that is not contiguous is copied, logged once. With the interleaved layout the whole in_proj_qkvz output
+        [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`.
+    z : Tensor [tokens, HV, V] or None
+        Input of the output gate, any float dtype and row stride; None with the interleaved layout.
+    b : Tensor [tokens, HV]
+        Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
+        [tokens, 2 * HV], per key-head group.
+    a : Tensor [tokens, HV] or None
+        Raw decay gate, any float dtype and row stride; None with the interleaved layout.
+    conv_state : Tensor [slots, 2 * H * K + HV * V, columns >= w - 1]
+        Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
+    conv_weight : Tensor [2 * H * K + HV * V, w]
+        Filter of the convolution, w >= 2, any float dtype, channels in flat order.
+    A_log : Tensor [HV]
+        Logarithm of the decay rate, any float dtype.
+    dt_bias : Tensor [HV]
+        Bias of the raw decay gate, any float dtype.
+    norm_weight : Tensor [V]
+        Gain of the RMS norm, any float dtype.
+    ssm_state : Tensor [slots, HV, K, V]
+        State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
+        contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as
+        engines keep them, if they share no element.
+    state_indices : Tensor [>= N] or [>= N, 1 + num_spec]
+        Slots of each sequence in both pools, int32 or int64. With columns (speculative decoding) the state follows
+        `fused_recurrent_gated_delta_rule` and the window `causal_conv1d_update`. A sequence one of whose two slots to read
+        (state, window) is <= `null_slot` is padding: zero rows, and nothing of it is read or written.
+    conv_bias : Tensor [2 * H * K + HV * V], optional
+        Bias of the convolution, any float dtype.
+    query_start_loc : Tensor [N + 1], optional
+        Token offsets of the sequences, int32 or int64, starting at 0. None = one token per sequence.
+    num_accepted_tokens : Tensor [>= N], optional
+        Accepted tokens of the previous step, int32 (or int64), with 2-D `state_indices`. Outside 1..columns the sequence is
+        padding.
+    num_k_heads, head_k_dim, head_v_dim : int
+        H, K and V.
+    scale : float, optional
+        Factor of the queries. None = K**-0.5.
+    eps : float
+        Added to the mean square of the RMS norm; finite, >= 0.
+    activation : {"silu", "swish"} or None
+        Activation after the convolution; both names mean SiLU.
+    gate_activation : {"silu", "swish", "sigmoid"}
+        Activation of z.
+    projection_layout : {"flat", "interleaved"}
+        Layout of the projections: separate tensors, or per key-head group.
+    rounding_seed : Tensor [1] of int64, optional
+        Seed on the device, advanced by the caller (a CUDA graph replays it): a bfloat16 pool is rounded stochastically. None =
+        rounded to nearest.
+    state_v_first : bool
+        Whether states are [V, K] per head instead of [K, V].
+    null_slot : int
+        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+    out : Tensor [tokens, HV * V], optional
+        Tensor to write the result into, last dimension contiguous. It shares no element with any other argument.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    Tensor [tokens, HV * V]
+        Input of the output projection, in the dtype of `mixed_qkv`; `out` itself where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Notes
+    -----
+    The caller makes sure that no two live sequences share a slot and that indices lie within the pools. This is always checked
+    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
+    .. [2] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
-    floats = _delta_rule.FLOAT_DTYPES
+    floats = FLOAT_DTYPES
     check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
     check_tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
     channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
@@ -97,13 +176,13 @@ def fused_gdn_decode(
         bad_value("activation", "'silu', 'swish' or None", repr(activation))
     check_gate_activation("gate_activation", gate_activation)
     check_not_negative("eps", eps)
-    _delta_rule.check_null_slot(null_slot)
+    check_null_slot(null_slot)
 
     count = length
     if query_start_loc is not None:
-        _delta_rule.check_offsets("query_start_loc", query_start_loc, device)
+        check_offsets("query_start_loc", query_start_loc, device)
         count = query_start_loc.shape[0] - 1
-    _delta_rule.check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
+    check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
     num_spec = state_indices.shape[1] - 1 if state_indices.dim() == 2 else 0
     columns = conv_weight.shape[1] - 1 + num_spec
     check_tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
@@ -112,14 +191,12 @@ def fused_gdn_decode(
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
-        _delta_rule.check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES)
+        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if state_indices.dim() != 2:
             bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
     if rounding_seed is not None:
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
-    if out is not None:
-        shape = (length, heads * head_v_dim)
-        check_tensor("out", out, shape=shape, dtypes=(mixed_qkv.dtype,), device=device, last_contiguous=True)
+    check_out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         _check_values(length, ssm_state, conv_state, state_indices, query_start_loc, num_accepted_tokens, null_slot)
 
@@ -162,16 +239,29 @@ def fused_gdn_decode(
     o = new(mixed_qkv.dtype, device, *shape) if out is None else out
     if is_empty(length, count):
         return o.zero_()
-    arguments = (
-        _rows.aligned("mixed_qkv", mixed_qkv), z, b, a, conv_state, _rows.constant(conv_weight),
-        None if conv_bias is None else _rows.constant(conv_bias), A_log, dt_bias, norm_weight, ssm_state, state_indices,
-        None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
-        None if query_start_loc is None else query_start_loc.contiguous(),
-        rounding_seed if problem.has_rounding else None, o.view(length, heads, head_v_dim),
-        head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
-    )  # fmt: skip
+    params = GdnDecodeParams(
+        mixed_qkv=_rows.aligned("mixed_qkv", mixed_qkv),
+        z=z,
+        b=b,
+        a=a,
+        conv_state=conv_state,
+        conv_weight=_rows.constant(conv_weight),
+        conv_bias=None if conv_bias is None else _rows.constant(conv_bias),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        norm_weight=norm_weight,
+        ssm_state=ssm_state,
+        state_indices=state_indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
+        cu_seqlens=None if query_start_loc is None else query_start_loc.contiguous(),
+        rounding_seed=rounding_seed if problem.has_rounding else None,
+        out=o.view(length, heads, head_v_dim),
+        scale=head_k_dim**-0.5 if scale is None else scale,
+        eps=eps,
+        null_slot=null_slot,
+    )
     windows = conv_state if problem.conv_channels_contiguous else None
-    launch(prepared, arguments, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
+    launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
     return o
 
 
@@ -219,7 +309,7 @@ def _check_projections(
     if projection_layout not in ("flat", "interleaved"):
         bad_value("projection_layout", "'flat' or 'interleaved'", repr(projection_layout))
     check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
-    device, dtypes = mixed_qkv.device, _delta_rule.FLOAT_DTYPES
+    device, dtypes = mixed_qkv.device, FLOAT_DTYPES
     check_tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
     heads = A_log.shape[0]
     if heads == 0 or heads % num_k_heads:

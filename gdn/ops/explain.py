@@ -43,11 +43,34 @@ class Explanation:
 
 
 def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """What `op(*args, **kwargs)` would run: the backend, the tiles and where they came from, who refused and why.
+    """Explain what ``op(*args, **kwargs)`` would run: the backend, the tiles and where they came from, who refused and why.
 
-    op: a public function of gdn, its name, or the operator's short name ("chunk"). Arguments are the function's own and their
-    types, shapes and memory are checked as by a call, which raises the same errors; values in tensors are not read. Nothing is
-    launched, written or compiled.
+    The arguments' types, shapes and memory are checked as by a call, which raises the same errors; values in tensors are not
+    read. Nothing is launched, written or compiled.
+
+    Parameters
+    ----------
+    op : str or callable
+        A public function of gdn, its name, or the operator's short name ("chunk").
+    *args, **kwargs
+        The function's own arguments.
+
+    Returns
+    -------
+    Explanation
+        The choice, field by field; ``str()`` of it is a report for people.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As raised by the call itself.
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> found = gdn.explain("topk", torch.rand(4, 4096), 512)
+    >>> found.function, found.backend
+    ('topk_indices', 'reference')
     """
     name, function = _resolve(op)
     with explaining() as asked:

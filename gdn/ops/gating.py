@@ -3,10 +3,9 @@
 import torch
 
 from gdn.ops._call import NEW, operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_tensor, dtype_name
-from gdn.ops._delta_rule import FLOAT_DTYPES
 from gdn.ops._modes import is_empty
-from gdn.problems import GatingProblem
+from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtype_name
+from gdn.problems import GatingParams, GatingProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -23,13 +22,50 @@ def fused_gdn_gating(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) * softplus(a + dt_bias) and beta_output = sigmoid(b), per value head.
+    """Decay and write strength from the raw gates, per value head.
 
-    softplus(x) = log1p(exp(beta * x)) / beta where beta * x <= threshold, else x. Natural logarithm.
+        g = -exp(A_log) * softplus(a + dt_bias);   beta_output = sigmoid(b)
 
-    Arguments: A_log, dt_bias [HV]; a, b [..., HV] of one shape; any float dtypes, any strides.
-    Returns (g, beta_output), float32, contiguous, of the shape of a and b. (float64 where a is float64.)
-    backend: as in chunk_gated_delta_rule. Raises TypeError or ValueError, naming the argument.
+    with softplus(x) = log1p(exp(beta * x)) / beta where beta * x <= threshold, else x. Natural logarithms; computed in float32
+    (float64 where `a` is float64).
+
+    Parameters
+    ----------
+    A_log : Tensor [HV]
+        Logarithm of the decay rate, any float dtype.
+    a : Tensor [..., HV]
+        Raw decay gate, any float dtype and strides.
+    b : Tensor [..., HV]
+        Raw write strength, of the shape of `a`; any float dtype and strides.
+    dt_bias : Tensor [HV]
+        Bias of the raw decay gate, any float dtype.
+    beta : float
+        Sharpness of the softplus, > 0.
+    threshold : float
+        Value of beta * x above which the softplus is x.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    g : Tensor [..., HV]
+        Natural logarithm of the decay, new, contiguous, float32 (float64 where `a` is float64).
+    beta_output : Tensor [..., HV]
+        Write strength, new, contiguous, float32 (float64 where `a` is float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched.
+
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464; the
+       parameters of the decay are Mamba2's.
+    .. [2] The arguments are those of ``fused_gdn_gating`` in vLLM.
     """
     check_tensor("a", a, dtypes=FLOAT_DTYPES)
     if a.dim() == 0:
@@ -53,10 +89,17 @@ def fused_gdn_gating(
         run_reference()
     g, beta_output = (torch.empty(x.shape, dtype=_result_dtype(x), device=a.device) for x in (a, b))
     if not is_empty(*a.shape):
-        prepared.launch(
-            A_log, a.reshape(-1, heads), b.reshape(-1, heads), dt_bias, g.view(-1, heads), beta_output.view(-1, heads),
-            beta, threshold,
-        )  # fmt: skip
+        params = GatingParams(
+            A_log=A_log,
+            a=a.reshape(-1, heads),
+            b=b.reshape(-1, heads),
+            dt_bias=dt_bias,
+            g=g.view(-1, heads),
+            beta_output=beta_output.view(-1, heads),
+            beta=beta,
+            threshold=threshold,
+        )
+        prepared.launch(params)
     return g, beta_output
 
 

@@ -8,22 +8,36 @@ from typing import Any
 import torch
 
 from gdn import reference
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._checks import bad_type, bad_value, check_at_least, check_not_negative, check_tensor, dtype_name
-from gdn.ops._delta_rule import check_null_slot
-from gdn.ops._logits_checks import FP8, INDEX_DTYPES, WEIGHT_DTYPES, check_cache, flat_pages
+from gdn.ops._indexer import check_cache, check_keys, check_kv_heads, check_rope, check_slot_mapping, check_weights, flat_pages
 from gdn.ops._modes import is_empty, last_value
+from gdn.ops._tensors import (
+    FP8,
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    bad_type,
+    bad_value,
+    check_at_least,
+    check_not_negative,
+    check_null_slot,
+    check_tensor,
+    dtype_name,
+)
 from gdn.problems import (
+    CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
+    GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
+    PrepareIndexerParams,
     PrepareIndexerProblem,
+    QuantizeFp8Params,
     QuantizeFp8Problem,
+    WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
 from gdn.runtime import env
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _name(tensor: torch.Tensor | None) -> str | None:
@@ -41,13 +55,42 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
 
 @operator(reference=reference.quantize_fp8, returns=lambda _: (NEW, NEW), memo=True, contiguous=("x",))
 def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 values and one float32 scale per group of min(group_size, D) elements along the last dim.
+    """Quantise to e4m3 with one float32 scale per group along the last dimension.
 
-    x [..., D] bfloat16, float16 or float32, D a multiple of the group -> x_fp8 [..., D], scale [..., D / group]:
-    scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated. TypeError or ValueError by argument.
-    backend: as in chunk_gated_delta_rule.
+        scale = max(amax, 1e-4) / 448;   x_fp8 = x / scale, rounded to nearest even, saturated
+
+    for each group of min(group_size, D) elements, amax the largest magnitude in it.
+
+    Parameters
+    ----------
+    x : Tensor [..., D]
+        Values, bfloat16, float16 or float32; D is a multiple of the group. A last dimension that is not contiguous is copied,
+        logged once.
+    group_size : int
+        Elements per group, >= 1; a group is never longer than D.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    x_fp8 : Tensor [..., D] of float8_e4m3fn
+        Quantised values, new and contiguous.
+    scale : Tensor [..., D / group] of float32
+        Scale of each group, new and contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched.
+
+    References
+    ----------
+    .. [1] P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (e4m3).
     """
-    check_tensor("x", x, dtypes=DTYPES)
+    check_tensor("x", x, dtypes=INPUT_DTYPES)
     check_at_least("group_size", group_size, 1)
     if x.dim() < 1 or x.shape[-1] < 1:
         bad_value("x", "shape [..., D] with D >= 1", f"shape {list(x.shape)}")
@@ -62,32 +105,14 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     x_fp8 = new(FP8, x.device, *x.shape)
     scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
     if not is_empty(*x.shape):
-        arguments = (_rows.aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
-        launch(prepared, arguments, (x_fp8, scale), aligned=(x,))
+        params = QuantizeFp8Params(x=_rows.aligned("x", rows), x_fp8=x_fp8.view(rows.shape), scale=scale.view(rows.shape[:2]))
+        launch(prepared, params, (x_fp8, scale), aligned=(x,))
     return x_fp8, scale
-
-
-def _check_slots(slot_mapping: torch.Tensor | None, tokens: int, device: torch.device) -> None:
-    check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-
-
-def _check_keys(name: str, k: torch.Tensor, tokens: int | None, device: torch.device) -> int:
-    """k [tokens, D] or [tokens, kv_heads, D]: its kv_heads."""
-    check_tensor(name, k, dtypes=DTYPES, device=device)
-    if k.dim() not in (2, 3) or (isinstance(tokens, int) and isinstance(k.shape[0], int) and k.shape[0] != tokens):
-        wanted = "tokens" if tokens is None else tokens
-        bad_value(name, f"shape [{wanted}, D] or [{wanted}, kv_heads, D]", f"shape {list(k.shape)}")
-    return k.shape[1] if k.dim() == 3 else 1
 
 
 def _with_heads(k: torch.Tensor) -> torch.Tensor:
     """[tokens, D] as [tokens, 1, D]."""
     return k[:, None] if k.dim() == 2 else k
-
-
-def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
-    if kv_heads != of_cache:
-        bad_value(name, f"{of_cache} key heads, as the cache", f"{kv_heads}")
 
 
 @operator(
@@ -99,22 +124,39 @@ def _same_kv_heads(name: str, kv_heads: int, of_cache: int) -> None:
     contiguous=("k",),
 )
 def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
-    """Writes key rows into the indexer cache, in the form of the cache's dtype.
+    """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
-    k [tokens, D] or [tokens, kv_heads, D] bfloat16, float16 or float32, any row stride.
-    cache: as `gdn.paged_mqa_logits`. uint8: e4m3 values and one float32 scale per (row, kv head), scale =
-        max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16: a cast.
-    slot_mapping [tokens] int64 (or int32): row page * page_size + offset of each token; negative = skip. The caller's
-        duty: slots lie in the cache (checked with GDN_VALIDATE=1, costs a sync) and are distinct.
-    backend: as in chunk_gated_delta_rule.
+    Parameters
+    ----------
+    k : Tensor [tokens, D] or [tokens, kv_heads, D]
+        Keys, bfloat16, float16 or float32, any row stride; a last dimension that is not contiguous is copied, logged once.
+    cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
+        Pages as for `paged_mqa_logits`, updated in place. uint8: e4m3 values and one float32 scale per (row, kv head),
+        scale = max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16: a cast.
+    slot_mapping : Tensor [tokens]
+        Cache row of each token, page * page_size + offset, int64 (or int32); negative = skip. The caller makes sure that slots
+        lie in the cache and are distinct (always checked on the CPU, on a GPU with ``GDN_VALIDATE=1``, which waits for the
+        device).
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
 
-    TypeError or ValueError names the argument; the cache is untouched then.
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument; the cache is untouched then.
+
+    References
+    ----------
+    .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM; the slot mapping is vLLM's.
     """
     check_tensor("k", k)
-    kv_heads = _check_keys("k", k, None, k.device)
+    kv_heads = check_keys("k", k, None, k.device)
     page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
-    _same_kv_heads("k", kv_heads, cache_heads)
-    _check_slots(slot_mapping, k.shape[0], k.device)
+    check_kv_heads("k", kv_heads, cache_heads)
+    check_slot_mapping(slot_mapping, k.shape[0], k.device)
     if reads_values(k.device):
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
     problem = WriteIndexerCacheProblem(
@@ -129,20 +171,8 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     if prepared.launch is None:
         run_reference()
     if not is_empty(k.shape[0], cache.shape[0]):
-        arguments = (_rows.aligned("k", _with_heads(k)), flat_pages(cache), slot_mapping)
-        launch(prepared, arguments, (cache,), aligned=(k, cache))
-
-
-def _check_rope(
-    positions: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device
-) -> None:
-    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check_at_least("rotary_dim", rotary_dim)
-    if rotary_dim % 2 or rotary_dim > head_dim:
-        bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
-    check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=DTYPES, device=device)
-    if is_empty(cos_sin.shape[0]) and not is_empty(tokens):  # positions are clamped to its rows
-        bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
+        params = WriteIndexerCacheParams(k=_rows.aligned("k", _with_heads(k)), cache=flat_pages(cache), slot_mapping=slot_mapping)
+        launch(prepared, params, (cache,), aligned=(k, cache))
 
 
 def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
@@ -189,45 +219,88 @@ def prepare_indexer(
     fp8: bool | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Norm, RoPE, quantisation, scale folding and cache write of one step of the indexer.
+    """Prepare one step of the indexer: norm, RoPE, quantisation, scale folding and cache write.
 
-    q [tokens, H, D], k [tokens, D] or [tokens, kv_heads, D], weights [tokens, H] or None: bfloat16, float16 or float32,
-        any row stride. positions [tokens] int32 or int64.
-    cos_sin [max_positions, rotary_dim]: cosines in the first half of a row, sines in the second; neox pairs
-        (i, i + rotary_dim / 2) of the first rotary_dim dims are rotated.
-    q_norm, k_norm [D]: RMS norm weights, gain 1 + weight (zero_centred) or weight.
-    cache, slot_mapping: as `gdn.write_indexer_cache`. k, k_norm, cache and slot_mapping may be None together (compressed
-        keys go through `gdn.compress_indexer_keys`): then only the query is prepared.
-    fp8: None = as the cache is; a bool must agree with the cache, and decides where there is none (with scales if weights
-        are given, else plain casts).
-    backend: as in chunk_gated_delta_rule.
+        norm          x * rsqrt(mean(x^2) + eps) * gain, in float32
+        RoPE (neox)   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), pairs (i, i + rotary_dim / 2) of the first rotary_dim dims
 
-    Returns (q, weights) for the logits operators:
-        bf16 cache            q in its dtype, weights as given: pass scale = D**-0.5 to the logits
-        uint8 cache           q e4m3 and weights * q_scale / sqrt(D) float32 (also where weights is None): scale = 1
-        float8_e4m3fn cache   q plainly cast, weights as given: pass scale = D**-0.5 to the logits
-    TypeError or ValueError names the argument; the cache is untouched then.
+    Parameters
+    ----------
+    q : Tensor [tokens, H, D]
+        Raw queries, bfloat16, float16 or float32, any row stride; a last dimension that is not contiguous is copied, logged
+        once.
+    k : Tensor [tokens, D] or [tokens, kv_heads, D] or None
+        Raw keys, dtype and strides as for `q`. `k`, `k_norm`, `cache` and `slot_mapping` may be None together (compressed keys
+        go through `compress_indexer_keys`): then only the query is prepared.
+    weights : Tensor [tokens, H] or None
+        Raw weight of each head, any float dtype and row stride.
+    positions : Tensor [tokens]
+        Position of each token, int32 or int64.
+    cos_sin : Tensor [max_positions, rotary_dim]
+        Cosines in the first half of a row, sines in the second; bfloat16, float16 or float32.
+    q_norm : Tensor [D]
+        Weight of the queries' RMS norm, bfloat16, float16 or float32.
+    k_norm : Tensor [D] or None
+        Weight of the keys' RMS norm, dtype as for `q_norm`.
+    cache : Tensor [pages, page_size, kv_heads, D + 4 or D] or None
+        Pages as for `write_indexer_cache`, updated in place.
+    slot_mapping : Tensor [tokens] or None
+        Cache row of each token, as for `write_indexer_cache`.
+    rotary_dim : int
+        Number of leading dimensions that are rotated; even, at most D.
+    eps : float
+        Added to the mean square of the norms; finite, >= 0.
+    zero_centred : bool
+        Whether the gain of the norms is 1 + weight (True) or weight (False).
+    fp8 : bool, optional
+        Whether the query is quantised. A bool must agree with the cache, and decides where there is none (with scales if
+        `weights` are given, else plain casts). None = as the cache is; without one, as ``VLLM_QSA_USE_FP8_INDEXER`` says.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    q : Tensor [tokens, H, D]
+        Queries for the logits operators: in their own dtype with a bfloat16 cache, quantised to e4m3 with a uint8 cache,
+        plainly cast to e4m3 with a float8_e4m3fn cache.
+    weights : Tensor [tokens, H] or None
+        Weights for the logits operators. uint8 cache: weights * q_scale / sqrt(D) in float32 (also where `weights` is None), to
+        be used with scale = 1. Other caches: `weights` itself, to be used with scale = D**-0.5.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument; the cache is untouched then.
+
+    References
+    ----------
+    .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    .. [2] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
+    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
+       2025 (the lightning indexer).
     """
-    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=DTYPES)
+    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    if weights is not None:
-        check_tensor("weights", weights, shape=[tokens, heads], dtypes=WEIGHT_DTYPES, device=device)
-    _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
-    check_tensor("q_norm", q_norm, shape=[dim], dtypes=DTYPES, device=device)
+    check_weights(weights, tokens, heads, device)
+    check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check_tensor("q_norm", q_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check_not_negative("eps", eps)
     given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         bad_type(missing[0], "a torch.Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
     if k is not None and k_norm is not None and cache is not None:
-        kv_heads = _check_keys("k", k, tokens, device)
-        check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
+        kv_heads = check_keys("k", k, tokens, device)
+        check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
         page_size, cache_heads = check_cache(cache, dim, device, None)
-        _same_kv_heads("k", kv_heads, cache_heads)
-        _check_slots(slot_mapping, tokens, device)
+        check_kv_heads("k", kv_heads, cache_heads)
+        check_slot_mapping(slot_mapping, tokens, device)
         if slot_mapping is not None and reads_values(device):
             _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
@@ -262,21 +335,21 @@ def prepare_indexer(
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
-        arguments = (
-            _rows.aligned("q", q),
-            None if k is None else _rows.aligned("k", _with_heads(k)),
-            weights if folds else None,
-            positions,
-            _rows.aligned("cos_sin", cos_sin),
-            _rows.constant(q_norm),
-            None if k_norm is None else _rows.constant(k_norm),
-            None if cache is None else flat_pages(cache),
-            slot_mapping,
-            q_out,
-            weights_out,
-            eps,
+        params = PrepareIndexerParams(
+            q=_rows.aligned("q", q),
+            k=None if k is None else _rows.aligned("k", _with_heads(k)),
+            weights=weights if folds else None,
+            positions=positions,
+            cos_sin=_rows.aligned("cos_sin", cos_sin),
+            q_norm=_rows.constant(q_norm),
+            k_norm=None if k_norm is None else _rows.constant(k_norm),
+            cache=None if cache is None else flat_pages(cache),
+            slot_mapping=slot_mapping,
+            q_out=q_out,
+            weights_out=weights_out,
+            eps=eps,
         )
-        launch(prepared, arguments, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
+        launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
     return results
 
 
@@ -305,25 +378,65 @@ def compress_indexer_keys(
     null_slot: int = -1,
     backend: str | None = None,
 ) -> None:
-    """Compressed keys: the mean of each finished group of `ratio` tokens goes to the cache, raw keys to a ring.
+    """Write compressed keys: the mean of each finished group of `ratio` tokens to the cache, raw keys to a ring.
 
-    raw_k [tokens, D] or [tokens, kv_heads, D] bfloat16 (float16, float32), any row stride. Tokens of one sequence stand
-        together with positions ascending by one; positions [tokens] int32 or int64.
-    ring [sequences, size, D] or [sequences, size, kv_heads, D] of raw_k's dtype: raw key of position p at row p % size of
-        the sequence's slot; size a multiple of ratio (ratio plus drafts, rounded up). Read before it is overwritten.
-    ring_slots [tokens] int32 or int64: slot of the token's sequence; negative or null_slot: the token is skipped whole.
-    cache: as `gdn.paged_mqa_logits`, its rows counting groups. slot_mapping [tokens] int64 or int32: the cache row of the
-        token's group, read at tokens with (pos + 1) % ratio == 0; negative = skip.
-    cos_sin, rotary_dim, k_norm, eps, zero_centred: as `gdn.prepare_indexer`; the rotation is that of the group's first
-        position.
-    backend: as in chunk_gated_delta_rule.
+    The key of a group is the float32 mean of its raw keys, rounded to their dtype, then RMS norm, then RoPE at the position of
+    the group's first token.
 
-    A group's key: float32 mean of its raw keys, rounded to their dtype, RMS norm, RoPE. TypeError or ValueError names the
-    argument; ring and cache are untouched then.
+    Parameters
+    ----------
+    raw_k : Tensor [tokens, D] or [tokens, kv_heads, D]
+        Raw keys, bfloat16 (float16, float32), any row stride; a last dimension that is not contiguous is copied, logged once.
+        Tokens of one sequence are adjacent, with positions ascending by one.
+    ring : Tensor [sequences, size, D] or [sequences, size, kv_heads, D]
+        Raw keys of unfinished groups, dtype of `raw_k`, updated in place: the raw key of position p is row p % size of the
+        sequence's slot. size is a multiple of `ratio` (ratio plus drafts, rounded up). Old rows are read before they are
+        overwritten.
+    cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
+        Pages as for `write_indexer_cache`, their rows counting groups; updated in place.
+    positions : Tensor [tokens]
+        Position of each token, int32 or int64.
+    cos_sin : Tensor [max_positions, rotary_dim]
+        Cosines and sines, as for `prepare_indexer`.
+    k_norm : Tensor [D]
+        Weight of the RMS norm, as for `prepare_indexer`.
+    ring_slots : Tensor [tokens]
+        Slot of each token's sequence in the ring, int32 or int64; a token with a negative slot or `null_slot` is skipped.
+    slot_mapping : Tensor [tokens]
+        Cache row of the token's group, int64 or int32, read at tokens with (pos + 1) % ratio == 0; negative = skip.
+    ratio : int
+        Tokens per group, >= 1.
+    rotary_dim : int
+        Number of leading dimensions that are rotated; even, at most D.
+    eps : float
+        Added to the mean square of the norm; finite, >= 0.
+    zero_centred : bool
+        Whether the gain of the norm is 1 + weight (True) or weight (False).
+    null_slot : int
+        Slot that is never written, >= -1.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument; `ring` and `cache` are untouched then.
+
+    Notes
+    -----
+    The caller makes sure that slots and cache rows lie in range and that no two sequences share a slot. This is always checked
+    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+
+    References
+    ----------
+    .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
     """
     check_tensor("raw_k", raw_k)
     device = raw_k.device
-    kv_heads = _check_keys("raw_k", raw_k, None, device)
+    kv_heads = check_keys("raw_k", raw_k, None, device)
     tokens, dim = raw_k.shape[0], raw_k.shape[-1]
     check_at_least("ratio", ratio, 1)
     check_tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
@@ -334,12 +447,12 @@ def compress_indexer_keys(
     if tokens and ring.shape[0] == 0:
         bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
     page_size, cache_heads = check_cache(cache, dim, device, None)
-    _same_kv_heads("raw_k", kv_heads, cache_heads)
-    _check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
-    check_tensor("k_norm", k_norm, shape=[dim], dtypes=DTYPES, device=device)
+    check_kv_heads("raw_k", kv_heads, cache_heads)
+    check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check_null_slot(null_slot)
-    _check_slots(slot_mapping, tokens, device)
+    check_slot_mapping(slot_mapping, tokens, device)
     if reads_values(device):
         is_kept = _values.ring_tokens(ring_slots, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
@@ -368,19 +481,19 @@ def compress_indexer_keys(
     if prepared.launch is None or is_empty(cache.shape[0]):
         run_reference()
     if not is_empty(tokens):
-        arguments = (
-            _rows.aligned("raw_k", _with_heads(raw_k)),
-            ring_rows,
-            flat_pages(cache),
-            positions,
-            _rows.aligned("cos_sin", cos_sin),
-            _rows.constant(k_norm),
-            ring_slots,
-            slot_mapping,
-            eps,
-            null_slot,
+        params = CompressIndexerKeysParams(
+            raw_k=_rows.aligned("raw_k", _with_heads(raw_k)),
+            ring=ring_rows,
+            cache=flat_pages(cache),
+            positions=positions,
+            cos_sin=_rows.aligned("cos_sin", cos_sin),
+            k_norm=_rows.constant(k_norm),
+            ring_slots=ring_slots,
+            slot_mapping=slot_mapping,
+            eps=eps,
+            null_slot=null_slot,
         )
-        launch(prepared, arguments, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))
+        launch(prepared, params, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))
 
 
 def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -396,15 +509,37 @@ def gather_indexer_cache(
     num_rows: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cached key rows of N sequences, packed for `gdn.mqa_logits`: (k, k_scale or None).
+    """Gather the cached key rows of N sequences, packed for `mqa_logits` (prefill with a cached prefix).
 
-    cache: as `gdn.paged_mqa_logits`. block_tables [N, max_pages] int32; cu_seqlens [N + 1] int32 or int64: sequence n's
-    first cu_seqlens[n + 1] - cu_seqlens[n] rows go to rows from cu_seqlens[n].
-    num_rows: rows of the result; None reads cu_seqlens[N] back to the host. Rows at or beyond cu_seqlens[N] are zero.
-    backend: as in chunk_gated_delta_rule.
+    Parameters
+    ----------
+    cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
+        Pages as for `paged_mqa_logits`.
+    block_tables : Tensor [N, max_pages] of int32
+        Page of each page_size keys of a sequence.
+    cu_seqlens : Tensor [N + 1]
+        Row offsets of the result, int32 or int64: the first cu_seqlens[n + 1] - cu_seqlens[n] rows of sequence n go to the rows
+        from cu_seqlens[n] on.
+    num_rows : int, optional
+        Rows of the result; rows at or beyond cu_seqlens[N] are zero. None reads cu_seqlens[N] back to the host, which waits for
+        the device.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
 
-    k [rows, kv_heads, D] (without kv_heads where the cache has none) float8_e4m3fn or bfloat16; k_scale [rows, kv_heads]
-    float32 for a uint8 cache. TypeError or ValueError names the argument.
+    Returns
+    -------
+    k : Tensor [rows, kv_heads, D]
+        New tensor, float8_e4m3fn or bfloat16 as the cache; without the kv_heads axis where the cache has none.
+    k_scale : Tensor [rows, kv_heads] of float32 or None
+        Scales of a uint8 cache, without the kv_heads axis where the cache has none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched.
     """
     check_tensor("cache", cache)
     device = cache.device
@@ -440,15 +575,17 @@ def gather_indexer_cache(
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    arguments = (flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    params = GatherIndexerCacheParams(
+        cache=flat_pages(cache), block_tables=block_tables, cu_seqlens=cu_seqlens, k=k, k_scale=k_scale
+    )
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
     else:
         results = (k.view(rows, kv_heads, head_dim), k_scale)
     if num_rows is None:  # read back from the device: another call may have another number
-        prepared.launch(*arguments)
+        prepared.launch(params)
     else:
-        launch(prepared, arguments, results, aligned=(cache,))
+        launch(prepared, params, results, aligned=(cache,))
     return results
 
 

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import torch
 
 from gdn import runtime
-from gdn.ops import _rows, _values
+from gdn.ops import _values
 from gdn.ops._call import always, check_memory, operator, validates
-from gdn.ops._checks import bad_value, check_at_least, check_tensor
-from gdn.ops._delta_rule import contiguous_int32
-from gdn.ops._logits_checks import QUERY_DTYPES, check_cache, check_weights
+from gdn.ops._indexer import QUERY_DTYPES, check_block_tables, check_cache, check_context_lens, check_weights
 from gdn.ops._modes import is_empty, is_tracing
+from gdn.ops._tensors import bad_value, check_at_least, check_out, check_tensor, contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
-from gdn.ops.paged_mqa_logits import check_block_tables, check_lengths, check_values, paged_mqa_logits
-from gdn.ops.topk import check_indices_out, select_rows
+from gdn.ops.paged_mqa_logits import check_values, paged_mqa_logits
+from gdn.ops.topk import select_rows
 from gdn.runtime import env, registry
 
 
@@ -40,15 +39,65 @@ def indexer_topk(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """`topk_indices(mqa_logits(...))` without the whole score matrix: int32 [M, topk], ascending, -1 last.
+    """Indexer logits and top-k of ragged prefill in bounded memory.
 
-    q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, relu: as `gdn.mqa_logits`. Indices are relative to
-    cu_seqlen_ks. A row with at most topk visible keys lists all of them, whatever their scores.
-    workspace_bytes: float32 scores held at a time; None = VLLM_SPARSE_INDEXER_MAX_LOGITS_MB. It must hold one row.
-    max_seqlen_k: a bound on the length of all ranges; a row of scores then has that many columns instead of Nk.
-    backend: of the logits; "reference" is of the selection too, which else runs on whatever backend has a kernel.
+    The result is that of ``topk_indices(mqa_logits(...))`` without the whole score matrix, except that a row with at most
+    `topk` visible keys lists all of them, whatever their scores.
 
-    ValueError or TypeError names the argument, before anything is written.
+    Parameters
+    ----------
+    q : Tensor [M, H, D]
+        Queries, as for `mqa_logits`.
+    k : Tensor [Nk, D] or [Nk, kv_heads, D]
+        Keys, as for `mqa_logits`.
+    weights : Tensor [M, H] or None
+        Weight of each head, any float dtype and row stride. None = 1.
+    cu_seqlen_ks, cu_seqlen_ke : Tensor [M]
+        Range of key rows of each query row, int32 (int64 is converted), as for `mqa_logits`.
+    topk : int
+        Columns of the result, >= 0.
+    k_scale : Tensor [Nk] or [Nk, kv_heads] of float32, optional
+        Scale of each key row, for FP8 keys only. None = 1.
+    scale : float
+        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
+    relu : bool
+        False leaves the products as they are.
+    workspace_bytes : int, optional
+        Bytes of float32 scores held at a time; at least one row. None = ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``.
+    max_seqlen_k : int, optional
+        Bound on the length of all ranges; a row of scores then has that many columns instead of Nk.
+    out : Tensor [M, topk] of int32, optional
+        Tensor to write the indices into, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+        A kernel backend applies to the logits; the selection runs on whatever backend has a kernel. "reference" applies to
+        both.
+
+    Returns
+    -------
+    Tensor [M, topk] of int32
+        Indices relative to `cu_seqlen_ks`, ascending, -1 last; `out` itself where it is given, else a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
+       2025 (the lightning indexer and its top-k selection).
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> q, k, weights = torch.randn(3, 16, 128), torch.randn(10, 128), torch.rand(3, 16)
+    >>> indices = gdn.indexer_topk(q, k, weights, torch.tensor([0, 0, 4]), torch.tensor([8, 9, 6]), 4, scale=128**-0.5)
+    >>> indices.shape, indices[2].tolist()  # the last row sees two keys
+    (torch.Size([3, 4]), [0, 1, -1, -1])
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     num_rows, num_keys, device = q.shape[0], k.shape[0], q.device
@@ -56,7 +105,7 @@ def indexer_topk(
     if max_seqlen_k is not None:
         check_at_least("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
-    check_indices_out(out, num_rows, topk, device)
+    check_out(out, [num_rows, topk], torch.int32, device)
     check_memory()
     if is_tracing():
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
@@ -64,7 +113,7 @@ def indexer_topk(
     if validates(device):  # of all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     with _ordered(backend, "indexer_topk") as backend:
-        q, k = _rows.contiguous("q", q), _rows.contiguous("k", k)  # once, not for every block of rows
+        q, k = contiguous("q", q), contiguous("k", k)  # once, not for every block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
@@ -126,24 +175,66 @@ def paged_indexer_topk(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """`topk_indices(paged_mqa_logits(...))`, some sequences at a time: int32 [B * next_n, topk], ascending, -1 last.
+    """Indexer logits and top-k of paged decode in bounded memory, some sequences at a time.
 
-    q, cache, weights, context_lens, block_tables, scale, relu: as `gdn.paged_mqa_logits`. A row with at most topk visible
-    keys lists all of them, whatever their scores.
-    workspace_bytes: float32 scores held at a time; None = VLLM_SPARSE_INDEXER_MAX_LOGITS_MB. It must hold one sequence's
-        next_n rows.
-    max_context_len: a bound on the lengths; None = what block_tables can address (max_pages * page_size).
-    backend: of the logits; "reference" is of the selection too, which else runs on whatever backend has a kernel.
+    The result is that of ``topk_indices(paged_mqa_logits(...))``, except that a row with at most `topk` visible keys lists all
+    of them, whatever their scores. No value is read back to the host: the call can be captured in a CUDA graph, and lengths may
+    change between replays.
 
-    ValueError or TypeError names the argument, before anything is written. No host read: it can be captured in a CUDA
-    graph, and lengths may change between replays.
+    Parameters
+    ----------
+    q : Tensor [B, next_n, H, D]
+        Queries, as for `paged_mqa_logits`.
+    cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
+        Pages of keys, as for `paged_mqa_logits`.
+    weights : Tensor [B * next_n, H] or None
+        Weight of each head, any float dtype and row stride. None = 1.
+    context_lens : Tensor [B, next_n] or [B]
+        Number of visible keys, as for `paged_mqa_logits`.
+    block_tables : Tensor [B, max_pages] of int32
+        Page of each page_size keys of a sequence.
+    topk : int
+        Columns of the result, >= 0.
+    scale : float
+        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
+    relu : bool
+        False leaves the products as they are.
+    workspace_bytes : int, optional
+        Bytes of float32 scores held at a time; at least one sequence's next_n rows. None =
+        ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``.
+    max_context_len : int, optional
+        Bound on the lengths. None = what `block_tables` can address (max_pages * page_size).
+    out : Tensor [B * next_n, topk] of int32, optional
+        Tensor to write the indices into, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+        A kernel backend applies to the logits; the selection runs on whatever backend has a kernel. "reference" applies to
+        both.
+
+    Returns
+    -------
+    Tensor [B * next_n, topk] of int32
+        Positions in the sequence, ascending, -1 last; `out` itself where it is given, else a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
+       2025 (the lightning indexer and its top-k selection).
     """
     check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
     batch, next_n, num_heads, head_dim = q.shape
     device = q.device
     page_size, _ = check_cache(cache, head_dim, device, q.dtype)
     check_weights(weights, batch * next_n, num_heads, device)
-    check_lengths(context_lens, batch, next_n, device)
+    check_context_lens(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
     check_at_least("topk", topk)
     if max_context_len is not None:
@@ -151,14 +242,14 @@ def paged_indexer_topk(
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
     sequence_bytes = 4 * width * next_n
-    check_indices_out(out, batch * next_n, topk, device)
+    check_out(out, [batch * next_n, topk], torch.int32, device)
     check_memory()
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
     step = _units_per_block(_budget(workspace_bytes, sequence_bytes, batch), sequence_bytes, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # of all sequences, before the first step writes
     with _ordered(backend, "paged_indexer_topk") as backend:
-        q, context_lens = _rows.contiguous("q", q), contiguous_int32(context_lens)
+        q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that one length is for
 
         def logits(first: int, last: int, buffer: torch.Tensor | None) -> torch.Tensor:

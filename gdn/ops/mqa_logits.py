@@ -3,25 +3,23 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
-from gdn.ops._checks import bad_type, bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._delta_rule import contiguous_int32
-from gdn.ops._kinds import Kind
-from gdn.ops._logits_checks import (
-    FP8,
-    INDEX_DTYPES,
+from gdn.ops._indexer import (
     QUERY_DTYPES,
     check_heads,
-    check_out,
+    check_logits_out,
     check_skipping,
     check_weights,
     kernel_weights,
     kernel_weights_dtype,
     product_dtype,
 )
+from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.problems import MqaLogitsProblem
+from gdn.ops._tensors import FP8, INDEX_DTYPES, bad_type, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
 
 @operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
@@ -42,30 +40,77 @@ def mqa_logits(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Scores of every query row against its range of key rows.
+    """Scores of every query row against its range of key rows (ragged prefill of the indexer).
 
         score(i, j) = scale * sum_g k_scale[j, g] * sum_{h in group g} weights[i, h] * relu(q[i, h] . k[j, g])
 
-    with g = h // (H / kv_heads): the indexer of Qwen3-Next and the lightning indexer of DeepSeek-V3.2, in their
-    published form sum_h w_h relu(q_h . k) / sqrt(D).
+    with g = h // (H / kv_heads): the indexer of Qwen3-Next and the lightning indexer of DeepSeek-V3.2, in their published form
+    sum_h w_h relu(q_h . k) / sqrt(D). No value is read back to the host without ``GDN_VALIDATE=1``.
 
-    q [M, H, D] float8_e4m3fn or bfloat16 (float16, float32: reference), copied where not contiguous as a whole.
-    k [Nk, D] or [Nk, kv_heads, D], float8_e4m3fn with such a q, else bfloat16 or the dtype of q; H is a multiple of kv_heads.
-    weights [M, H] float32, bfloat16, float16 or float64, any row stride; None = 1.
-    cu_seqlen_ks, cu_seqlen_ke [M] int32 (int64 is converted): row i sees keys [ks[i], ke[i]), counted in key rows.
-        A range is clamped to [0, Nk]; ks >= ke is empty. Not cumulative sums: one pair per row.
-    k_scale [Nk] or [Nk, kv_heads] float32, FP8 only; None = 1.
-    scale: D**-0.5 goes here or into weights, never both. A q scale of FP8 goes into weights.
-    relu: False leaves the products as they are.
-    max_seqlen_k: None = out is [M, Nk]; a number = out is [M, max_seqlen_k] and column 0 of row i is key ks[i]; keys
-        beyond the last column are left out.
-    clean_logits: columns outside a row's range are -inf (True) or unspecified (False).
-    skip_rows_up_to: rows of at most this many visible keys may stay unscored; only without clean_logits.
-    out: [M, columns] of out_dtype (float32 or bfloat16), last dim contiguous; None = a new tensor.
-    backend: 'tilelang', 'cute', 'reference' or None; 'reference' sums in float32 and runs on any device.
+    Parameters
+    ----------
+    q : Tensor [M, H, D]
+        Queries, float8_e4m3fn or bfloat16 (float16 and float32: reference only); copied where not contiguous as a whole.
+    k : Tensor [Nk, D] or [Nk, kv_heads, D]
+        Keys, float8_e4m3fn with such a `q`, else bfloat16 or the dtype of `q`; copied where not contiguous as a whole. H is a
+        multiple of kv_heads.
+    weights : Tensor [M, H] or None
+        Weight of each head, float32, bfloat16, float16 or float64, any row stride. None = 1. The scale of an FP8 `q` is folded
+        in here.
+    cu_seqlen_ks : Tensor [M]
+        First visible key row of each query row, int32 (int64 is converted). Not a cumulative sum: one range
+        [cu_seqlen_ks[i], cu_seqlen_ke[i]) per row, clamped to [0, Nk].
+    cu_seqlen_ke : Tensor [M]
+        End of each range, int32 (int64 is converted). A range with ks >= ke is empty.
+    k_scale : Tensor [Nk] or [Nk, kv_heads] of float32, optional
+        Scale of each key row, for FP8 keys only. None = 1.
+    scale : float
+        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
+    relu : bool
+        False leaves the products as they are.
+    max_seqlen_k : int, optional
+        None: the result is [M, Nk]. A number: the result is [M, max_seqlen_k] and column 0 of row i is key cu_seqlen_ks[i];
+        keys beyond the last column are left out.
+    clean_logits : bool
+        Whether columns outside a row's range are -inf (True) or unspecified (False).
+    out_dtype : torch.dtype
+        float32 or bfloat16.
+    skip_rows_up_to : int
+        Rows with at most this many visible keys may stay unscored. Only with ``clean_logits=False``.
+    out : Tensor [M, columns], optional
+        Tensor of `out_dtype` to write the scores into, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+        The reference sums in float32 and runs on any device.
 
-    Returns out. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 negative
-    starts, and ranges longer than max_seqlen_k, are errors too (costs a sync). No host read otherwise.
+    Returns
+    -------
+    Tensor [M, columns]
+        Scores in `out_dtype`; `out` itself where it is given, else a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written. With ``GDN_VALIDATE=1`` (which waits for the device)
+        negative starts and ranges longer than `max_seqlen_k` are errors too.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
+       2025 (the lightning indexer).
+    .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM.
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> q, k, weights = torch.randn(3, 16, 128), torch.randn(10, 128), torch.rand(3, 16)
+    >>> starts, ends = torch.tensor([0, 0, 4]), torch.tensor([8, 9, 10])
+    >>> logits = gdn.mqa_logits(q, k, weights, starts, ends, scale=128**-0.5)
+    >>> logits.shape, logits[0].isfinite().sum().item()
+    (torch.Size([3, 10]), 8)
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
@@ -76,7 +121,7 @@ def mqa_logits(
     if max_seqlen_k is not None:
         check_at_least("max_seqlen_k", max_seqlen_k)
         num_columns = max_seqlen_k
-    check_out(out, [num_queries, num_columns], out_dtype, device)
+    check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
@@ -108,12 +153,18 @@ def mqa_logits(
     if k_scale is not None:
         scales = _rows.contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
     k_rows = _rows.contiguous("k", k if k.dim() == 3 else k[:, None])
-    starts, ends = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
-    rows_of_weights = None if weights is None else make(kernel_weights, weights)
-    arguments = (
-        _rows.contiguous("q", q), k_rows, scales, rows_of_weights, starts, ends, out, scale, skip_rows_up_to,
-    )  # fmt: skip
-    launch(prepared, arguments, (out,), aligned=(q, k, k_scale))
+    params = MqaLogitsParams(
+        q=_rows.contiguous("q", q),
+        k=k_rows,
+        k_scale=scales,
+        weights=None if weights is None else make(kernel_weights, weights),
+        cu_seqlen_ks=make(contiguous_int32, cu_seqlen_ks),
+        cu_seqlen_ke=make(contiguous_int32, cu_seqlen_ke),
+        out=out,
+        scale=scale,
+        skip_rows_up_to=skip_rows_up_to,
+    )
+    launch(prepared, params, (out,), aligned=(q, k, k_scale))
     return out
 
 
@@ -155,10 +206,36 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """`mqa_logits` in the argument order of DeepGEMM's function of this name; float32 out, ReLU, scale 1.
+    """`mqa_logits` with the argument order of DeepGEMM's function of this name: float32 scores, ReLU, scale 1.
 
-    q [M, H, D] float8_e4m3fn; kv = (k [Nk, D] float8_e4m3fn, k_scale [Nk] float32); weights [M, H]; max_seqlen_k 0 = out
-    is [M, Nk]. Errors as `mqa_logits`.
+    Parameters
+    ----------
+    q : Tensor [M, H, D] of float8_e4m3fn
+        Queries; their scales are folded into `weights`.
+    kv : tuple of Tensor
+        (k [Nk, D] float8_e4m3fn, k_scale [Nk] float32).
+    weights : Tensor [M, H]
+        Weight of each head, any float dtype.
+    cu_seqlen_ks, cu_seqlen_ke : Tensor [M]
+        Range of key rows of each query row, as for `mqa_logits`.
+    clean_logits : bool
+        Whether columns outside a row's range are -inf (True) or unspecified (False).
+    max_seqlen_k : int
+        Columns of the result, column 0 of row i being key cu_seqlen_ks[i]. 0: the result is [M, Nk].
+
+    Returns
+    -------
+    Tensor [M, Nk] or [M, max_seqlen_k]
+        New float32 tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As raised by `mqa_logits`.
+
+    References
+    ----------
+    .. [1] ``fp8_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)

@@ -2,12 +2,11 @@
 
 import torch
 
-from gdn.ops import _rows
+from gdn.ops import _tensors as _rows
 from gdn.ops._call import operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_not_negative, check_tensor, dtype_name
-from gdn.ops._delta_rule import FLOAT_DTYPES
 from gdn.ops._modes import is_empty
-from gdn.problems import RmsNormGatedProblem
+from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_not_negative, check_tensor, dtype_name
+from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -17,11 +16,44 @@ Tensor = torch.Tensor
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
 ) -> Tensor:
-    """x / sqrt(mean(x * x) + eps) * weight * activation(z), over the last dim, in float32.
+    """RMS norm with an output gate, over the last dimension.
 
-    Arguments: x, z [..., V] of one shape, weight [V]; any float dtypes and strides; eps finite, at least 0; activation "silu" (or
-    "swish") | "sigmoid"; backend as in chunk_gated_delta_rule. Returns a new tensor like x. Raises TypeError or ValueError,
-    naming the argument.
+        x / sqrt(mean(x * x) + eps) * weight * activation(z)
+
+    computed in float32 (float64 where `x` is float64): the norm before the gate, with a plain gain.
+
+    Parameters
+    ----------
+    x : Tensor [..., V]
+        Values to normalise, any float dtype and strides. A last dimension that is not contiguous is copied, logged once.
+    z : Tensor [..., V]
+        Input of the gate, of the shape of `x`; any float dtype and strides.
+    weight : Tensor [V]
+        Gain, any float dtype.
+    eps : float
+        Added to the mean square; finite, >= 0.
+    activation : {"silu", "swish", "sigmoid"}
+        Activation of `z`; "swish" means SiLU.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    Tensor [..., V]
+        New contiguous tensor in the dtype of `x`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched.
+
+    References
+    ----------
+    .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    .. [2] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
     """
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
@@ -48,11 +80,14 @@ def rms_norm_gated(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
-        rows = [
-            _rows.aligned(name, part.reshape(-1, heads, dim), min(_rows.ACCESS_BYTES, vector * part.element_size()))
-            for name, part in (("x", x), ("z", z))
-        ]
-        prepared.launch(*rows, _rows.constant(weight), out.view(-1, heads, dim), eps)
+
+        def rows(name: str, part: Tensor) -> Tensor:
+            return _rows.aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
+
+        params = RmsNormGatedParams(
+            x=rows("x", x), z=rows("z", z), weight=_rows.constant(weight), out=out.view(-1, heads, dim), eps=eps
+        )
+        prepared.launch(params)
     return out
 
 

@@ -3,17 +3,16 @@
 import torch
 
 from gdn import reference
-from gdn.ops import _rows, _values
+from gdn.ops import _tensors as _rows
+from gdn.ops import _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
-from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._delta_rule import contiguous_int32
-from gdn.ops._kinds import Kind
-from gdn.ops._logits_checks import (
-    INDEX_DTYPES,
+from gdn.ops._indexer import (
     QUERY_DTYPES,
+    check_block_tables,
     check_cache,
+    check_context_lens,
     check_heads,
-    check_out,
+    check_logits_out,
     check_skipping,
     check_weights,
     flat_pages,
@@ -21,8 +20,10 @@ from gdn.ops._logits_checks import (
     kernel_weights_dtype,
     product_dtype,
 )
+from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.problems import PagedMqaLogitsProblem
+from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous_int32, dtype_name
+from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 
 
 @operator(
@@ -48,28 +49,69 @@ def paged_mqa_logits(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Scores of each sequence's next_n query tokens against its cached keys; the formula of `gdn.mqa_logits`.
+    """Scores of each sequence's next_n query tokens against its cached keys (paged decode of the indexer).
 
-    q [B, next_n, H, D] float8_e4m3fn or bfloat16 (float16, float32: reference), copied where not contiguous as a whole.
-    cache: by dtype of its pages, the kv_heads axis may be missing where it is 1:
-        uint8          [pages, page_size, kv_heads, D + 4]: a page holds its page_size * kv_heads * D e4m3 values first,
-                       then its page_size * kv_heads float32 scales
-        float8_e4m3fn  [pages, page_size, kv_heads, D]: no scales
-        bfloat16       [pages, page_size, kv_heads, D]: for a q of any other dtype than float8_e4m3fn
+    The formula is that of `mqa_logits`. Lengths are read on the device only, so they may change between replays of a CUDA
+    graph.
+
+    Parameters
+    ----------
+    q : Tensor [B, next_n, H, D]
+        Queries, float8_e4m3fn or bfloat16 (float16 and float32: reference only); copied where not contiguous as a whole.
+    cache : Tensor
+        Pages of keys; their dtype gives the form, and the kv_heads axis may be missing where it is 1:
+
+        - uint8 [pages, page_size, kv_heads, D + 4]: a page holds its page_size * kv_heads * D e4m3 values first, then its
+          page_size * kv_heads float32 scales;
+        - float8_e4m3fn [pages, page_size, kv_heads, D]: no scales;
+        - bfloat16 [pages, page_size, kv_heads, D]: for a `q` of any dtype other than float8_e4m3fn.
+
         Contiguous inside a page, page stride any multiple of 16 bytes; page_size a multiple of 4 (kernels: of 16).
-    weights [B * next_n, H] any float dtype and row stride; None = 1.
-    context_lens [B, next_n]: keys that each draft sees, or [B]: draft i sees context_len - next_n + 1 + i. int32 (int64 is
-        converted), read on the device only, clamped to [0, min(max_context_len, max_pages * page_size)]: they may change
-        between replays of a CUDA graph. Lengths count key rows; compressed keys need the [B, next_n] form.
-    block_tables [B, max_pages] int32, any row stride: page of each page_size keys. The caller's duty: entries of visible
-        keys are pages of the cache. Other entries are not followed.
-    max_context_len: columns of out.
-    clean_logits: columns at or beyond a row's length are -inf (True) or unspecified (False).
-    skip_rows_up_to: rows of at most this many visible keys may stay unscored; only without clean_logits.
-    out: [B * next_n, max_context_len] of out_dtype (float32 or bfloat16), last dim contiguous; None = a new tensor.
+    weights : Tensor [B * next_n, H] or None
+        Weight of each head, any float dtype and row stride. None = 1.
+    context_lens : Tensor [B, next_n] or [B]
+        [B, next_n]: number of keys that each draft sees. [B]: draft i sees context_len - next_n + 1 + i. int32 (int64 is
+        converted), clamped to [0, min(max_context_len, max_pages * page_size)]. Lengths count key rows; compressed keys need
+        the [B, next_n] form.
+    block_tables : Tensor [B, max_pages] of int32
+        Page of each page_size keys of a sequence, any row stride. The caller makes sure that entries of visible keys are pages
+        of the cache. Other entries are not followed.
+    max_context_len : int
+        Columns of the result.
+    scale : float
+        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
+    relu : bool
+        False leaves the products as they are.
+    clean_logits : bool
+        Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
+    out_dtype : torch.dtype
+        float32 or bfloat16.
+    skip_rows_up_to : int
+        Rows with at most this many visible keys may stay unscored. Only with ``clean_logits=False``.
+    out : Tensor [B * next_n, max_context_len], optional
+        Tensor of `out_dtype` to write the scores into, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
 
-    Returns out. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 page numbers
-    of visible keys are checked too (costs a sync).
+    Returns
+    -------
+    Tensor [B * next_n, max_context_len]
+        Scores in `out_dtype`; `out` itself where it is given, else a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written. With ``GDN_VALIDATE=1`` (which waits for the device;
+        on the CPU always) page numbers of visible keys are checked too.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
+       2025 (the lightning indexer).
+    .. [2] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM.
     """
     check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
     device = q.device
@@ -79,11 +121,11 @@ def paged_mqa_logits(
     page_size, num_kv_heads = check_cache(cache, head_dim, device, q.dtype)
     check_heads(num_heads, num_kv_heads)
     check_weights(weights, batch * next_n, num_heads, device)
-    check_lengths(context_lens, batch, next_n, device)
+    check_context_lens(context_lens, batch, next_n, device)
     check_block_tables(block_tables, batch, device)
     check_at_least("max_context_len", max_context_len)
     check_skipping(skip_rows_up_to, clean_logits)
-    check_out(out, [batch * next_n, max_context_len], out_dtype, device)
+    check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
@@ -112,29 +154,18 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if nothing_cached or is_empty(batch, max_context_len):
         return out
-    lengths = make(contiguous_int32, context_lens)
-    rows_of_weights = None if weights is None else make(kernel_weights, weights)
-    arguments = (
-        _rows.contiguous("q", q), flat_pages(cache), rows_of_weights, lengths, block_tables, out, scale, skip_rows_up_to,
-    )  # fmt: skip
-    launch(prepared, arguments, (out,), aligned=(q, cache))
-    return out
-
-
-def check_lengths(context_lens: torch.Tensor, batch: int, next_n: int, device: torch.device) -> None:
-    per_draft = isinstance(context_lens, torch.Tensor) and context_lens.dim() == 2
-    shape = [batch, next_n] if per_draft else [batch]
-    check_tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
-
-
-def check_block_tables(block_tables: torch.Tensor, batch: int, device: torch.device) -> None:
-    check_tensor(
-        "block_tables",
-        block_tables,
-        shape=[batch, "max_pages"],
-        dtypes=(torch.int32,),
-        device=device,
+    params = PagedMqaLogitsParams(
+        q=_rows.contiguous("q", q),
+        cache=flat_pages(cache),
+        weights=None if weights is None else make(kernel_weights, weights),
+        context_lens=make(contiguous_int32, context_lens),
+        block_tables=block_tables,
+        out=out,
+        scale=scale,
+        skip_rows_up_to=skip_rows_up_to,
     )
+    launch(prepared, params, (out,), aligned=(q, cache))
+    return out
 
 
 def check_values(
@@ -157,10 +188,42 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_mqa_logits` in the argument order of DeepGEMM's function of this name; float32 out, ReLU, scale 1.
+    """`paged_mqa_logits` with the argument order of DeepGEMM's function of this name: float32 scores, ReLU, scale 1.
 
-    schedule_metadata is accepted and not needed. max_context_len None = what block_tables can address. indices must be
-    None. Otherwise as `paged_mqa_logits`.
+    Parameters
+    ----------
+    q : Tensor [B, next_n, H, D]
+        Queries, as for `paged_mqa_logits`.
+    cache : Tensor [pages, page_size, kv_heads, D + 4] of uint8
+        Pages of keys with their scales; the other forms of `paged_mqa_logits` are accepted too.
+    weights : Tensor [B * next_n, H]
+        Weight of each head, any float dtype.
+    context_lens : Tensor [B, next_n] or [B]
+        Number of visible keys, as for `paged_mqa_logits`.
+    block_tables : Tensor [B, max_pages] of int32
+        Page of each page_size keys of a sequence.
+    schedule_metadata : Tensor, optional
+        Accepted and not needed: these kernels schedule themselves on the device.
+    max_context_len : int, optional
+        Columns of the result. None = what `block_tables` can address.
+    clean_logits : bool
+        Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
+    indices : None
+        Only None is accepted.
+
+    Returns
+    -------
+    Tensor [B * next_n, max_context_len]
+        New float32 tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As raised by `paged_mqa_logits`.
+
+    References
+    ----------
+    .. [1] ``fp8_paged_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if indices is not None:
         bad_value("indices", "None", type(indices).__name__)
@@ -174,9 +237,33 @@ def fp8_paged_mqa_logits(
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """A placeholder [num_sms + 1, 2] int32 of zeros: these kernels schedule themselves on the device.
+    """Placeholder for the schedule that DeepGEMM's `fp8_paged_mqa_logits` needs.
 
-    Exists so that code written for DeepGEMM runs; pass the result as schedule_metadata, or nothing.
+    These kernels schedule themselves on the device; the function exists so that code written for DeepGEMM runs. Pass its result
+    as `schedule_metadata`, or nothing.
+
+    Parameters
+    ----------
+    context_lens : Tensor
+        Lengths, int32 or int64.
+    block_kv : int
+        Page size, >= 1.
+    num_sms : int
+        Number of SMs to schedule for, >= 1.
+
+    Returns
+    -------
+    Tensor [num_sms + 1, 2] of int32
+        Zeros, on the device of `context_lens`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument.
+
+    References
+    ----------
+    .. [1] ``get_paged_mqa_logits_metadata`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     check_tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
     for name, value in {"block_kv": block_kv, "num_sms": num_sms}.items():

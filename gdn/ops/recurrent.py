@@ -7,9 +7,18 @@ import torch
 
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference, validates
-from gdn.ops._checks import bad_value, check_tensor
 from gdn.ops._modes import is_empty
-from gdn.problems import RecurrentProblem
+from gdn.ops._tensors import (
+    INDEX_DTYPES,
+    bad_value,
+    check_indices,
+    check_per_sequence,
+    check_tensor,
+    common_dtype,
+    constant,
+    row_indices,
+)
+from gdn.problems import RecurrentParams, RecurrentProblem
 from gdn.reference import delta_rule as reference
 
 Tensor = torch.Tensor
@@ -66,42 +75,125 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for decode: few tokens per sequence, one after the other, with a state pool.
 
-    Per state head, S [K, V]:
+    For each state head, with the state S [K, V]:
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    Inference only. q, k, v, g, beta, scale, cu_seqlens, use_*, A_log, dt_bias, out and backend are as in
-    `chunk_gated_delta_rule`.
+    The state is float32 within a call; only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is
+    recorded, and autocast has no influence. Symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed
+    sequences; HS = max(Hq, HV) state heads.
 
-    Without indices: initial_state [N, HS, K, V] (or V first) holds one state per sequence, None = zeros; the final states
-        are a new float32 tensor, or with inplace_final_state=True they replace initial_state.
-    With ssm_state_indices (int32 or int64, any strides) initial_state is the pool, always updated in place:
-        [>= N]: sequence n starts from slot ssm_state_indices[n] and only the state after its last token is stored there.
+    Parameters
+    ----------
+    q : Tensor [B, T, Hq, K]
+        Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; one contiguous copy is made, and logged
+        once, where the last dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
+    k : Tensor [B, T, Hk, K]
+        Keys, dtype and strides as for `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of
+        Hk (GQA).
+    v : Tensor [B, T, HV, V]
+        Values, dtype and strides as for `q`.
+    g : Tensor [B, T, HS], optional
+        Natural logarithm of the decay, <= 0; any float dtype and strides. None = no decay. With `use_gate_in_kernel` the raw
+        gate a: the log decay is then -exp(A_log) * softplus(a + dt_bias).
+    beta : Tensor [B, T, HS], optional
+        Write strength, any float dtype and strides. None = 1. With `use_beta_sigmoid_in_kernel` the raw b: beta = sigmoid(b).
+    scale : float, optional
+        Factor of the queries. None = K**-0.5.
+    initial_state : Tensor [N, HS, K, V], optional
+        State before the first token of each sequence, float32 or bfloat16; [N, HS, V, K] with `state_v_first`. None = zeros.
+        With `ssm_state_indices` the state pool [slots, HS, K, V] (or V first), which is required then and always updated in
+        place: inner three dimensions contiguous, slot stride and address multiples of 16 bytes.
+    inplace_final_state : bool, optional
+        Without indices: True replaces `initial_state` by the final states; None and False leave it untouched and return a new
+        tensor. With indices the pool is always updated in place and False is refused.
+    cu_seqlens : Tensor [N + 1], optional
+        Token offsets of packed sequences, int32 or int64, on the device: starts at 0, never decreases. Equal neighbours are an
+        empty sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
+    ssm_state_indices : Tensor [>= N] or [>= N, columns], optional
+        Slots in the pool, int32 or int64, any strides; rows beyond N are ignored.
+        [>= N]: sequence n starts from slot ssm_state_indices[n], and only the state after its last token is stored there.
         [>= N, columns], speculative decoding: the state before the first token is in slot
-        ssm_state_indices[n, num_accepted_tokens[n] - 1] (column 0 without num_accepted_tokens), and the state after token i
+        ssm_state_indices[n, num_accepted_tokens[n] - 1] (column 0 without `num_accepted_tokens`), and the state after token i
         goes to slot ssm_state_indices[n, i]; tokens beyond the last column are not stored.
-        num_accepted_tokens [>= N] int32; outside 1..columns the sequence counts as padding.
-        final_state_indices, of the same rank and columns: the slots to write instead; a null one skips that write alone.
-        A slot to read that is <= null_slot is padding: rows of o are zero, no slot is read or written. A sequence without
-        tokens touches nothing.
-    disable_state_update: no state is written (verification that is committed later).
-    parent_token [tokens] or [B, T] int32, with 2-D indices: a draft tree. Token i of a sequence continues the state after token
-        parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
-    rounding_seed [1] int64 on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
-        `gdn.reference.rounding` defines; None = to nearest. No effect on float32 states.
-    The caller's duty: two live sequences never share a slot; indices lie within the pool. Checked on the CPU always, on a GPU
-    with GDN_VALIDATE=1.
+        A slot to read that is <= `null_slot` is padding: rows of o are zero, no slot is read or written. A null slot to write
+        skips that write alone. A sequence without tokens touches nothing.
+    num_accepted_tokens : Tensor [>= N], optional
+        Accepted tokens of the previous step, int32 (or int64), with 2-D indices. Outside 1..columns the sequence is padding.
+    use_qk_l2norm_in_kernel : bool
+        Whether to divide each q and k by sqrt(sum of its squares + 1e-6) first.
+    state_v_first : bool
+        Whether states are [V, K] per head instead of [K, V].
+    use_gate_in_kernel : bool
+        Whether `g` is the raw gate.
+    A_log : Tensor [HS], optional
+        Logarithm of the decay rate, any float dtype. Required with `use_gate_in_kernel`.
+    dt_bias : Tensor [HS], optional
+        Bias of the raw gate, any float dtype. None = 0.
+    use_beta_sigmoid_in_kernel : bool
+        Whether `beta` is the raw b.
+    output_final_state : bool
+        Whether to return the final state.
+    final_state_indices : Tensor, optional
+        Slots to write instead of those of `ssm_state_indices`, of the same rank and number of columns; a null one skips that
+        write alone.
+    disable_state_update : bool
+        True writes no state (a verification that is committed later).
+    parent_token : Tensor [tokens] or [B, T] of int32, optional
+        Draft tree, with 2-D indices: token i of a sequence continues the state after token parent_token[i] of the same
+        sequence (less than i), or the starting state where it is -1.
+    rounding_seed : Tensor [1] of int64, optional
+        Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
+        `gdn.reference.rounding` defines. None = rounded to nearest. No effect on float32 states.
+    null_slot : int
+        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+    out : Tensor [B, T, HS, V], optional
+        Tensor to write o into, dtype of `v`, last dimension contiguous. It shares no element with any other argument, `v`
+        included.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
 
-    Returns (o, final_state): o [B, T, HS, V] in the dtype of v; final_state: initial_state itself where it is updated in
-    place, else a new float32 tensor [N, HS, ...]; None without output_final_state, or where no state was to be written and
-    none is in place. The state is float32 within a call; only what is stored in a bfloat16 pool is rounded.
+    Returns
+    -------
+    o : Tensor [B, T, HS, V]
+        Output in the dtype of `v`; `out` itself where it is given.
+    final_state : Tensor or None
+        `initial_state` itself where it is updated in place, else a new float32 tensor [N, HS, K, V] (or V first). None without
+        `output_final_state`, or where no state was to be written and none is in place.
 
-    Raises TypeError or ValueError, naming the argument, before anything is launched or written.
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Notes
+    -----
+    The caller makes sure that two live sequences never share a slot and that indices lie within the pool. This is always
+    checked on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
+    .. [2] The positional arguments are those of ``fused_recurrent_gated_delta_rule`` in vLLM, which extends the function of
+       flash-linear-attention by the pool and the accepted tokens.
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> q, k = torch.randn(2, 1, 3, 2, 64).unbind()
+    >>> v, pool = torch.randn(1, 3, 4, 64), torch.zeros(8, 4, 64, 64)
+    >>> o, state = gdn.fused_recurrent_gated_delta_rule(  # three sequences, one token each
+    ...     q, k, v, initial_state=pool, cu_seqlens=torch.arange(4), ssm_state_indices=torch.tensor([4, 1, 6])
+    ... )
+    >>> o.shape, state is pool
+    (torch.Size([1, 3, 4, 64]), True)
     """
     is_inplace = ssm_state_indices is not None or inplace_final_state is True
-    sizes = _delta_rule.check_tokens(
-        q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, null_slot, out
-    )
+    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = _delta_rule.check_tokens(given, null_slot, out)
     _check_states(
         sizes, q, initial_state, inplace_final_state, state_v_first, ssm_state_indices, num_accepted_tokens,
         final_state_indices, parent_token, rounding_seed,
@@ -113,13 +205,13 @@ def fused_recurrent_gated_delta_rule(
         )  # fmt: skip
 
     # In place without indices is a pool whose slots are the sequences.
-    index_dtype = _delta_rule.common_dtype(ssm_state_indices, final_state_indices)
+    index_dtype = common_dtype(ssm_state_indices, final_state_indices)
     writes = not disable_state_update and (is_inplace or output_final_state)
     if not writes:
         final_state_indices = None
     is_rounded = rounding_seed is not None and writes and is_inplace and _is_bfloat16(initial_state)
     problem = RecurrentProblem(
-        **_delta_rule.static_fields(sizes, q, g, beta, initial_state, cu_seqlens, index_dtype if is_inplace else None),
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None),
         state_v_first=state_v_first,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         use_gate=use_gate_in_kernel,
@@ -137,9 +229,7 @@ def fused_recurrent_gated_delta_rule(
 
     device = q.device
     final_state: Tensor | None = None
-    if writes and is_inplace:
-        final_state = initial_state
-    elif writes:
+    if writes and not is_inplace:
         shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
         final_state = new(torch.float64 if q.dtype == torch.float64 else torch.float32, device, *shape)
     returned = (initial_state if is_inplace else final_state) if output_final_state else None
@@ -150,24 +240,37 @@ def fused_recurrent_gated_delta_rule(
             _delta_rule.pass_through(initial_state, None, final_state, sizes.num_sequences)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias)
+    tokens = _delta_rule.pack(sizes, given)
     indices: Tensor | None = None
     if ssm_state_indices is not None:
         indices = _delta_rule.widened(ssm_state_indices, index_dtype)
     elif is_inplace:
-        indices, null_slot = make(functools.partial(_delta_rule.row_indices, sizes.num_sequences, device)), -1
+        indices, null_slot = make(functools.partial(row_indices, sizes.num_sequences, device)), -1
     if final_state_indices is not None:
         final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
     if not is_inplace and initial_state is not None:
-        initial_state = _delta_rule.aligned_state(initial_state)
-    arguments = (
-        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.A_log, tokens.dt_bias, initial_state, indices,
-        None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens), final_state,
-        final_state_indices,
-        tokens.cu_seqlens, None if parent_token is None else parent_token.reshape(-1).contiguous(),
-        rounding_seed if is_rounded else None, written, sizes.k_dim**-0.5 if scale is None else scale, null_slot,
-    )  # fmt: skip
-    launch(prepared, arguments, (o, returned), aligned=(q, k, v, initial_state, out))
+        initial_state = constant(initial_state)
+    params = RecurrentParams(
+        q=tokens.q,
+        k=tokens.k,
+        v=tokens.v,
+        g=tokens.g,
+        beta=tokens.beta,
+        A_log=tokens.A_log,
+        dt_bias=tokens.dt_bias,
+        initial_state=initial_state,
+        state_indices=indices,
+        num_accepted_tokens=None if num_accepted_tokens is None else make(_delta_rule.as_int32, num_accepted_tokens),
+        final_state=final_state,
+        final_state_indices=final_state_indices,
+        cu_seqlens=tokens.cu_seqlens,
+        parent_token=None if parent_token is None else parent_token.reshape(-1).contiguous(),
+        rounding_seed=rounding_seed if is_rounded else None,
+        out=written,
+        scale=sizes.k_dim**-0.5 if scale is None else scale,
+        null_slot=null_slot,
+    )
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
     return o, returned
@@ -191,7 +294,7 @@ def _check_states(
 ) -> None:
     count, device = sizes.num_sequences, q.device
     if indices is not None:
-        _delta_rule.check_indices("ssm_state_indices", indices, count, device, ranks=(1, 2))
+        check_indices("ssm_state_indices", indices, count, device, ranks=(1, 2))
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
         if inplace_final_state is False:
             bad_value(
@@ -207,12 +310,12 @@ def _check_states(
     if final_state_indices is not None:
         if indices is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        _delta_rule.check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
+        check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
         if indices.dim() == 2 and final_state_indices.shape[1] != indices.shape[1]:
             bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
     has_columns = indices is not None and indices.dim() == 2
     if num_accepted_tokens is not None:
-        _delta_rule.check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, _delta_rule.INDEX_DTYPES)
+        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if not has_columns:
             bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
     if parent_token is not None:

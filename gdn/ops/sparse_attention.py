@@ -7,13 +7,20 @@ import torch
 from gdn import reference, runtime
 from gdn.ops import _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
-from gdn.ops._checks import bad_type, bad_value, check_at_least, check_layout, check_tensor
 from gdn.ops._kinds import Kind
-from gdn.ops._logits_checks import INDEX_DTYPES
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
+from gdn.ops._tensors import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    bad_type,
+    bad_value,
+    check_at_least,
+    check_layout,
+    check_out,
+    check_tensor,
+)
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_DECODE_TOKENS = 8  # of a sequence in one step of decode: its token and its drafts
 
 
@@ -32,25 +39,64 @@ def sparse_attention(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q k^T) v over the selected positions: o [tokens, heads, D], with return_lse also lse.
+    """Attention of each query token over the positions that the indexer selected for it.
 
-    q [tokens, heads, D] bfloat16 (float16, float32), last dim contiguous, tokens of all sequences packed.
-    kv_cache: (k_cache, v_cache), each [num_blocks, block_size, kv_heads, D] of q's dtype with any block and token stride,
-        or one tensor [2, num_blocks, block_size, kv_heads, D]. heads is a multiple of kv_heads; query head h reads key
-        head h // (heads / kv_heads).
-    topk_indices [tokens, k] int32 or int64, any row stride: positions in the query's own sequence, -1 = none, anywhere in
-        the row; positions after the query's own do not count (causal). The caller's duty: no position twice in a row.
-    block_tables [N, max_blocks] int32: block of each block_size positions; query_start_loc [N + 1] and seq_lens [N] int32
-        or int64: sequence n's new tokens are rows [query_start_loc[n], query_start_loc[n + 1]), the last ones of its
-        seq_lens[n] tokens, cached ones included. Rows after the last sequence are padding.
-    topk_length [tokens] int32 or int64: only the first ones of a row of topk_indices count; None = all.
-    max_query_len: most new tokens of a sequence. Up to 8 the step is one of decode, with drafts or without, else of prefill;
-        None = decode where there are at most 8 tokens a sequence on average. It decides which VLLM_QSA_*_ATTN_BACKEND counts.
-    scale: None = D**-0.5. out: [tokens, heads, D] of q's dtype; None = a new tensor.
+        o = softmax(scale * q k^T) v, over the selected positions; float32 inside
 
-    lse [tokens, heads] float32: natural logarithm of the sum of exponentials. A row without a valid position gives o = 0
-    and lse = -inf. ValueError or TypeError names the argument, before anything is written. With GDN_VALIDATE=1 the order
-    of query_start_loc and the blocks of selected positions are checked too (costs a sync).
+    Parameters
+    ----------
+    q : Tensor [tokens, heads, D]
+        Queries, bfloat16 (float16, float32), the tokens of all sequences packed; a last dimension that is not contiguous is
+        copied, logged once.
+    kv_cache : Tensor [2, num_blocks, block_size, kv_heads, D] or tuple of Tensor
+        Keys and values: one tensor, or a pair (k_cache, v_cache), each [num_blocks, block_size, kv_heads, D] in the dtype of
+        `q`, with any block and token stride. heads is a multiple of kv_heads; query head h reads key head
+        h // (heads / kv_heads).
+    topk_indices : Tensor [tokens, k]
+        Positions in the query's own sequence, int32 or int64, any row stride; -1 = none, anywhere in the row. Positions after
+        the query's own do not count (causal). The caller makes sure that no position is twice in a row.
+    block_tables : Tensor [N, max_blocks] of int32
+        Block of each block_size positions of a sequence.
+    query_start_loc : Tensor [N + 1]
+        Token offsets, int32 or int64: the new tokens of sequence n are rows [query_start_loc[n], query_start_loc[n + 1]). Rows
+        after the last sequence are padding.
+    seq_lens : Tensor [N]
+        Tokens of each sequence, cached ones included, int32 or int64; the new tokens are the last ones of them.
+    topk_length : Tensor [tokens], optional
+        Number of leading entries of each row of `topk_indices` that count, int32 or int64. None = all.
+    scale : float, optional
+        Factor of the products. None = D**-0.5.
+    return_lse : bool
+        Whether to return the log-sum-exp too.
+    max_query_len : int, optional
+        Largest number of new tokens of a sequence. Up to 8 the step counts as decode, with drafts or without, else as prefill;
+        None = decode where there are at most 8 tokens a sequence on average. It decides which of the
+        ``VLLM_QSA_*_ATTN_BACKEND`` switches applies.
+    out : Tensor [tokens, heads, D], optional
+        Tensor to write o into, dtype of `q`, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    o : Tensor [tokens, heads, D]
+        Output in the dtype of `q`; `out` itself where it is given. Zero in rows without a valid position.
+    lse : Tensor [tokens, heads] of float32
+        Natural logarithm of the sum of exponentials, -inf in rows without a valid position. Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is written. With ``GDN_VALIDATE=1`` (which waits for the device; on the CPU
+        always) the order of `query_start_loc` and the blocks of selected positions are checked too.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
+       2025.
     """
     k_cache, v_cache = _pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
@@ -81,7 +127,7 @@ def _attend(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_attention` with its log-sum-exp."""
-    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=DTYPES)
+    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
     _check_caches(k_cache, v_cache, q)
@@ -97,8 +143,7 @@ def _attend(
         check_tensor("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     if max_query_len is not None:
         check_at_least("max_query_len", max_query_len)
-    if out is not None:
-        check_tensor("out", out, shape=[tokens, heads, dim], dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check_out(out, [tokens, heads, dim], q.dtype, device)
     if reads_values(device):
         _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
     check_memory()

@@ -2,12 +2,11 @@
 
 import torch
 
-from gdn.ops import _rows
+from gdn.ops import _tensors as _rows
 from gdn.ops._call import NEW, operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._delta_rule import FLOAT_DTYPES
 from gdn.ops._modes import is_empty
-from gdn.problems import SplitProblem
+from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, bad_value, check_at_least, check_tensor, dtype_name
+from gdn.problems import SplitParams, SplitProblem
 from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
@@ -28,14 +27,54 @@ def fused_qkvzba_split_reshape_cat(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits projections that are interleaved per key-head group, with r = num_heads_v / num_heads_qk:
+    """Split projections that are interleaved per key-head group.
+
+    With r = HV / Hqk, the columns of the projections are
 
         mixed_qkvz [L, Hqk * (2 * K + 2 * r * V)], each group [q (K) | k (K) | v (r * V) | z (r * V)]
         mixed_ba   [L, 2 * HV],                    each group [b (r) | a (r)]
 
-    Both of any float dtype and row stride. Returns new contiguous tensors: mixed_qkv [L, 2 * Hqk * K + HV * V] as
-    [all q heads | all k heads | all v heads], z [L, HV, V], b [L, HV], a [L, HV].
-    backend: as in chunk_gated_delta_rule. Raises TypeError or ValueError, naming the argument.
+    Parameters
+    ----------
+    mixed_qkvz : Tensor [L, Hqk * (2 * K + 2 * r * V)]
+        Projection of q, k, v and z; any float dtype and row stride. A last dimension that is not contiguous is copied, logged
+        once.
+    mixed_ba : Tensor [L, 2 * HV]
+        Projection of b and a; any float dtype and row stride, last dimension as for `mixed_qkvz`.
+    num_heads_qk : int
+        Hqk, heads of q and of k.
+    num_heads_v : int
+        HV, a multiple of `num_heads_qk`.
+    head_qk : int
+        K, head dimension of q and k.
+    head_v : int
+        V, head dimension of v and z.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    mixed_qkv : Tensor [L, 2 * Hqk * K + HV * V]
+        [all q heads | all k heads | all v heads]. All four results are new and contiguous.
+    z : Tensor [L, HV, V]
+        Input of the output gate.
+    b : Tensor [L, HV]
+        Raw write strength.
+    a : Tensor [L, HV]
+        Raw decay gate.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched.
+
+    References
+    ----------
+    .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layout of the projections).
+    .. [2] The arguments are those of ``fused_qkvzba_split_reshape_cat`` in vLLM.
     """
     sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
@@ -66,6 +105,9 @@ def fused_qkvzba_split_reshape_cat(
     z = new(mixed_qkvz, num_heads_v * head_v)
     b, a = new(mixed_ba, num_heads_v), new(mixed_ba, num_heads_v)
     if not is_empty(length):
-        access = 8 if head_qk % 8 or head_v % 8 else _rows.ACCESS_BYTES
-        prepared.launch(_rows.aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a)
+        access = 8 if head_qk % 8 or head_v % 8 else ALIGNMENT
+        params = SplitParams(
+            mixed_qkvz=_rows.aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba=mixed_ba, mixed_qkv=mixed_qkv, z=z, b=b, a=a
+        )
+        prepared.launch(params)
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

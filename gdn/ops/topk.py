@@ -4,19 +4,11 @@ import torch
 
 from gdn import reference
 from gdn.ops._call import always, launch, new, operator, prepare, run_reference
-from gdn.ops._checks import bad_value, check_at_least, check_tensor, dtype_name
-from gdn.ops._logits_checks import INDEX_DTYPES
 from gdn.ops._modes import is_empty
-from gdn.problems import ExpandTopkGroupsProblem, TopkProblem
+from gdn.ops._tensors import FLOAT_DTYPES, INDEX_DTYPES, bad_value, check_at_least, check_out, check_tensor, dtype_name
+from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
-
-LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def check_indices_out(out: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> None:
-    if out is not None:
-        check_tensor("out", out, shape=[rows, columns], dtypes=(torch.int32,), device=device, last_contiguous=True)
 
 
 @operator(writes={"out": always}, contiguous=("logits",))
@@ -30,18 +22,52 @@ def topk_indices(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The k largest logits of each row's range: int32 indices [rows, k] relative to the range's start, -1 last.
+    """Indices of the k largest logits of each row's range.
 
-    logits [rows, n] float32, bfloat16, float16 or float64, any row stride, last dim contiguous.
-    k: any count; a row with fewer selectable values ends in -1.
-    row_starts, row_ends [rows] int32 or int64: only columns [start, end) are read, clamped to [0, n]; None = 0 and n.
-    sorted_by: 'index' = ascending indices, 'score' = descending scores, ties by ascending index.
-    out: [rows, k] int32; None = a new tensor.
+    Exact: the selected scores are the multiset that torch.topk selects. Deterministic: of equal scores (-0.0 equals 0.0) the
+    smaller index is taken. NaN and -inf are never selected.
 
-    Exact: the selected scores are the multiset that torch.topk selects. Deterministic: of equal scores (-0.0 equals 0.0)
-    the smaller index is taken. NaN and -inf are never selected. ValueError or TypeError before anything is written.
+    Parameters
+    ----------
+    logits : Tensor [rows, n]
+        Scores, float32, bfloat16, float16 or float64; any row stride. A last dimension that is not contiguous is copied, logged
+        once.
+    k : int
+        Columns of the result, >= 0; a row with fewer selectable values ends in -1.
+    row_starts : Tensor [rows], optional
+        First column of each row's range, int32 or int64, clamped to [0, n]. None = 0.
+    row_ends : Tensor [rows], optional
+        End of each row's range, int32 or int64, clamped to [0, n]. Only columns [start, end) are read. None = n.
+    sorted_by : {"index", "score"}
+        Order of the result: ascending indices, or descending scores with ties by ascending index. -1 is always last.
+    out : Tensor [rows, k] of int32, optional
+        Tensor to write the indices into, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    Tensor [rows, k] of int32
+        Indices relative to the range's start, -1 last; `out` itself where it is given, else a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> logits = torch.tensor([[0.1, 0.9, 0.5, 0.9], [3.0, 2.0, 1.0, 0.0]])
+    >>> gdn.topk_indices(logits, 2, sorted_by="score").tolist()
+    [[1, 3], [0, 1]]
+    >>> gdn.topk_indices(logits, 3, torch.tensor([0, 2]), torch.tensor([4, 4])).tolist()
+    [[1, 2, 3], [0, 1, -1]]
     """
-    check_tensor("logits", logits, shape=["rows", "n"], dtypes=LOGIT_DTYPES)
+    check_tensor("logits", logits, shape=["rows", "n"], dtypes=FLOAT_DTYPES)
     rows, device = logits.shape[0], logits.device
     check_at_least("k", k)
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
@@ -49,7 +75,7 @@ def topk_indices(
             check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
     if sorted_by not in ("index", "score"):
         bad_value("sorted_by", "'index' or 'score'", repr(sorted_by))
-    check_indices_out(out, rows, k, device)
+    check_out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
 
 
@@ -88,10 +114,16 @@ def select_rows(
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
-        prepared.launch(
-            logits, row_starts, row_ends, out, int(list_short),
-            -1 if num_keys is None else num_keys, drafts,
-        )  # fmt: skip
+        params = TopkParams(
+            logits=logits,
+            row_starts=row_starts,
+            row_ends=row_ends,
+            out=out,
+            list_short=int(list_short),
+            num_keys=-1 if num_keys is None else num_keys,
+            drafts=drafts,
+        )
+        prepared.launch(params)
     return out
 
 
@@ -126,18 +158,48 @@ def expand_topk_groups(
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Selected groups of `ratio` tokens as token positions, with the causal tail: int32 [tokens, k * ratio + ratio - 1].
+    """Token positions of selected groups of `ratio` tokens, with the causal tail.
 
-    group_indices [tokens, k] int32 or int64, -1 = none; positions [tokens] int32 or int64 of the query tokens (negative:
-    no tail). The tail is the query's own unfinished group: (pos + 1) // ratio * ratio up to and with pos. Groups keep
-    their order, the tail follows, -1 is last. backend: as in chunk_gated_delta_rule. ValueError or TypeError before anything
-    is written.
+    The tail is the query's own unfinished group: positions (pos + 1) // ratio * ratio up to and including pos. Groups keep
+    their order, the tail follows, -1 is last.
+
+    Parameters
+    ----------
+    group_indices : Tensor [tokens, k]
+        Selected groups, int32 or int64; -1 = none.
+    positions : Tensor [tokens]
+        Position of each query token, int32 or int64; negative = no tail.
+    ratio : int
+        Tokens per group, >= 1.
+    out : Tensor [tokens, k * ratio + ratio - 1] of int32, optional
+        Tensor to write the positions into, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
+        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
+        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
+        CPU. `gdn.explain` shows the choice and its reasons.
+
+    Returns
+    -------
+    Tensor [tokens, k * ratio + ratio - 1] of int32
+        Positions; `out` itself where it is given, else a new tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched or written.
+
+    Examples
+    --------
+    >>> import torch, gdn
+    >>> gdn.expand_topk_groups(torch.tensor([[1, -1]]), torch.tensor([9])).tolist()  # groups of 4: 4..7, and the tail 8..9
+    [[4, 5, 6, 7, 8, 9, -1, -1, -1, -1, -1]]
     """
     check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
     check_at_least("ratio", ratio, 1)
-    check_indices_out(out, tokens, k * ratio + ratio - 1, group_indices.device)
+    check_out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
     problem = ExpandTopkGroupsProblem(
         ratio=ratio,
         group_dtype=dtype_name(group_indices.dtype),
@@ -150,5 +212,6 @@ def expand_topk_groups(
         run_reference()
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
-    launch(prepared, (group_indices, positions, out), (out,))
+    params = ExpandTopkGroupsParams(group_indices=group_indices, positions=positions, out=out)
+    launch(prepared, params, (out,))
     return out

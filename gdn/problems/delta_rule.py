@@ -1,9 +1,11 @@
 """Gated delta rule: chunk, recurrent and the fused decode step."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+Tensor = Any  # a torch.Tensor or None: leaves import no torch
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,7 @@ def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
 
 @dataclass(frozen=True)
 class ChunkProblem(DeltaRuleProblem):
-    """`gdn.chunk_gated_delta_rule` on packed tokens.
-
-    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state,
-           final_state_indices, cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot)
-        q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V]   strided, last dim contiguous, base and strides multiples of 16
-            bytes (strides of 8 bytes where a head is no multiple of 16)
-        g, beta [1, L, HS] any strides or None; A_log, dt_bias [HS] float32 contiguous or None
-        initial_state [slots or N, HS, K, V] (or V first), slot stride any multiple of 16 bytes, or None
-        state_indices [>= N] any stride or None; has_initial_state [>= N] bool or None (None = all True)
-        final_state: the pool itself when pooled, else a new [N, HS, ...] float32 tensor, or None (nothing is written)
-        final_state_indices [>= N] or None (= state_indices); cu_seqlens [N + 1]; out [1, L, HS, V], last dim contiguous
-        workspace: uint8 of workspace_bytes(problem, config), 256-byte aligned, contents undefined; None where that is 0
-        scale float, null_slot int: runtime scalars
-    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
-    """
+    """`gdn.chunk_gated_delta_rule` on packed tokens; launches take ChunkParams."""
 
     op: ClassVar[str] = "chunk"
 
@@ -105,18 +93,43 @@ class ChunkProblem(DeltaRuleProblem):
         return self.num_tokens * self._token_bytes() + states
 
 
+class ChunkParams(NamedTuple):
+    """Arguments of a launch of a chunk kernel, on packed tokens: L >= 1 tokens in N >= 1 sequences, HS state heads.
+
+    Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero.
+    """
+
+    q: Tensor  # [1, L, Hq, K], last dim contiguous; base and strides multiples of 16 bytes (strides of 8 where a head is none)
+    k: Tensor  # [1, L, Hk, K], as q
+    v: Tensor  # [1, L, HV, V], as q
+    g: Tensor  # [1, L, HS], any strides: log decay, or with use_gate the raw gate; None: no decay
+    beta: Tensor  # [1, L, HS], any strides; None: beta is 1
+    A_log: Tensor  # [HS] float32 contiguous; None without use_gate
+    dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
+    # [slots, HS, K, V] (or V first) where there are indices, else [N, HS, K, V] or None (zeros). Slot stride any multiple of 16
+    # bytes.
+    initial_state: Tensor
+    state_indices: Tensor  # [>= N], any stride; None without a pool
+    has_initial_state: Tensor  # [>= N] bool; None: all True
+    final_state: Tensor  # with a pool the pool itself, else a new [N, HS, K, V] (or V first) float32; None: nothing is written
+    final_state_indices: Tensor  # [>= N]: the slots to write; None: those of state_indices
+    cu_seqlens: Tensor  # [N + 1] contiguous
+    checkpoint_offsets: Tensor  # [N, C] int32 contiguous: tokens after which a state is stored, 0 = none; None: no checkpoints
+    checkpoint_slots: Tensor  # [N, C] contiguous, dtype of state_indices; None: no checkpoints
+    out: Tensor  # [1, L, HS, V], as q
+    workspace: Tensor  # uint8 [workspace_bytes(problem, config)], 256-byte aligned, contents undefined; None where that is 0
+    scale: float
+    null_slot: int
+
+
 @dataclass(frozen=True)
 class RecurrentProblem(DeltaRuleProblem):
-    """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens.
+    """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens; launched with RecurrentParams.
 
-    launch(compiled, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state,
-           final_state_indices, cu_seqlens, parent_token, rounding_seed, out, scale, null_slot)
-        as ChunkProblem's, and: state_indices [>= N] or, with write_every_token, [>= N, columns] (any strides);
-        num_accepted_tokens [>= N] int32 or None; final_state_indices of the rank of state_indices;
-        parent_token [L] int32 or None; rounding_seed int64 [1] or None.
     Without write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
     column num_accepted_tokens - 1 (column 0 without), and the state after token i goes to column i (tokens beyond the last
-    column are not stored). A sequence without tokens touches nothing. Every row of out is written, padding with zeros.
+    column are not stored). A sequence of a pool without tokens touches nothing; without a pool its state passes on. Every row of
+    out is written, padding with zeros. A launch has at least one token and one sequence.
     """
 
     op: ClassVar[str] = "recurrent"
@@ -140,24 +153,38 @@ class RecurrentProblem(DeltaRuleProblem):
         return self.num_tokens * self._token_bytes() + states
 
 
+class RecurrentParams(NamedTuple):
+    """Arguments of a launch of the recurrent kernel, on packed tokens: L tokens in N sequences, HS state heads."""
+
+    q: Tensor  # [1, L, Hq, K], last dim contiguous; base and strides multiples of 16 bytes (strides of 8 where a head is none)
+    k: Tensor  # [1, L, Hk, K], as q
+    v: Tensor  # [1, L, HV, V], as q
+    g: Tensor  # [1, L, HS], any strides: log decay, or with use_gate the raw gate; None: no decay
+    beta: Tensor  # [1, L, HS], any strides; None: beta is 1
+    A_log: Tensor  # [HS] float32 contiguous; None without use_gate
+    dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
+    # The pool [slots, HS, K, V] (or V first) where there are indices, read and written; else [N, HS, K, V] or None (zeros). Slot
+    # stride any multiple of 16 bytes.
+    initial_state: Tensor
+    state_indices: Tensor  # [>= N], or with write_every_token [>= N, columns], any strides; None without a pool
+    num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
+    final_state: Tensor  # [N, HS, K, V] (or V first) float32 contiguous; None with a pool, and where no state is written
+    final_state_indices: Tensor  # as state_indices: the slots to write; None: those of state_indices
+    cu_seqlens: Tensor  # [N + 1] contiguous
+    parent_token: Tensor  # [L] int32 contiguous: draft trees; None: each token follows the one before
+    rounding_seed: Tensor  # [1] int64; None: round to nearest
+    out: Tensor  # [1, L, HS, V], as q; every row is written
+    scale: float
+    null_slot: int
+
+
 @dataclass(frozen=True)
 class GdnDecodeProblem(Problem):
-    """`gdn.fused_gdn_decode`: everything of a decode step between the projections.
+    """`gdn.fused_gdn_decode`: the whole decode step between the projections; launched with GdnDecodeParams.
 
-    launch(compiled, mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state,
-           state_indices, num_accepted_tokens, cu_seqlens, rounding_seed, out, scale, eps, null_slot)
-        mixed_qkv [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row
-            stride multiples of 16 bytes
-        z [L, HV, V], last dim contiguous; a [L, HV]; b [L, HV], or interleaved [L, 2 * HV] with a and z None: any strides
-        conv_state [slots, 2 * H * K + HV * V, columns], updated in place; conv_weight [.., width], conv_bias [..] or None:
-            contiguous, bases multiples of 16 bytes
-        A_log, dt_bias [HV], norm_weight [V]: any stride
-        ssm_state [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
-        state_indices [>= N], or [>= N, columns] with has_columns, any strides
-        num_accepted_tokens [>= N] int32 any stride, or None; cu_seqlens [N + 1], or None: one token per sequence
-        rounding_seed int64 [1] or None; out [L, HV, V], last dim contiguous; scale, eps float, null_slot int
     Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
-    is null is padding: nothing of it is read or written. Every row of out is written.
+    is null is padding: nothing of it is read or written. Every row of out is written. A launch has at least one token and one
+    sequence.
     """
 
     op: ClassVar[str] = "gdn_decode"
@@ -210,3 +237,29 @@ class GdnDecodeProblem(Problem):
         row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters
+
+
+class GdnDecodeParams(NamedTuple):
+    """Arguments of a launch of the fused decode step: L tokens in N sequences, H key heads, HV value heads."""
+
+    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row stride multiples of
+    # 16 bytes
+    mixed_qkv: Tensor
+    z: Tensor  # [L, HV, V], last dim contiguous; None: interleaved, part of mixed_qkv
+    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides
+    a: Tensor  # [L, HV], any strides; None: interleaved, part of b
+    conv_state: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
+    conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes
+    conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
+    A_log: Tensor  # [HV], any stride
+    dt_bias: Tensor  # [HV], any stride
+    norm_weight: Tensor  # [V], any stride
+    ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
+    state_indices: Tensor  # [>= N], or with has_columns [>= N, columns], any strides
+    num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
+    cu_seqlens: Tensor  # [N + 1] contiguous; None: one token per sequence
+    rounding_seed: Tensor  # [1] int64; None: round to nearest
+    out: Tensor  # [L, HV, V], last dim contiguous; every row is written
+    scale: float
+    eps: float
+    null_slot: int

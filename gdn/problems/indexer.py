@@ -1,19 +1,16 @@
 """The indexer's steps and caches around its logits: quantisation, preparation, caches, compressed keys."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 
 
 @dataclass(frozen=True)
 class QuantizeFp8Problem(Problem):
-    """`gdn.quantize_fp8`.
-
-    launch(compiled, x, x_fp8, scale)
-        x [L, G, group]: last dim contiguous, base and strides multiples of 16 bytes
-        x_fp8 [L, G, group] float8_e4m3fn, scale [L, G] float32: new, contiguous
-    """
+    """`gdn.quantize_fp8`."""
 
     op: ClassVar[str] = "quantize_fp8"
 
@@ -29,9 +26,17 @@ class QuantizeFp8Problem(Problem):
         return self.num_tokens * self.num_groups * (self.group_dim * (DTYPE_BYTES[self.dtype] + 1) + 4)
 
 
+class QuantizeFp8Params(NamedTuple):
+    """Arguments of the launch, in order. L rows, G groups."""
+
+    x: Tensor  # [L, G, group] of the problem's dtype, last dim contiguous, base and strides multiples of 16 bytes
+    x_fp8: Tensor  # [L, G, group] float8_e4m3fn: new, contiguous
+    scale: Tensor  # [L, G] float32: new, contiguous
+
+
 @dataclass(frozen=True)
 class IndexerCacheProblem(Problem):
-    """What the writers and the reader of the indexer's cache share.
+    """Fields that the writers and the reader of the indexer's cache share.
 
     cache: as PagedMqaLogitsProblem's, [pages, elements of a page]; uint8 pages hold e4m3 values and one float32 scale per
     (row, key head). The page size follows from the elements of a page: it compiles nothing anew.
@@ -46,18 +51,13 @@ class IndexerCacheProblem(Problem):
         return self.cache_dtype == "uint8"
 
     def _cache_row_bytes(self) -> int:
-        """Of one key row of all key heads."""
+        """Bytes of one key row, all key heads together."""
         return self.num_kv_heads * (self.head_dim * dtype_bytes(self.cache_dtype) + 4 * self.scaled)
 
 
 @dataclass(frozen=True)
 class WriteIndexerCacheProblem(IndexerCacheProblem):
-    """`gdn.write_indexer_cache`.
-
-    launch(compiled, k, cache, slot_mapping)
-        k [L, kv_heads, D]: last dim contiguous, base and strides multiples of 16 bytes; slot_mapping [L] any stride
-    A negative slot writes nothing.
-    """
+    """`gdn.write_indexer_cache`."""
 
     op: ClassVar[str] = "write_indexer_cache"
 
@@ -73,9 +73,17 @@ class WriteIndexerCacheProblem(IndexerCacheProblem):
         return self.num_tokens * (row + self._cache_row_bytes() + DTYPE_BYTES[self.slot_dtype])
 
 
+class WriteIndexerCacheParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens."""
+
+    k: Tensor  # [L, kv_heads, D] of the problem's dtype, last dim contiguous, base and strides multiples of 16 bytes
+    cache: Tensor  # [pages, elements of a page] of cache_dtype
+    slot_mapping: Tensor  # [L] of slot_dtype, any stride; a negative slot writes nothing
+
+
 @dataclass(frozen=True)
 class RotatedKeysProblem(IndexerCacheProblem):
-    """What `prepare_indexer` and `compress_indexer_keys` share: norm and RoPE in float32, one rounding to the input's dtype."""
+    """Fields of `prepare_indexer` and `compress_indexer_keys`: norm and RoPE in float32, one rounding to the input's dtype."""
 
     rotary_dim: int = field(metadata=TUNES)
     zero_centred: bool = field(metadata=COMPILES)  # gain 1 + weight, else weight
@@ -90,13 +98,6 @@ class RotatedKeysProblem(IndexerCacheProblem):
 class PrepareIndexerProblem(RotatedKeysProblem):
     """`gdn.prepare_indexer`.
 
-    launch(compiled, q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, q_out, weights_out, eps)
-        q [L, H, D], k [L, kv_heads, D] or None: last dim contiguous, bases and strides multiples of 16 bytes
-        weights [L, H] any strides, or None; positions, slot_mapping [L] any stride
-        cos_sin [max_positions, rotary_dim]: rows as those of q; q_norm, k_norm [D]: contiguous, bases multiples of 16 bytes
-        cache [pages, elements of a page] or None
-        q_out [L, H, D] of q_out_dtype, weights_out [L, H] float32 or None: new, contiguous
-    k, k_norm, cache and slot_mapping are None where num_kv_heads is 0; weights_out is None where weights are not folded.
     Positions are clamped to the rows of cos_sin; a negative slot writes nothing.
     """
 
@@ -121,13 +122,31 @@ class PrepareIndexerProblem(RotatedKeysProblem):
         return self.num_tokens * (query + weights + keys + rest)
 
 
+class PrepareIndexerParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, H heads.
+
+    Rows: last dim contiguous, base and strides multiples of 16 bytes. Without keys (num_kv_heads 0) k, k_norm, cache and
+    slot_mapping are None.
+    """
+
+    q: Tensor  # [L, H, D] of the problem's dtype: rows
+    k: Tensor | None  # [L, kv_heads, D] of k_dtype: rows
+    weights: Tensor | None  # [L, H] of weights_dtype, any strides; None without weights_dtype
+    positions: Tensor  # [L] of position_dtype, any stride
+    cos_sin: Tensor  # [max_positions, rotary_dim] of cos_sin_dtype: rows
+    q_norm: Tensor  # [D] of q_norm_dtype, contiguous, base a multiple of 16 bytes
+    k_norm: Tensor | None  # [D] of k_norm_dtype, likewise
+    cache: Tensor | None  # [pages, elements of a page] of cache_dtype
+    slot_mapping: Tensor | None  # [L] of slot_dtype, any stride
+    q_out: Tensor  # [L, H, D] of q_out_dtype: new, contiguous
+    weights_out: Tensor | None  # [L, H] float32: new, contiguous; None where weights are not folded
+    eps: float
+
+
 @dataclass(frozen=True)
 class CompressIndexerKeysProblem(RotatedKeysProblem):
     """`gdn.compress_indexer_keys`.
 
-    launch(compiled, raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping, eps, null_slot)
-        raw_k [L, kv_heads, D], ring [sequences, size, kv_heads, D]: last dim contiguous, bases and strides multiples of 16
-            bytes; the rest as PrepareIndexerProblem's; ring_slots [L] any stride; null_slot int
     Ring rows are read before the same call overwrites them.
     """
 
@@ -142,21 +161,32 @@ class CompressIndexerKeysProblem(RotatedKeysProblem):
         return 0
 
     def bytes_moved(self) -> int:
-        """As if every token were stored in the ring: of a long prompt few are."""
+        """An upper bound: counts every token as stored in the ring, where few tokens of a long prompt are."""
         raw = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
         rest = DTYPE_BYTES[self.position_dtype] + dtype_bytes(self.slot_dtype) + DTYPE_BYTES[self.ring_slot_dtype]
         group = self._cache_row_bytes() + self.rotary_dim * DTYPE_BYTES[self.cos_sin_dtype]
         return self.num_tokens * (raw + rest) + self.num_tokens // self.ratio * group
 
 
+class CompressIndexerKeysParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens. Rows as in PrepareIndexerParams."""
+
+    raw_k: Tensor  # [L, kv_heads, D] of the problem's dtype: rows
+    ring: Tensor  # [sequences, size, kv_heads, D] like raw_k: rows, where ring_aligned
+    cache: Tensor  # [pages, elements of a page] of cache_dtype
+    positions: Tensor  # [L] of position_dtype, any stride
+    cos_sin: Tensor  # [max_positions, rotary_dim] of cos_sin_dtype: rows
+    k_norm: Tensor  # [D] of k_norm_dtype, contiguous, base a multiple of 16 bytes
+    ring_slots: Tensor  # [L] of ring_slot_dtype, any stride
+    slot_mapping: Tensor  # [L] of slot_dtype, any stride
+    eps: float
+    null_slot: int  # this ring slot and negative ones: the token is skipped
+
+
 @dataclass(frozen=True)
 class GatherIndexerCacheProblem(IndexerCacheProblem):
     """`gdn.gather_indexer_cache`.
 
-    launch(compiled, cache, block_tables, cu_seqlens, k, k_scale)
-        cache [pages >= 1, elements of a page]; block_tables [N >= 1, max_pages >= 1] int32 any strides; cu_seqlens [N + 1]
-            any stride
-        k [rows, kv_heads * D] of the cache's kind of value, k_scale [rows, kv_heads] float32 or None: new, contiguous
     Every row is written: those at or beyond cu_seqlens[N] with zeros. Page numbers are clamped to the cache.
     """
 
@@ -173,13 +203,20 @@ class GatherIndexerCacheProblem(IndexerCacheProblem):
         return 2 * self.num_rows * self._cache_row_bytes()
 
 
+class GatherIndexerCacheParams(NamedTuple):
+    """Arguments of the launch, in order. N sequences."""
+
+    cache: Tensor  # [pages >= 1, elements of a page] of cache_dtype
+    block_tables: Tensor  # [N >= 1, max_pages >= 1] int32, any strides
+    cu_seqlens: Tensor  # [N + 1] of cu_seqlens_dtype, any stride
+    k: Tensor  # [rows, kv_heads * D] of the cache's kind of value: new, contiguous
+    k_scale: Tensor | None  # [rows, kv_heads] float32: new, contiguous; None where the cache is not scaled
+
+
 @dataclass(frozen=True)
 class ExpandTopkGroupsProblem(Problem):
     """`gdn.expand_topk_groups`.
 
-    launch(compiled, group_indices, positions, out)
-        group_indices [L, k] any strides; positions [L] any stride
-        out int32 [L, k * ratio + ratio - 1], any row stride, last dim contiguous
     Every entry of out is written.
     """
 
@@ -197,3 +234,11 @@ class ExpandTopkGroupsProblem(Problem):
     def bytes_moved(self) -> int:
         listed = self.k * self.ratio + self.ratio - 1
         return self.num_tokens * (self.k * DTYPE_BYTES[self.group_dtype] + 4 * listed + DTYPE_BYTES[self.position_dtype])
+
+
+class ExpandTopkGroupsParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens."""
+
+    group_indices: Tensor  # [L, k] of group_dtype, any strides
+    positions: Tensor  # [L] of position_dtype, any stride
+    out: Tensor  # [L, k * ratio + ratio - 1] int32, any row stride, last dim contiguous

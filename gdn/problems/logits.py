@@ -1,9 +1,11 @@
 """The indexer's logits and top-k."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
+
+Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,7 @@ class LogitsProblem(Problem):
 
 @dataclass(frozen=True)
 class MqaLogitsProblem(LogitsProblem):
-    """`gdn.mqa_logits`: ragged prefill.
-
-    launch(compiled, q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale, least=0)
-        q [M, H, D] contiguous; k [Nk, kv_heads, D] contiguous; k_scale [Nk, kv_heads] float32 or None
-        weights [M, H], any row stride, last dim contiguous, or None; cu_seqlen_ks, cu_seqlen_ke [M] int32
-        out [M, W], last dim contiguous, row stride any: W = Nk, or with packed W = max_seqlen_k and column 0 is key ks[i]
-    A range is clamped to [0, Nk]; ks >= ke is empty. Of a row of at most `least` keys nothing need be scored (0 = every row);
-    only without `clean`.
-    """
+    """`gdn.mqa_logits`: ragged prefill. launch(compiled, MqaLogitsParams(...))."""
 
     op: ClassVar[str] = "mqa_logits"
 
@@ -57,18 +51,7 @@ class MqaLogitsProblem(LogitsProblem):
 
 @dataclass(frozen=True)
 class PagedMqaLogitsProblem(LogitsProblem):
-    """`gdn.paged_mqa_logits`: decode from cache pages.
-
-    launch(compiled, q, cache, weights, context_lens, block_tables, out, scale, least=0)
-        q [B, next_n, H, D] contiguous
-        cache: with has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)] (values of the whole page first, then its
-            float32 scales), else dtype [pages, page_size * kv_heads * D]; last dim contiguous, page stride any multiple
-            of 16 bytes
-        weights [B * next_n, H] or None; context_lens int32 [B], or [B, next_n] with per_draft_lengths
-        block_tables int32 [B, max_pages], any row stride; out [B * next_n, max_context_len], last dim contiguous
-    With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
-    [0, min(max_context_len, max_pages * page_size)]. least: as above.
-    """
+    """`gdn.paged_mqa_logits`: decode from cache pages. launch(compiled, PagedMqaLogitsParams(...))."""
 
     op: ClassVar[str] = "paged_mqa_logits"
 
@@ -88,17 +71,47 @@ class PagedMqaLogitsProblem(LogitsProblem):
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
 
 
+class MqaLogitsParams(NamedTuple):
+    """Arguments of a launch of `mqa_logits`; M, Nk and W are at least 1.
+
+    A range is clamped to [0, Nk]; ks >= ke is empty.
+    """
+
+    q: Tensor  # [M, H, D] of dtype, contiguous
+    k: Tensor  # [Nk, kv_heads, D] of dtype, contiguous
+    k_scale: Tensor | None  # [Nk, kv_heads] float32, contiguous; None without has_k_scale
+    weights: Tensor | None  # [M, H] of weights_dtype, any row stride, last dim contiguous; None where weights_dtype is
+    cu_seqlen_ks: Tensor  # [M] int32: first key of each row
+    cu_seqlen_ke: Tensor  # [M] int32: end of each row's keys
+    # [M, W] of out_dtype, any row stride, last dim contiguous; W = Nk, or packed: max_seqlen_k, column 0 is key ks[i]
+    out: Tensor
+    scale: float
+    skip_rows_up_to: int = 0  # rows of at most this many keys may stay unscored (0: none); only without clean
+
+
+class PagedMqaLogitsParams(NamedTuple):
+    """Arguments of a launch of `paged_mqa_logits`; the batch, pages, max_pages and max_context_len are at least 1.
+
+    With one length per sequence, draft i sees context_len - next_n + 1 + i keys. Lengths are clamped to
+    [0, min(max_context_len, max_pages * page_size)].
+    """
+
+    q: Tensor  # [B, next_n, H, D] of dtype, contiguous
+    # With has_k_scale uint8 [pages, page_size * kv_heads * (D + 4)], the values of the whole page before its float32 scales; else
+    # dtype [pages, page_size * kv_heads * D]. Last dim contiguous, page stride any multiple of 16 bytes.
+    cache: Tensor
+    weights: Tensor | None  # [B * next_n, H] of weights_dtype, any row stride, last dim contiguous; None where weights_dtype is
+    context_lens: Tensor  # [B] int32; with per_draft_lengths [B, next_n], contiguous
+    block_tables: Tensor  # [B, max_pages] int32, any row stride
+    out: Tensor  # [B * next_n, max_context_len] of out_dtype, any row stride, last dim contiguous
+    scale: float
+    skip_rows_up_to: int = 0  # as in MqaLogitsParams
+
+
 @dataclass(frozen=True)
 class TopkProblem(Problem):
     """`gdn.topk_indices`.
 
-    launch(compiled, logits, row_starts, row_ends, out, list_short=0, num_keys=-1, drafts=1)
-        logits [rows, n] any row stride, last dim contiguous; row_starts, row_ends [rows] any stride, any values, or None
-        out int32 [rows, k], any row stride, last dim contiguous
-        list_short: 1 = a row of at most k columns lists them all, and none of its logits is read
-        num_keys: not -1, with both bounds = they are ranges of so many keys, and column 0 is the first key of each
-        drafts: not 1, without row_starts = row_ends [rows / drafts] are those of the last of so many rows, and each row before
-            it has one column less
     Every entry of out is written. Only a row's own range is read.
     """
 
@@ -118,3 +131,15 @@ class TopkProblem(Problem):
     def bytes_moved(self) -> int:
         """As if every row were num_columns long."""
         return self.num_rows * (self.num_columns * DTYPE_BYTES[self.dtype] + 4 * self.k)
+
+
+class TopkParams(NamedTuple):
+    """Arguments of the launch, in order."""
+
+    logits: Tensor  # [rows, n] of the problem's dtype, any row stride, last dim contiguous
+    row_starts: Tensor | None  # [rows] of starts_dtype, any stride, any values; None without starts_dtype
+    row_ends: Tensor | None  # [rows / drafts] of ends_dtype, any stride, any values; None without ends_dtype
+    out: Tensor  # [rows, k] int32, any row stride, last dim contiguous
+    list_short: int = 0  # 1: a row of at most k columns lists them all, and none of its logits is read
+    num_keys: int = -1  # >= 0, with both bounds: they are ranges of num_keys keys, and column 0 is the first key of each
+    drafts: int = 1  # > 1, without row_starts: an end belongs to the last of `drafts` rows; each row before has one column less

@@ -1,14 +1,16 @@
 """Steps around the gated delta rule: causal convolution, projection split, gates, gated norm."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
+
+Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 
 
 @dataclass(frozen=True)
 class ConvolutionProblem(Problem):
-    """What prefill and decode of the causal depthwise convolution share; see spec of the two below.
+    """Fields that prefill and decode of the causal depthwise convolution share.
 
     A pool of windows has its channels contiguous in memory and every other stride a multiple of 16 bytes
     (`state_channels_contiguous`: neighbouring channels are read together), or any strides.
@@ -37,13 +39,6 @@ class ConvolutionProblem(Problem):
 class Conv1dProblem(ConvolutionProblem):
     """`gdn.causal_conv1d_fn`: packed prompts.
 
-    launch(compiled, x, weight, bias, conv_states, cu_seqlens, cache_indices, has_initial_state, checkpoint_offsets,
-           checkpoint_slots, out, null_slot)
-        x, out [L, dim]: last dim contiguous, base and row strides multiples of 16 bytes; dim a multiple of 8
-        weight [dim, width], bias [dim] or None: contiguous, bases multiples of 16 bytes
-        conv_states [slots, dim, >= width - 1] or None; cu_seqlens [N + 1]; cache_indices [>= N] any stride, or None
-        has_initial_state [>= N] uint8 (the bool tensor viewed as bytes) contiguous, or None (= all True)
-        checkpoint_offsets, checkpoint_slots [>= N, C] of checkpoint_dtype, any strides, or None
     Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero. The slot of a
     sequence is read before it is written; a checkpoint is written after the sequence's own slot.
     """
@@ -63,17 +58,30 @@ class Conv1dProblem(ConvolutionProblem):
         return rows + self._filter_bytes() + 2 * self.num_sequences * self._window_bytes()
 
 
+class Conv1dParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, N sequences.
+
+    Rows of x and out, weight and bias start at multiples of 16 bytes; dim is a multiple of 8.
+    """
+
+    x: Tensor  # [L, dim] of the problem's dtype, last dim contiguous
+    weight: Tensor  # [dim, width] of weight_dtype, contiguous
+    bias: Tensor | None  # [dim] of bias_dtype, contiguous; None without bias_dtype
+    conv_states: Tensor | None  # [slots, dim, >= width - 1] of state_dtype, any strides; None without state_dtype
+    cu_seqlens: Tensor  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc
+    cache_indices: Tensor | None  # [>= N] of index_dtype, any stride; None without index_dtype
+    has_initial_state: (
+        Tensor | None
+    )  # [>= N] uint8 (the bool tensor viewed as bytes), contiguous; None without has_mask: all True
+    checkpoint_offsets: Tensor | None  # [>= N, C] of checkpoint_dtype, any strides; None without checkpoint_dtype
+    checkpoint_slots: Tensor | None  # like checkpoint_offsets
+    out: Tensor  # [L, dim] like x
+    null_slot: int  # slots up to this one are padding
+
+
 @dataclass(frozen=True)
 class Conv1dUpdateProblem(ConvolutionProblem):
-    """`gdn.causal_conv1d_update`: one decode step.
-
-    launch(compiled, x, weight, bias, conv_state, state_indices, num_accepted_tokens, cu_seqlens, parent_token, out,
-           null_slot)
-        x, out, weight, bias, conv_state as in Conv1dProblem; x may have more rows than cu_seqlens[N]: zero in out
-        state_indices [>= N], or [>= N, columns] with has_columns, any strides, or None
-        num_accepted_tokens [>= N] int32 any stride, or None; parent_token [L] int32 contiguous or None
-        cu_seqlens [N + 1], or None: one row per sequence
-    """
+    """`gdn.causal_conv1d_update`: one decode step."""
 
     op: ClassVar[str] = "conv1d_update"
 
@@ -103,16 +111,26 @@ class Conv1dUpdateProblem(ConvolutionProblem):
         return rows + self._filter_bytes() + windows
 
 
+class Conv1dUpdateParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, N sequences. Alignment as in Conv1dParams."""
+
+    x: Tensor  # [L, dim] of the problem's dtype, last dim contiguous; rows at or beyond cu_seqlens[N] are zero in out
+    weight: Tensor  # [dim, width] of weight_dtype, contiguous
+    bias: Tensor | None  # [dim] of bias_dtype, contiguous; None without bias_dtype
+    conv_state: Tensor  # [slots, dim, >= width - 1] of state_dtype, any strides
+    conv_state_indices: Tensor | None  # [>= N], or [>= N, columns] with has_columns, any strides; None without index_dtype
+    num_accepted_tokens: Tensor | None  # [>= N] int32, any stride; None without has_accepted
+    cu_seqlens: (
+        Tensor | None
+    )  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc; None without cu_seqlens_dtype: one row each
+    parent_token: Tensor | None  # [L] int32, contiguous; None without has_parent
+    out: Tensor  # [L, dim] like x
+    null_slot: int  # slots up to this one are padding
+
+
 @dataclass(frozen=True)
 class SplitProblem(Problem):
-    """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart.
-
-    launch(compiled, mixed_qkvz, mixed_ba, mixed_qkv, z, b, a)
-        mixed_qkvz [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row stride multiples of the access: 16
-            bytes where K and V are multiples of 8, else 8 bytes
-        mixed_ba [L, 2 * HV]: last dim contiguous
-        mixed_qkv [L, 2 * H * K + HV * V], z [L, HV * V], b, a [L, HV]: new, contiguous
-    """
+    """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart."""
 
     op: ClassVar[str] = "split"
 
@@ -126,7 +144,7 @@ class SplitProblem(Problem):
 
     @property
     def row_elements(self) -> int:
-        """Of one row of mixed_qkvz."""
+        """Elements of one row of mixed_qkvz."""
         return 2 * (self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim)
 
     def flops(self) -> int:
@@ -137,14 +155,22 @@ class SplitProblem(Problem):
         return 2 * self.num_tokens * row
 
 
+class SplitParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens; H and HV heads, K and V elements each; r = HV / H."""
+
+    # [L, H * (2 * K + 2 * r * V)] of the problem's dtype, last dim contiguous; base and row stride multiples of the access:
+    # 16 bytes where K and V are multiples of 8, else 8 bytes
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor  # [L, 2 * HV] of ba_dtype, last dim contiguous
+    mixed_qkv: Tensor  # [L, 2 * H * K + HV * V] like mixed_qkvz: new, contiguous
+    z: Tensor  # [L, HV * V] likewise
+    b: Tensor  # [L, HV] of ba_dtype: new, contiguous
+    a: Tensor  # [L, HV] likewise
+
+
 @dataclass(frozen=True)
 class GatingProblem(Problem):
-    """`gdn.fused_gdn_gating`.
-
-    launch(compiled, A_log, a, b, dt_bias, g, beta_output, beta, threshold)
-        A_log, dt_bias [HV] any stride; a, b [L, HV] any strides; g, beta_output [L, HV] float32 contiguous
-        beta, threshold: of the softplus, float
-    """
+    """`gdn.fused_gdn_gating`."""
 
     op: ClassVar[str] = "gating"
 
@@ -162,14 +188,22 @@ class GatingProblem(Problem):
         return self.num_tokens * self.num_heads * (DTYPE_BYTES[self.a_dtype] + DTYPE_BYTES[self.b_dtype] + 8)
 
 
+class GatingParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, HV heads."""
+
+    A_log: Tensor  # [HV] of A_log_dtype, any stride
+    a: Tensor  # [L, HV] of a_dtype, any strides
+    b: Tensor  # [L, HV] of b_dtype, any strides
+    dt_bias: Tensor  # [HV] of dt_bias_dtype, any stride
+    g: Tensor  # [L, HV] float32, contiguous
+    beta_output: Tensor  # [L, HV] float32, contiguous
+    beta: float  # of the softplus
+    threshold: float  # of the softplus
+
+
 @dataclass(frozen=True)
 class RmsNormGatedProblem(Problem):
-    """`gdn.rms_norm_gated`.
-
-    launch(compiled, x, z, weight, out, eps)
-        x, z [L, HV, V]: last dim contiguous, bases and strides multiples of 8 elements where V is one, else of 4
-        weight [V] contiguous, base as x; out [L, HV, V] contiguous
-    """
+    """`gdn.rms_norm_gated`."""
 
     op: ClassVar[str] = "rms_norm_gated"
 
@@ -187,3 +221,16 @@ class RmsNormGatedProblem(Problem):
     def bytes_moved(self) -> int:
         per_element = 2 * DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.z_dtype]
         return self.num_tokens * self.num_heads * self.head_dim * per_element
+
+
+class RmsNormGatedParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens, HV heads, V elements each.
+
+    Bases and strides of x, z and weight are multiples of 8 elements where V is one, else of 4.
+    """
+
+    x: Tensor  # [L, HV, V] of the problem's dtype, last dim contiguous
+    z: Tensor  # [L, HV, V] of z_dtype, last dim contiguous
+    weight: Tensor  # [V] of weight_dtype, contiguous
+    out: Tensor  # [L, HV, V] like x, contiguous
+    eps: float

@@ -5,6 +5,8 @@ float32 (float64 where q is float64), on any device. Arguments are those of the 
 are compared as Python ints, so that no integer width can change their meaning. `out` may be v: it is written at the end.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from gdn.reference.modes import inference_only
@@ -231,29 +233,25 @@ def _decay_between(g: torch.Tensor) -> torch.Tensor:
     return torch.where(ones.tril(), exponent, -torch.inf).exp()
 
 
+@dataclass
 class _Tokens:
-    """The tokens of a call: rows(...) returns a range of them with norm, scale and gates applied and heads expanded."""
+    """Tokens of a call: `rows` returns a range of them with norm, scale and gates applied and heads expanded."""
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor | None,
-        beta: torch.Tensor | None,
-        scale: float | None,
-        use_qk_l2norm: bool,
-        use_gate: bool,
-        A_log: torch.Tensor | None,
-        dt_bias: torch.Tensor | None,
-        use_beta_sigmoid: bool,
-    ) -> None:
-        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
-        self.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        self.use_qk_l2norm, self.use_gate, self.use_beta_sigmoid = use_qk_l2norm, use_gate, use_beta_sigmoid
-        self.A_log, self.dt_bias = A_log, dt_bias
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.num_heads = max(q.shape[2], v.shape[2])
+    q: torch.Tensor  # [B, T, Hq, K]
+    k: torch.Tensor  # [B, T, Hk, K]
+    v: torch.Tensor  # [B, T, HV, V]
+    g: torch.Tensor | None  # [B, T, HS]
+    beta: torch.Tensor | None  # [B, T, HS]
+    scale: float | None
+    use_qk_l2norm: bool
+    use_gate: bool
+    A_log: torch.Tensor | None  # [HS]
+    dt_bias: torch.Tensor | None  # [HS]
+    use_beta_sigmoid: bool
+
+    def __post_init__(self) -> None:
+        self.dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        self.num_heads = max(self.q.shape[2], self.v.shape[2])
 
     def rows(self, b: int, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """q, k [HS, T, K], v [HS, T, V], g (log decay), beta [HS, T] of tokens start..end."""
@@ -261,7 +259,8 @@ class _Tokens:
         if self.use_qk_l2norm:
             q = q * (q.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
             k = k * (k.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
-        return q * self.scale, k, v, self._log_decay(b, start, end), self._beta(b, start, end)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return q * scale, k, v, self._log_decay(b, start, end), self._beta(b, start, end)
 
     def _expanded(self, x: torch.Tensor) -> torch.Tensor:
         """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""

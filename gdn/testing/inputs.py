@@ -2,15 +2,16 @@
 
 `chunk_problem` and `recurrent_problem` make a small problem; `chunk_inputs` and `recurrent_inputs` return the keyword
 arguments of the public operator (and of the reference and the oracle); `chunk_tensors` and `recurrent_tensors` turn those
-into the positional tensors of a kernel's launch.
+into the arguments of a kernel's launch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from gdn.problems import ChunkProblem, DeltaRuleProblem, RecurrentProblem
+from gdn.problems import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 
 Case = Literal[
     "random",
@@ -36,6 +37,19 @@ _DEFAULT_FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class InputOptions:
+    """Options of `chunk_inputs` and `recurrent_inputs`."""
+
+    lengths: Sequence[int] | None = None  # tokens of each sequence; None = the problem's tokens, spread evenly
+    case: Case = "random"
+    strided: bool = False  # q, k, v are slices of one buffer, g and beta have strides too
+    slot_gap: int = 0  # elements between the slots of the pool, a multiple of 16 bytes
+    null_slot: int = -1
+    null_sequences: Sequence[int] = ()  # sequences whose slot is null_slot
+    padded_tokens: int = 0  # rows beyond cu_seqlens[-1]
+
+
 def chunk_problem(**changes: Any) -> ChunkProblem:
     """A small problem with the given fields changed."""
     return ChunkProblem(**{**_DEFAULT_FIELDS, "has_mask": False, "has_checkpoints": False, **changes})
@@ -47,38 +61,24 @@ def recurrent_problem(**changes: Any) -> RecurrentProblem:
     return RecurrentProblem(**{**_DEFAULT_FIELDS, "num_tokens": 6, **flags, **changes})
 
 
-def chunk_inputs(
-    problem: ChunkProblem,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    *,
-    lengths: Sequence[int] | None = None,
-    case: Case = "random",
-    strided: bool = False,
-    slot_gap: int = 0,
-    null_slot: int = -1,
-    null_sequences: Sequence[int] = (),
-    padded_tokens: int = 0,
-) -> dict[str, Any]:
-    """Keyword arguments of gdn.chunk_gated_delta_rule.
+def chunk_inputs(problem: ChunkProblem, device: torch.device | str = "cpu", seed: int = 0, **options: Any) -> dict[str, Any]:
+    """Keyword arguments of gdn.chunk_gated_delta_rule. options: the fields of InputOptions.
 
-    lengths: tokens of each sequence; left out, the problem's tokens are spread evenly over its sequences
-    strided: q, k, v are slices of one buffer, g and beta have strides too
-    slot_gap: elements between the slots of the pool (a multiple of 16 bytes)
-    null_sequences: sequences whose slot is null_slot; padded_tokens: rows beyond cu_seqlens[-1]
     Every slot of the pool that no sequence reads is NaN, and the rows of padding are NaN in q, k, v, g and beta.
     """
+    given = InputOptions(**options)
+    null_slot = given.null_slot
     gen = _Generator(problem, device, seed)
-    lengths = _lengths(problem.num_tokens, problem.num_sequences, lengths)
-    arguments = gen.tokens(lengths, case, strided, padded_tokens)
+    lengths = _lengths(problem.num_tokens, problem.num_sequences, given.lengths)
+    arguments = gen.tokens(lengths, given.case, given.strided, given.padded_tokens)
     arguments["output_final_state"] = problem.has_final_state
     count = len(lengths)
     if problem.pooled:
         num_checkpoints = 2 if problem.has_checkpoints else 0
         groups = 1 + int(problem.has_final_indices) + num_checkpoints
         slots = gen.slots(count * groups, null_slot).view(groups, count)
-        slots[0, list(null_sequences)] = null_slot
-        arguments["initial_state"] = gen.pool(slots[0], null_slot, count * groups + null_slot + 3, slot_gap)
+        slots[0, list(given.null_sequences)] = null_slot
+        arguments["initial_state"] = gen.pool(slots[0], null_slot, count * groups + null_slot + 3, given.slot_gap)
         arguments["state_indices"] = slots[0].to(gen.index_dtype)
         arguments["null_slot"] = null_slot
         if problem.has_final_indices:
@@ -101,35 +101,31 @@ def recurrent_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
     *,
-    lengths: Sequence[int] | None = None,
-    case: Case = "random",
-    strided: bool = False,
-    slot_gap: int = 0,
-    null_slot: int = -1,
-    null_sequences: Sequence[int] = (),
-    padded_tokens: int = 0,
     num_columns: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Keyword arguments of gdn.fused_recurrent_gated_delta_rule; as chunk_inputs.
+    """Keyword arguments of gdn.fused_recurrent_gated_delta_rule, made like those of `chunk_inputs`.
 
-    num_columns: of 2-D indices, the longest sequence where left out.
+    num_columns: columns of 2-D indices; None = tokens of the longest sequence. options: the fields of InputOptions.
     """
+    given = InputOptions(**options)
+    null_slot = given.null_slot
     gen = _Generator(problem, device, seed)
-    lengths = _lengths(problem.num_tokens, problem.num_sequences, lengths)
-    arguments = gen.tokens(lengths, case, strided, padded_tokens)
+    lengths = _lengths(problem.num_tokens, problem.num_sequences, given.lengths)
+    arguments = gen.tokens(lengths, given.case, given.strided, given.padded_tokens)
     count = len(lengths)
     if problem.pooled:
         columns = max([1, *lengths]) if num_columns is None else num_columns
         columns = columns if problem.write_every_token else 1
         groups = 1 + int(problem.has_final_indices)
         slots = gen.slots(groups * count * columns, null_slot).view(groups, count, columns)
-        slots[0, list(null_sequences)] = null_slot
+        slots[0, list(given.null_sequences)] = null_slot
         accepted = torch.ones(count, dtype=torch.int32, device=gen.device)
         if problem.has_accepted:
             accepted = torch.arange(count, dtype=torch.int32, device=gen.device) % columns + 1
             arguments["num_accepted_tokens"] = accepted
         read = slots[0].gather(1, (accepted.long() - 1)[:, None])[:, 0]
-        arguments["initial_state"] = gen.pool(read, null_slot, groups * count * columns + null_slot + 3, slot_gap)
+        arguments["initial_state"] = gen.pool(read, null_slot, groups * count * columns + null_slot + 3, given.slot_gap)
         shaped = slots if problem.write_every_token else slots[:, :, 0]
         arguments["ssm_state_indices"] = shaped[0].to(gen.index_dtype)
         arguments["null_slot"] = null_slot
@@ -141,34 +137,39 @@ def recurrent_inputs(
         if problem.has_initial_state:
             arguments["initial_state"] = gen.states(count)
     if problem.has_parent:
-        # Node i hangs from i // 2 - 1 below it: -1, -1, 0, 0, 1, 1, ... a binary tree with two roots.
-        parents = [i // 2 - 1 for length in lengths for i in range(length)] + [-1] * padded_tokens
+        # The parent of node i is i // 2 - 1: -1, -1, 0, 0, 1, 1, ... a binary tree with two roots.
+        parents = [i // 2 - 1 for length in lengths for i in range(length)] + [-1] * given.padded_tokens
         arguments["parent_token"] = torch.tensor(parents, dtype=torch.int32, device=gen.device)
     if problem.has_rounding:
         arguments["rounding_seed"] = torch.tensor([0x1234_5678_9ABC + seed], dtype=torch.int64, device=gen.device)
     return arguments
 
 
-def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> tuple[Any, ...]:
-    """The positional arguments of launch after `compiled`, with a NaN-filled out; the pool is the one in arguments."""
-    get = arguments.get
+def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> ChunkParams:
+    """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
     final_state, out = _targets(problem, arguments)
-    return (
-        *(get(name) for name in (*_PER_TOKEN, "A_log", "dt_bias")), get("initial_state"), get("state_indices"),
-        get("has_initial_state"), final_state, get("final_state_indices"), arguments["cu_seqlens"], get("checkpoint_offsets"),
-        get("checkpoint_slots"), out, workspace, problem.head_k_dim**-0.5, get("null_slot", -1),
-    )  # fmt: skip
+    given: dict[str, Any] = {name: arguments.get(name) for name in ChunkParams._fields}
+    return ChunkParams(
+        **given
+        | {
+            "final_state": final_state,
+            "out": out,
+            "workspace": workspace if workspace.numel() else None,
+            "scale": problem.head_k_dim**-0.5,
+            "null_slot": arguments.get("null_slot", -1),
+        }
+    )
 
 
-def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As chunk_tensors, for a recurrent kernel."""
-    get = arguments.get
+def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> RecurrentParams:
+    """The arguments of a recurrent kernel's launch, with a NaN-filled out; the pool is the one in arguments."""
     final_state, out = _targets(problem, arguments)
-    return (
-        *map(get, _PER_TOKEN), get("A_log"), get("dt_bias"), get("initial_state"), get("ssm_state_indices"),
-        get("num_accepted_tokens"), final_state, get("final_state_indices"), arguments["cu_seqlens"], get("parent_token"),
-        get("rounding_seed"), out, problem.head_k_dim**-0.5, get("null_slot", -1),
-    )  # fmt: skip
+    given: dict[str, Any] = {name: arguments.get(name) for name in RecurrentParams._fields}
+    own = {
+        "state_indices": arguments.get("ssm_state_indices"), "final_state": None if problem.pooled else final_state, "out": out,
+        "scale": problem.head_k_dim**-0.5, "null_slot": arguments.get("null_slot", -1),
+    }  # fmt: skip
+    return RecurrentParams(**given | own)
 
 
 _PER_TOKEN = ("q", "k", "v", "g", "beta")

@@ -40,6 +40,8 @@ _CONSTANTS = (
     ".nv.global.init",
 )  # that the code was compiled with; 0 holds the launch's arguments
 
+_ARGUMENT = re.compile(r"c\[0x0\]\[[^]]*\]")  # an operand: an argument of the launch, by its place
+_ENCODING = re.compile(r"/\* 0x[0-9a-f]+ \*/")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -246,15 +248,16 @@ def undecoded(library: bytes) -> list[Undecoded]:
 def code_hash(libraries: Sequence[bytes]) -> str:
     """SHA-256 over what the device runs: instructions, constant tables, registers and threads of every kernel function.
 
-    The same where names, line tables or the host's part of the libraries alone differ. The launch (grid, dynamic shared memory)
-    is the host's.
+    The same where names, line tables, the host's part of the libraries or the places of the launch's arguments alone differ. The
+    launch (grid, dynamic shared memory) is the host's.
     """
     parts = []
     for cubin in (cubin for library in libraries for cubin in _cubins(library)):
         registers = cubin.per_kernel(_ATTRIBUTE_REGISTERS)
         for name in cubin.kernels():
             figures = f"{_required(name, 'register count', registers)} {_max_threads(cubin, name)}".encode()
-            parts.append(b"text " + figures + b" " + cubin.content(f".text.{name}"))
+            text = _disassemble_code(cubin.content(f".text.{name}"), _target(cubin) or _disassemble(cubin)[0])
+            parts.append(b"text " + figures + b" " + _ARGUMENT.sub("c[0x0]", text).encode())
         parts += [b"data " + cubin.content(one.name) for one in cubin.sections if one.name.startswith(_CONSTANTS)]
     if not parts:
         raise MachineCodeError("the libraries hold no cubin")
@@ -307,18 +310,23 @@ def decoded(kernels: Sequence[Undecoded]) -> list[MachineCode]:
     return found
 
 
-def _count(codes: Sequence[bytes], target: str) -> list[Counter[str]]:
-    """The opcodes of each piece of machine code."""
-    ends = list(accumulate(len(code) for code in codes))
+def _disassemble_code(code: bytes, target: str) -> str:
+    """Every instruction with its address and operands, a line each."""
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        file.write(b"".join(codes))
+        file.write(code)
         file.flush()
         command = [str(nvdisasm()), "-b", target.replace("sm_", "SM"), "-ndf", file.name]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise MachineCodeError(f"nvdisasm failed: {done.stderr.strip()}")
+    return _ENCODING.sub("", done.stdout)
+
+
+def _count(codes: Sequence[bytes], target: str) -> list[Counter[str]]:
+    """The opcodes of each piece of machine code."""
+    ends = list(accumulate(len(code) for code in codes))
     opcodes: list[Counter[str]] = [Counter() for _ in codes]
-    for line in done.stdout.splitlines():
+    for line in _disassemble_code(b"".join(codes), target).splitlines():
         if (instruction := _INSTRUCTION.match(line)) is not None:
             opcodes[bisect_right(ends, int(instruction[1], 16))][instruction[2]] += 1
     return opcodes

@@ -27,28 +27,30 @@ class CopyRoles:
     """Methods of the copying warpgroup's warps; `self` is the FusedChunk."""
 
     @cute.jit
-    def copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, piece, base=0):
-        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
-        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.key_stages, begin, head // self.k_group, 0)
-        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, self.stages, begin, head // self.v_group, piece)
+    def copy_warp(self, storage, copies, item, base):
+        begin, length, head, piece = item.begin, item.live_length, item.head, item.piece
+        to_q, from_q = self.tiles(storage.q, copies.q_atom, copies.q, self.dim, self.stages, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, copies.k_atom, copies.k, self.dim, self.key_stages, begin, head // self.k_group, 0)
+        v_head = head // self.v_group
+        to_v, from_v = self.tiles(storage.v, copies.v_atom, copies.v, self.columns, self.stages, begin, v_head, piece)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         if num_chunks > 0:
-            self.copy_keys(storage, k_atom, from_k, to_k, Int32(0), base)
+            self.copy_keys(storage, copies.k_atom, from_k, to_k, Int32(0), base)
         for step in cutlass.range(num_chunks, unroll=1):
             if step + 1 < num_chunks:
-                self.copy_keys(storage, k_atom, from_k, to_k, step + 1, base)
+                self.copy_keys(storage, copies.k_atom, from_k, to_k, step + 1, base)
             stage, parity = self.stage_of(base + step)
             cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.key_bytes + self.value_bytes)
-            cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
-            cute.copy(v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(copies.q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(copies.v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
             if cutlass.const_expr(self.prefetch > 0):
                 if step + self.prefetch < num_chunks:
-                    cute.prefetch(k_atom, from_k[None, step + self.prefetch])
-                    cute.prefetch(q_atom, from_q[None, step + self.prefetch])
-                    cute.prefetch(v_atom, from_v[None, step + self.prefetch])
+                    cute.prefetch(copies.k_atom, from_k[None, step + self.prefetch])
+                    cute.prefetch(copies.q_atom, from_q[None, step + self.prefetch])
+                    cute.prefetch(copies.v_atom, from_v[None, step + self.prefetch])
 
     @cute.jit
     def copy_keys(self, storage, k_atom, from_k, to_k, step, base):
@@ -60,18 +62,18 @@ class CopyRoles:
         cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def prefetch_state(self, initial, item):
+    def prefetch_state(self, initial_state, item):
         """Asks the L2 cache for the state that an item starts from."""
         if cutlass.const_expr(self.has_initial):
             if item.starts:
-                size = initial.element_type.width // 8
+                size = initial_state.element_type.width // 8
                 # Lines of 128 bytes: all of 64 V rows, or 64 columns of every K row.
                 pitch = self.dim * size
                 lines = (self.dim if self.v_first else 64) * size // 128
                 rows = 64 if self.v_first else self.dim
                 row0, column0 = (item.piece * 64, Int32(0)) if self.v_first else (Int32(0), item.piece * 64)
-                offset = item.read_slot * initial.stride[0] + Int64(item.head) * (self.dim * self.dim)
-                first = (initial.iterator + offset).toint() + Int64(row0 * pitch + column0 * size)
+                offset = item.read_slot * initial_state.stride[0] + Int64(item.head) * (self.dim * self.dim)
+                first = (initial_state.iterator + offset).toint() + Int64(row0 * pitch + column0 * size)
                 for i in cutlass.range(cute.arch.lane_idx(), rows * lines, 32, unroll=1):
                     ptx.prefetch_line(first + Int64(i // lines * pitch + i % lines * 128))
 
@@ -85,14 +87,15 @@ class CopyRoles:
         return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
     @cute.jit
-    def store_warp(self, storage, out_atom, out_tensor, out, begin, length, head, piece, base=0):
+    def store_warp(self, storage, copies, out, item, base):
         """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
+        begin, length, head, piece = item.begin, item.live_length, item.head, item.piece
         lane = cute.arch.lane_idx()
-        layout = layouts.by_rows(self.dtype, CHUNK, 64, self.num_state * self.stages)
+        layout = layouts.by_rows(self.dtype, CHUNK, 64, self.stages)
         shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
-        rows = cute.domain_offset((begin, 0), out_tensor[None, None, head])
+        rows = cute.domain_offset((begin, 0), copies.out[None, None, head])
         source, target = cpasync.tma_partition(
-            out_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
+            copies.out_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
             cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
         )  # fmt: skip
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
@@ -101,18 +104,15 @@ class CopyRoles:
             # Here, not in the warps that wrote O: they would wait for it.
             cute.arch.fence_proxy("async.shared", space="cta")
             valid = length - step * CHUNK
-            for half in cutlass.range_constexpr(self.num_state):
-                if valid >= CHUNK:
-                    cute.copy(
-                        out_atom, source[None, stage * self.num_state + half], target[None, step, piece * self.num_state + half]
-                    )
-                else:
-                    tile = storage.v.data_ptr().toint() + (stage * self.num_state + half) * TILE_BYTES
-                    column = piece * self.columns + half * 64 + lane % 8 * 8
-                    for row in cutlass.range(lane // 8, valid, 4, unroll=1):
-                        offset = Int64(begin + step * CHUNK + row) * out.stride[0] + Int64(head) * out.stride[1] + column
-                        words = ptx.load_words(layouts.address(tile, row, lane % 8))
-                        ptx.store_global_words(out.iterator.toint() + 2 * offset, words)
+            if valid >= CHUNK:
+                cute.copy(copies.out_atom, source[None, stage], target[None, step, piece])
+            else:
+                tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
+                column = piece * self.columns + lane % 8 * 8
+                for row in cutlass.range(lane // 8, valid, 4, unroll=1):
+                    offset = Int64(begin + step * CHUNK + row) * out.stride[0] + Int64(head) * out.stride[1] + column
+                    words = ptx.load_words(layouts.address(tile, row, lane % 8))
+                    ptx.store_global_words(out.iterator.toint() + 2 * offset, words)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
@@ -152,32 +152,32 @@ class CopyRoles:
                     ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
 
     @cute.jit
-    def gate_warp(self, storage, g, beta, a_log, dt_bias, begin, length, head, first, base=0, asked=None):
+    def gate_warp(self, storage, params, begin, length, head, first, base=0, asked=None):
         """Cumulative log2 decays and beta of the chunks that this block prepares; asked: the first one's, if on their way.
         They are made, and the next chunk's asked for, before there is room for them."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(asked is None):
-            asked = self.ask_item(g, beta, a_log, dt_bias, begin, first, length, head, lane)
+            asked = self.ask_item(params, begin, first, length, head, lane)
         words, log_rate, bias = asked
         minus_rate = self.minus_rate(log_rate)
         gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
         for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, self.aux_step, unroll=1):
             half, half_turn = self.half_of(base + step)
             rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
-            values = self.make_gates(g, beta, words, minus_rate, bias, length - step * CHUNK, lane)
-            self.ask_gates(g, beta, words, begin, (step + self.aux_step) * CHUNK, length, head, lane)
+            values = self.make_gates(params, words, minus_rate, bias, length - step * CHUNK, lane)
+            self.ask_gates(params, words, begin, (step + self.aux_step) * CHUNK, length, head, lane)
             cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
             self.publish_gates(rows, values, lane)
             cute.arch.mbarrier_arrive(gates_full + half)
 
     @cute.jit
-    def ask_item(self, g, beta, a_log, dt_bias, begin, first, length, head, lane):
+    def ask_item(self, params, begin, first, length, head, lane):
         """ask_gates of an item's first chunk, and its head's constants: (words, A_log, dt_bias)."""
         words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
-        self.ask_gates(g, beta, words, begin, first * CHUNK, length, head, lane)
+        self.ask_gates(params, words, begin, first * CHUNK, length, head, lane)
         rate, bias = Float32(0.0), Float32(0.0)
         if cutlass.const_expr(self.raw_gate):
-            rate, bias = a_log[head], dt_bias[head]
+            rate, bias = params.A_log[head], params.dt_bias[head]
         return words, rate, bias
 
     @cute.jit
@@ -191,14 +191,14 @@ class CopyRoles:
     # What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
     # have the warp wait for one answer of the memory after the other.
     @cute.jit
-    def ask_gates(self, g, beta, words, begin, offset, length, head, lane):
+    def ask_gates(self, params, words, begin, offset, length, head, lane):
         """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
         for i in cutlass.range_constexpr(2):
             token = offset + 2 * lane + i
             if cutlass.const_expr(self.has_gate):
-                words[i] = self.ask_element(g, begin + token, head, length - token)
+                words[i] = self.ask_element(params.g, begin + token, head, length - token)
             if cutlass.const_expr(self.has_beta):
-                words[2 + i] = self.ask_element(beta, begin + token, head, length - token)
+                words[2 + i] = self.ask_element(params.beta, begin + token, head, length - token)
 
     @cute.jit
     def ask_element(self, x, token, head, positive):
@@ -207,14 +207,14 @@ class CopyRoles:
         return ptx.load_global_if(x.iterator.toint() + offset * size, size, positive)
 
     @cute.jit
-    def make_gates(self, g, beta, words, minus_rate, bias, valid, lane):
+    def make_gates(self, params, words, minus_rate, bias, valid, lane):
         """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
         logs = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         strengths = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         for i in cutlass.range_constexpr(2):
             log_decay = Float32(0.0)
             if cutlass.const_expr(self.has_gate):
-                log_decay = ptx.number(g.element_type, words[i])
+                log_decay = ptx.number(params.g.element_type, words[i])
             if cutlass.const_expr(self.raw_gate):
                 raw = log_decay + bias
                 softplus = raw
@@ -223,7 +223,7 @@ class CopyRoles:
                 log_decay = minus_rate * softplus
             strength = Float32(1.0)
             if cutlass.const_expr(self.has_beta):
-                strength = ptx.number(beta.element_type, words[2 + i])
+                strength = ptx.number(params.beta.element_type, words[2 + i])
                 if cutlass.const_expr(self.raw_beta):
                     strength = 1.0 / (1.0 + cute.math.exp(-strength))
             if 2 * lane + i >= valid:

@@ -15,11 +15,11 @@ class Choice:
     cuts = False
 
     @cute.jit
-    def works(self, bounds, cut_above):
-        """Whether it is this launch's turn, in every thread: segments' where a sequence has more than cut_above tokens."""
+    def works(self, cu_seqlens, split_if_longest_exceeds):
+        """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens."""
         if cutlass.const_expr(not self.decides):
             return Boolean(True)
-        is_longer = self.longest(bounds) > cut_above
+        is_longer = self.longest(cu_seqlens) > split_if_longest_exceeds
         if cutlass.const_expr(not self.cuts):
             return not is_longer
         # Launched before whole sequences are done, which saves microseconds where it then has nothing to do. Their first launch
@@ -29,11 +29,11 @@ class Choice:
         return is_longer
 
     @cute.jit
-    def longest(self, bounds):
+    def longest(self, cu_seqlens):
         """Tokens of the longest sequence, by each warp for itself."""
-        most, count = Int32(0), cute.size(bounds, mode=[0]) - 1
+        most, count = Int32(0), cute.size(cu_seqlens, mode=[0]) - 1
         for first in cutlass.range(0, count, 32, unroll=1):
             sequence = first + cute.arch.lane_idx()
             if sequence < count:
-                most = cutlass.max(most, Int32(bounds[sequence + 1]) - Int32(bounds[sequence]))
+                most = cutlass.max(most, Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]))
         return cute.arch.warp_redux_sync(most, "max")

@@ -18,9 +18,9 @@ adds to W in float32, and 16 bits of M are enough. With beta in the rows, A's co
 and rounding their diagonal costs more than all the rest.
 
 Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
-depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. With `paired` the two
+depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. At D = 128 the two
 blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
-otherwise a block prepares every chunk itself, buffers in turn.
+at D = 64 a block prepares every chunk itself, buffers in turn.
 
     barrier             arrivals                                      waits
     keys_full[stage]    1: the copying lane, with the bytes of K      state, inverse, score
@@ -51,7 +51,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from gdn.problems import ChunkParams
 from kernels_cute.chunk import layouts
+from kernels_cute.chunk.arguments import TokenCopies, packed_params
 from kernels_cute.chunk.copies import CopyRoles
 from kernels_cute.chunk.dispatch import Choice
 from kernels_cute.chunk.scheduler import RECORD_BYTES, RECORDS, SORTED, Items
@@ -59,17 +61,16 @@ from kernels_cute.chunk.shape import (
     AUX_BYTES,
     BUFFERS,
     CHUNK,
+    KEY_STAGES,
     SCRATCH_BYTES,
     START_BARRIERS,
     TILE_BYTES,
     VECTOR_BYTES,
     WARPGROUP,
-    key_stages,
 )
 from kernels_cute.chunk.state import StateRole
 from kernels_cute.chunk.tiles import TileRoles
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import without_batch
 
 
 class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
@@ -96,8 +97,6 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         has_final: bool,
         has_final_indices: bool,
         has_checkpoints: bool,
-        num_state: int,
-        paired: bool,
         stages: int,
         prefetch: int,
         registers: tuple[int, int, int, int],
@@ -112,42 +111,41 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         self.pooled, self.has_initial, self.has_mask = pooled, has_initial, has_mask
         self.has_final, self.has_final_indices = has_final, has_final_indices
         self.has_checkpoints = has_checkpoints
-        self.num_state, self.stages, self.prefetch = num_state, stages, prefetch
-        self.key_stages = key_stages(stages)
+        self.stages, self.prefetch = stages, prefetch
+        self.key_stages = KEY_STAGES
         self.state_registers, self.inverse_registers, self.score_registers, self.copy_registers = registers
         self.deals = deals  # blocks take item after item, else one is all that a block works on
         self.decides = decides  # the call has launches for whole sequences and for segments
-        self.columns = 64 * num_state
+        self.columns = 64  # of V, a block
         self.slices = dim // self.columns
-        self.paired = paired
-        self.sharers = 2 if paired else 1  # blocks that take from a `taken`
+        self.paired = dim == 128
+        self.sharers = 2 if self.paired else 1  # blocks that take from a `taken`
         self.units = heads * self.slices // self.sharers  # items of a sequence
-        self.aux_step = 2 if paired else 1  # chunks from one of this block's own to the next
-        self.threads = (num_state + 3) * WARPGROUP
+        self.aux_step = 2 if self.paired else 1  # chunks from one of this block's own to the next
+        self.threads = 4 * WARPGROUP
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 
     @cute.jit
-    def launch(
-        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        scale: Float32, null_slot: Int64, places: Int32, cut_above: Int32, stream,
-    ):  # fmt: skip
-        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
-        q_atom, q_tensor = self.copy_in(q, self.dim)
-        k_atom, k_tensor = self.copy_in(k, self.dim)
-        v_atom, v_tensor = self.copy_in(v, self.columns)
-        out_atom, out_tensor = self.copy_out(out)
-        items = (cute.size(bounds, mode=[0]) - 1) * self.units
-        self.kernel(
-            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, cut_above,
-        ).launch(
-            grid=(self.sharers * cutlass.min(items, places), 1, 1),
+    def launch(self, *values):
+        """values: Params, clusters of the grid at most, split_if_longest_exceeds, stream."""
+        params, (max_clusters, split_if_longest_exceeds, stream) = packed_params(values)
+        items = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.units
+        self.kernel(params, self.token_copies(params), split_if_longest_exceeds).launch(
+            grid=(self.sharers * cutlass.min(items, max_clusters), 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.sharers, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
+        )
+
+    def token_copies(self, params: ChunkParams) -> TokenCopies:
+        return TokenCopies(
+            *self.copy_in(params.q, self.dim),
+            *self.copy_in(params.k, self.dim),
+            *self.copy_in(params.v, self.columns),
+            *self.copy_out(params.out),
+        )
 
     def copy_in(self, x: Any, columns: int) -> Any:
         """The bulk copy of a chunk's tile of columns into shared memory, and its tensor."""
@@ -193,7 +191,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * self.key_stages], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * pieces * stages], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * self.num_state * stages], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * stages], 1024]
             m: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, tile * BUFFERS], 1024]
             lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
@@ -201,65 +199,33 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         return Storage
 
     @cute.kernel
-    def kernel(
-        self,
-        out_atom: cute.CopyAtom,
-        out_tensor: cute.Tensor,
-        q_atom: cute.CopyAtom,
-        q_tensor: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        k_tensor: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v_tensor: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        a_log: cute.Tensor,
-        dt_bias: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        final: cute.Tensor,
-        final_indices: cute.Tensor,
-        offsets: cute.Tensor,
-        targets: cute.Tensor,
-        bounds: cute.Tensor,
-        out: cute.Tensor,
-        scale: Float32,
-        null_slot: Int64,
-        cut_above: Int32,
-    ):
-        if self.works(bounds, cut_above):
-            self.run(
-                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-                indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, None,
-            )  # fmt: skip
+    def kernel(self, params: ChunkParams, copies: TokenCopies, split_if_longest_exceeds: Int32):
+        if self.works(params.cu_seqlens, split_if_longest_exceeds):
+            self.run(params, copies, None)
 
     @cute.jit
-    def run(
-        self, out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-        indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
-    ):  # fmt: skip
+    def run(self, params, copies, segment):
         """The whole of a block; segment: what a block of a split call works on, None = a sequence."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         block, _, _ = cute.arch.block_idx()
         rank = block % 2  # in the pair
         # The warp that copies in makes the barriers: it need not wait for the others to begin.
-        first_copier = 4 * (self.num_state + 2)
+        first_copier = 12
         starts_early = self.paired and segment is None
         if warp == first_copier:
-            cpasync.prefetch_descriptor(q_atom)
-            cpasync.prefetch_descriptor(k_atom)
-            cpasync.prefetch_descriptor(v_atom)
-            cpasync.prefetch_descriptor(out_atom)
+            cpasync.prefetch_descriptor(copies.q_atom)
+            cpasync.prefetch_descriptor(copies.k_atom)
+            cpasync.prefetch_descriptor(copies.v_atom)
+            cpasync.prefetch_descriptor(copies.out_atom)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.key_stages):
                     cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.keys_empty.data_ptr() + stage, 4 * self.num_state)
+                    cute.arch.mbarrier_init(storage.keys_empty.data_ptr() + stage, 4)
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
                     cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
-                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4 * self.num_state)
+                    cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4)
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     # Of a pair, block b fills buffer b of both.
                     if cutlass.const_expr(self.paired):
@@ -269,7 +235,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
                         cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
                     else:
                         cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, 2 * WARPGROUP)
-                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.num_state * self.sharers)
+                    cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * self.sharers)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
                     cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
@@ -278,7 +244,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
                     for record in cutlass.range_constexpr(RECORDS):
                         cute.arch.mbarrier_init(storage.dealt.data_ptr() + record, 1)
                         # A lane of every warp: of state, inverse, score and the copying ones.
-                        cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 4 * self.num_state + 10 + self.sharers)
+                        cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 14 + self.sharers)
                 if cutlass.const_expr(segment is not None):
                     self.init_start(storage)
             cute.arch.sync_warp()
@@ -289,14 +255,14 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         head = block // self.slices % self.heads
         if cutlass.const_expr(segment is None):
             # Asked for before the barriers below, which take as long as the answer.
-            only = first_item = self.describe(cluster // self.units, cluster % self.units, rank, bounds, indices, mask, null_slot)
+            only = first_item = self.describe(params, cluster // self.units, cluster % self.units, rank)
         else:
             only = self.item_of(segment, head, piece)
         if cutlass.const_expr(self.deals):
             only = None
-            is_sorted = self.is_sorted(bounds)
+            is_sorted = self.is_sorted(params.cu_seqlens)
             if is_sorted:
-                self.write_keys(storage, bounds, indices, null_slot, thread)
+                self.write_keys(storage, params, thread)
         # Above the diagonal, and M on it, they stay zero.
         for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, self.threads, unroll=1):
             ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
@@ -305,7 +271,7 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
         if cutlass.const_expr(self.deals):
             if is_sorted:
                 cute.arch.sync_threads()
-                self.sort(storage, bounds, thread)
+                self.sort(storage, params.cu_seqlens, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.paired):
@@ -322,23 +288,20 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
 
         # Every role counts items, and the chunks of those before.
         number, base, going = Int32(0), Int32(0), Boolean(True)
-        if warp < 4 * self.num_state:
+        if warp < 4:
             self.set_registers(self.state_registers)
-            self.state_warpgroup(
-                storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, warp // 4,
-                warp % 4, segment, only,
-            )  # fmt: skip
-        elif warp < 4 * (self.num_state + 1):
+            self.state_warpgroup(storage, params, head, piece, warp % 4, segment, only)
+        elif warp < 8:
             self.set_registers(self.inverse_registers)
             while going:
                 item = self.take(storage, number, only)
                 self.inverse_warpgroup(storage, item.live_length, self.first_own(base, rank), warp % 4, base)
                 number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
-        elif warp < 4 * (self.num_state + 2):
+        elif warp < 12:
             self.set_registers(self.score_registers)
             while going:
                 item = self.take(storage, number, only)
-                self.score_warpgroup(storage, scale, item.live_length, self.first_own(base, rank), warp % 4, base)
+                self.score_warpgroup(storage, params.scale, item.live_length, self.first_own(base, rank), warp % 4, base)
                 number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
         else:
             self.set_registers(self.copy_registers)
@@ -350,27 +313,22 @@ class FusedChunk(StateRole, TileRoles, CopyRoles, Items, Choice):
                     item = self.take(storage, number, only)
                     if cutlass.const_expr(self.deals):
                         if number > 0:
-                            self.prefetch_state(initial, item)
-                    self.copy_warp(
-                        storage, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, item.begin, item.live_length, item.head,
-                        item.piece, base,
-                    )  # fmt: skip
+                            self.prefetch_state(params.initial_state, item)
+                    self.copy_warp(storage, copies, item, base)
                     number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
                 if cutlass.const_expr(starts_early):
                     # Nothing of the other block was touched; the barrier at the end needs this one done.
                     cute.arch.cluster_wait()
             if copier == 1:
                 if cutlass.const_expr(self.deals):
-                    self.deal_and_gate(
-                        storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank, first_item
-                    )
+                    self.deal_and_gate(storage, params, is_sorted, cluster, rank, first_item)
                 else:
                     first = self.first_own(base, rank)
-                    self.gate_warp(storage, g, beta, a_log, dt_bias, only.begin, only.live_length, only.head, first)
+                    self.gate_warp(storage, params, only.begin, only.live_length, only.head, first)
             if copier == 2:
                 while going:
                     item = self.take(storage, number, only)
-                    self.store_warp(storage, out_atom, out_tensor, out, item.begin, item.live_length, item.head, item.piece, base)
+                    self.store_warp(storage, copies, params.out, item, base)
                     number, base, going = number + 1, base + self.num_chunks(item.live_length), self.goes_on(item, only)
             if cutlass.const_expr(self.paired):
                 if copier == 3:

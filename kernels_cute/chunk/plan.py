@@ -86,10 +86,10 @@ def wide_places(device: DeviceSpec) -> tuple[int, int]:
     return fours, device.num_sms // BLOCKS - fours
 
 
-def default_places(problem: ChunkProblem, paired: bool, device: DeviceSpec) -> int:
+def default_places(problem: ChunkProblem, device: DeviceSpec) -> int:
     """Clusters that take item after item: as many as run side by side, 0 where no cluster would get a second item."""
-    blocks = 2 if paired else 1
-    places = min(device.num_sms // blocks, places_limit(paired))
+    blocks = problem.head_v_dim // 64
+    places = min(device.num_sms // blocks, places_limit(blocks == 2))
     return places if _blocks(problem, max(problem.num_sequences, 1)) // blocks > places else 0
 
 

@@ -64,36 +64,36 @@ class Items:
         return blocks // self.sharers
 
     @cute.jit
-    def is_sorted(self, bounds):
+    def is_sorted(self, cu_seqlens):
         """Whether there is anything to deal, and few enough sequences to order."""
-        sequences = cute.size(bounds, mode=[0]) - 1
+        sequences = cute.size(cu_seqlens, mode=[0]) - 1
         return (self.num_clusters() < sequences * self.units) & (sequences <= SORTED)
 
     @cute.jit
-    def live_length(self, bounds, indices, null_slot, sequence):
-        length = cutlass.max(Int32(bounds[sequence + 1]) - Int32(bounds[sequence]), 0)
+    def live_length(self, params, sequence):
+        length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]), 0)
         if cutlass.const_expr(self.pooled):
-            if Int64(indices[sequence]) <= null_slot:
+            if Int64(params.state_indices[sequence]) <= params.null_slot:
                 length = Int32(0)
         return length
 
     @cute.jit
-    def chunks_of(self, bounds, indices, null_slot, sequence):
-        return (self.live_length(bounds, indices, null_slot, sequence) + (CHUNK - 1)) // CHUNK
+    def chunks_of(self, params, sequence):
+        return (self.live_length(params, sequence) + (CHUNK - 1)) // CHUNK
 
     @cute.jit
-    def write_keys(self, storage, bounds, indices, null_slot, thread):
+    def write_keys(self, storage, params, thread):
         """Sort keys of the sequences, all different: the larger the earlier. They lie where L will."""
         if thread < SORTED:
             key = Int32(-1)
-            if thread < cute.size(bounds, mode=[0]) - 1:
-                key = self.chunks_of(bounds, indices, null_slot, thread) * SORTED + (SORTED - 1 - thread)
+            if thread < cute.size(params.cu_seqlens, mode=[0]) - 1:
+                key = self.chunks_of(params, thread) * SORTED + (SORTED - 1 - thread)
             ptx.store_word(storage.lower.data_ptr().toint() + thread * 4, key)
 
     @cute.jit
-    def sort(self, storage, bounds, thread):
+    def sort(self, storage, cu_seqlens, thread):
         """order[rank] = sequence, by counting the keys before each."""
-        sequences = cute.size(bounds, mode=[0]) - 1
+        sequences = cute.size(cu_seqlens, mode=[0]) - 1
         keys = storage.lower.data_ptr().toint()
         if thread < sequences:
             own = ptx.load_word(keys + thread * 4)
@@ -113,16 +113,16 @@ class Items:
         return sequence
 
     @cute.jit
-    def cost_at(self, storage, bounds, indices, null_slot, is_sorted, rank):
+    def cost_at(self, storage, params, is_sorted, rank):
         """(sequence, cost of an item of it); beyond the last sequence (-1, 0)."""
         sequence, cost = Int32(-1), Int32(0)
-        if rank < cute.size(bounds, mode=[0]) - 1:
+        if rank < cute.size(params.cu_seqlens, mode=[0]) - 1:
             sequence = self.sequence_at(storage, is_sorted, rank)
-            cost = self.chunks_of(bounds, indices, null_slot, sequence) * _CHUNK_COST + _ITEM_COST
+            cost = self.chunks_of(params, sequence) * _CHUNK_COST + _ITEM_COST
         return sequence, cost
 
     @cute.jit
-    def start_loads(self, storage, loads, bounds, indices, null_slot, is_sorted):
+    def start_loads(self, storage, loads, params, is_sorted):
         """loads: of cluster lane + 32 i, with the item that it begins with; then this lane's one of 32 ranks: its sequence and
         what an item of it costs."""
         clusters = self.num_clusters()
@@ -130,21 +130,21 @@ class Items:
             cluster = cute.arch.lane_idx() + 32 * i
             load = Int32(_TAKEN)
             if cluster < clusters:
-                _, load = self.cost_at(storage, bounds, indices, null_slot, is_sorted, cluster // self.units)
+                _, load = self.cost_at(storage, params, is_sorted, cluster // self.units)
             loads[i] = load
-        self.load_ranks(storage, loads, bounds, indices, null_slot, is_sorted, clusters // self.units // 32 * 32)
+        self.load_ranks(storage, loads, params, is_sorted, clusters // self.units // 32 * 32)
 
     @cute.jit
-    def load_ranks(self, storage, loads, bounds, indices, null_slot, is_sorted, first):
-        sequence, cost = self.cost_at(storage, bounds, indices, null_slot, is_sorted, first + cute.arch.lane_idx())
+    def load_ranks(self, storage, loads, params, is_sorted, first):
+        sequence, cost = self.cost_at(storage, params, is_sorted, first + cute.arch.lane_idx())
         loads[_slots(self.paired)], loads[_slots(self.paired) + 1] = sequence, cost
 
     @cute.jit
-    def deal(self, storage, loads, bounds, indices, null_slot, is_sorted, cluster, rank, unit):
+    def deal(self, storage, loads, params, is_sorted, cluster, rank, unit):
         """Deals from unit `unit` of the sequence at `rank` on, until this cluster gets one: (rank, unit, its sequence or -1,
         its unit). The clusters whose loads are the least take one each of the sequence's units at the same time."""
         slots = _slots(self.paired)
-        sequences = cute.size(bounds, mode=[0]) - 1
+        sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
         own_sequence, own_unit = Int32(-1), Int32(0)
         before_lane = (Int32(1) << cute.arch.lane_idx()) - 1
         before_own = (Int32(1) << cluster % 32) - 1
@@ -171,23 +171,21 @@ class Items:
             if unit == self.units:
                 rank, unit = rank + 1, Int32(0)
                 if rank % 32 == 0:
-                    self.load_ranks(storage, loads, bounds, indices, null_slot, is_sorted, rank)
+                    self.load_ranks(storage, loads, params, is_sorted, rank)
         return rank, unit, own_sequence, own_unit
 
     @cute.jit
-    def deal_and_gate(
-        self, storage, g, beta, a_log, dt_bias, bounds, indices, mask, null_slot, is_sorted, cluster, rank, item
-    ):  # fmt: skip
+    def deal_and_gate(self, storage, params, is_sorted, cluster, rank, item):
         """All of the gate warp's work. item: the first one, where nothing is sorted."""
         clusters = self.num_clusters()
         loads = cute.make_rmem_tensor(cute.make_layout(_slots(self.paired) + 2), Int32)
         if is_sorted:
             sequence = self.sequence_at(storage, is_sorted, cluster // self.units)
-            sorted_item = self.describe(sequence, cluster % self.units, rank, bounds, indices, mask, null_slot)
+            sorted_item = self.describe(params, sequence, cluster % self.units, rank)
             self.write_record(storage, Int32(0), sorted_item)
         else:
             self.write_record(storage, Int32(0), item)
-        self.start_loads(storage, loads, bounds, indices, null_slot, is_sorted)
+        self.start_loads(storage, loads, params, is_sorted)
         next_rank, next_unit = clusters // self.units, clusters % self.units
         number, base, going = Int32(0), Int32(0), Boolean(True)
         while going:
@@ -196,29 +194,27 @@ class Items:
             number = number + 1
             first = self.first_own(base, rank)
             lane = cute.arch.lane_idx()
-            asked = self.ask_item(g, beta, a_log, dt_bias, item.begin, first, item.live_length, item.head, lane)
+            asked = self.ask_item(params, item.begin, first, item.live_length, item.head, lane)
             if going:
-                next_rank, next_unit, sequence, unit = self.deal(
-                    storage, loads, bounds, indices, null_slot, is_sorted, cluster, next_rank, next_unit
-                )
-                self.write_record(storage, number, self.describe(sequence, unit, rank, bounds, indices, mask, null_slot))
-            self.gate_warp(storage, g, beta, a_log, dt_bias, item.begin, item.live_length, item.head, first, base, asked)
+                next_rank, next_unit, sequence, unit = self.deal(storage, loads, params, is_sorted, cluster, next_rank, next_unit)
+                self.write_record(storage, number, self.describe(params, sequence, unit, rank))
+            self.gate_warp(storage, params, item.begin, item.live_length, item.head, first, base, asked)
             base = base + self.num_chunks(item.live_length)
 
     @cute.jit
-    def describe(self, sequence, unit, rank, bounds, indices, mask, null_slot):
+    def describe(self, params, sequence, unit, rank):
         """An item; rank: of the block in the pair."""
         begin, length, live_length, head, piece = (Int32(0),) * 5
         read_slot, starts = Int64(sequence), Boolean(False)
         if sequence >= 0:
-            begin = Int32(bounds[sequence])
-            length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
+            begin = Int32(params.cu_seqlens[sequence])
+            length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
             live_length = length
             if cutlass.const_expr(self.pooled):
-                read_slot = Int64(indices[sequence])
-                if read_slot <= null_slot:
+                read_slot = Int64(params.state_indices[sequence])
+                if read_slot <= params.null_slot:
                     live_length = Int32(0)
-            starts = self.starts_from_initial(mask, sequence, live_length)
+            starts = self.starts_from_initial(params.has_initial_state, sequence, live_length)
             head, piece = unit, rank
             if cutlass.const_expr(not self.paired):
                 head, piece = unit // self.slices, unit % self.slices

@@ -8,7 +8,7 @@ BUFFERS = 2
 # Named barriers; 0 is the block's.
 INVERSE_BARRIER = 1
 SCORE_BARRIER = 2
-STATE_BARRIER = 3  # and the next, one per state warpgroup
+STATE_BARRIER = 3
 TILE_BYTES = CHUNK * layouts.ROW_BYTES  # a 64 x 64 tile of 16-bit elements
 VECTORS = 3  # rows of 64 float32 per buffer:
 STATE_KEY = 0  # exp(c) f: factor of K S
@@ -31,7 +31,7 @@ LOG2E = 1.4426950408889634
 LOWEST_LOG_DECAY = -128.0
 
 
-def key_stages(stages: int) -> int:
-    """Chunks of K in shared memory where there are `stages` of Q and V: K is needed first, for M. Makers of every second chunk
-    wait for every second fill of a ring of odd size: of 5 the fill between is over by then (notes); of 3 nothing ensures that."""
-    return stages + 1 if stages > 2 else stages
+# Chunks of Q and V in shared memory, all that fit, and of K, which is needed first, for M. Blocks that make every second chunk
+# wait for every second fill of a ring of odd size: of 5 the fill between is over by then (notes); of 3 nothing ensures that.
+STAGES = 4
+KEY_STAGES = STAGES + 1

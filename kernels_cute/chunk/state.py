@@ -18,7 +18,6 @@ from kernels_cute.chunk.shape import (
     STATE_BARRIER,
     STATE_KEY,
     STATE_QUERY,
-    TILE_BYTES,
     VECTOR_BYTES,
     VECTORS,
     WARPGROUP,
@@ -30,10 +29,7 @@ class StateRole:
     """Methods of the state warpgroup; `self` is the FusedChunk."""
 
     @cute.jit
-    def state_warpgroup(
-        self, storage, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, head, piece, half, warp,
-        segment, only,
-    ):  # fmt: skip
+    def state_warpgroup(self, storage, params, head, piece, warp, segment, only):
         lane = cute.arch.lane_idx()
         dim = self.dim
         by_key = self.product(CHUNK, True)
@@ -57,29 +53,27 @@ class StateRole:
 
         row = lane // 4  # this lane's first row of its warp's 16; its second is 8 further
         pair = lane % 4  # its columns: 8 n + 2 pair + {0, 1}
-        column0 = half * 64 + warp * 16  # the warp's first V column of the block's
+        column0 = warp * 16  # the warp's first V column of the block's
         full, keys_full = storage.full.data_ptr(), storage.keys_full.data_ptr()
         ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
         vectors = storage.vectors.data_ptr().toint() + pair * 8
         # Lane l names row l % 8 of matrix l // 8; matrices alternate between the warp's two halves of 8 columns.
         matrix_row = lane % 8 + lane // 16 * 8
-        value_lane = storage.v.data_ptr().toint() + half * TILE_BYTES
-        value_lane = layouts.address(value_lane, matrix_row, warp * 2 + lane // 8 % 2)
+        value_lane = layouts.address(storage.v.data_ptr().toint(), matrix_row, warp * 2 + lane // 8 % 2)
         if cutlass.const_expr(segment is None):
             fetched = cute.make_rmem_tensor(state.layout, Float32)
             first_item = only
             if cutlass.const_expr(only is None):
                 first_item = self.read_record(storage, Int32(0))
-            self.fetch_item(initial, fetched, first_item, column0 + row, pair)
-            self.settle_state(initial, fetched, state, pair)
+            self.fetch_item(params.initial_state, fetched, first_item, column0 + row, pair)
+            self.settle_state(params.initial_state, fetched, state, pair)
         else:
-            self.start_of_segment(
-                storage, initial, mask, state, head, segment, piece * self.columns + column0 + row, pair, piece, warp, lane
-            )
-        sequences = cute.size(bounds, mode=[0]) - 1
+            self.start_of_segment(storage, params, state, head, segment, piece, warp, lane)
+        sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
         end = Int32(0)  # of all sequences
         if cutlass.const_expr(only is None):
-            end = Int32(bounds[sequences])  # once for all items; with one it is read when needed, or registers do not suffice
+            # Once for all items; with one it is read when needed, or registers do not suffice.
+            end = Int32(params.cu_seqlens[sequences])
 
         # Products but M's are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor
         # cores work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half
@@ -91,7 +85,7 @@ class StateRole:
             if cutlass.const_expr(only is None):
                 item = self.read_record(storage, number)
             num_chunks = self.num_chunks(item.live_length)
-            first_column = item.piece * self.columns + half * 64  # of the warpgroup
+            first_column = item.piece * self.columns  # of the warpgroup
             row0 = item.piece * self.columns + column0 + row  # of this lane
             first_stage, first_parity = self.key_stage_of(base)
             if num_chunks > 0:
@@ -145,7 +139,7 @@ class StateRole:
                         # The block whose turn it was has done this for its own tile alone.
                         self.zero_keys(storage.k.data_ptr().toint() + key_stage * self.key_bytes, valid, warp * 32 + lane)
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
+                        cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
                 factors = self.load_factors(vector, KEY_TO_LAST)
                 for i in cutlass.range_constexpr(dim // 2):
                     state[i] = state[i] * last
@@ -200,37 +194,30 @@ class StateRole:
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(self.has_checkpoints):
                     if (step + 1) * CHUNK <= item.live_length:
-                        done = self.tokens_before(item, segment, bounds) + (step + 1) * CHUNK
-                        self.store_checkpoints(
-                            final, offsets, targets, state, item.sequence, item.head, done, null_slot, row0, pair
-                        )
+                        done = self.tokens_before(item, segment, params.cu_seqlens) + (step + 1) * CHUNK
+                        self.store_checkpoints(params, state, item.sequence, item.head, done, row0, pair)
 
             if cutlass.const_expr(only is None):
                 # The next item's state is on its way while this one's goes.
                 next_item = self.read_record(storage, number + 1)
                 going = next_item.sequence >= 0
-                self.fetch_item(initial, fetched, next_item, column0 + row, pair)
-                self.store_state(
-                    final, final_indices, state, item.sequence, item.head, item.read_slot, item.live_length, null_slot, row0, pair
-                )
-                self.zero_rows(out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
-                self.zero_rows_beyond(out, end, sequences, item.sequence, item.head, first_column, warp, lane)
+                self.fetch_item(params.initial_state, fetched, next_item, column0 + row, pair)
+                self.store_state(params, state, item, row0, pair)
+                self.zero_rows(params.out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
+                self.zero_rows_beyond(params.out, end, sequences, item.sequence, item.head, first_column, warp, lane)
                 self.note_record(storage, number)
-                self.settle_state(initial, fetched, state, pair)
+                self.settle_state(params.initial_state, fetched, state, pair)
             else:
                 going = Boolean(False)
                 is_first, is_last = Boolean(True), Boolean(True)
                 if cutlass.const_expr(segment is not None):
                     is_first, is_last = segment.index == 0, segment.index == segment.count - 1
                 if is_last:
-                    self.store_state(
-                        final, final_indices, state, item.sequence, item.head, item.read_slot, item.live_length, null_slot, row0,
-                        pair,
-                    )  # fmt: skip
-                self.zero_rows(out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
+                    self.store_state(params, state, item, row0, pair)
+                self.zero_rows(params.out, item.begin, item.length, item.live_length, item.head, first_column, warp, lane)
                 if is_first:
-                    end = Int32(bounds[sequences])
-                    self.zero_rows_beyond(out, end, sequences, item.sequence, item.head, first_column, warp, lane)
+                    end = Int32(params.cu_seqlens[sequences])
+                    self.zero_rows_beyond(params.out, end, sequences, item.sequence, item.head, first_column, warp, lane)
             number, base = number + 1, base + num_chunks
 
     def load_factors(self, vector: Any, kind: int) -> list[Any]:
@@ -268,42 +255,43 @@ class StateRole:
         return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
 
     @cute.jit
-    def starts_from_initial(self, mask, sequence, live_length):
+    def starts_from_initial(self, has_initial_state, sequence, live_length):
         """Whether a sequence starts from its initial state, not from zero."""
         starts = Boolean(self.has_initial)
         if cutlass.const_expr(self.has_initial):
             if cutlass.const_expr(self.pooled):
                 starts = live_length > 0
             if cutlass.const_expr(self.has_mask):
-                starts = starts & Boolean(mask[sequence])
+                starts = starts & Boolean(has_initial_state[sequence])
         return starts
 
     @cute.jit
-    def load_state(self, initial, mask, state, sequence, head, read_slot, live_length, row0, pair):
-        starts = self.starts_from_initial(mask, sequence, live_length)
-        self.fetch_state(initial, state, starts, read_slot, head, row0, pair)
-        self.settle_state(initial, state, state, pair)
+    def load_state(self, params, state, owner, head, row0, pair):
+        """owner: the work tile or segment whose sequence the state belongs to."""
+        starts = self.starts_from_initial(params.has_initial_state, owner.sequence, owner.live_length)
+        self.fetch_state(params.initial_state, state, starts, owner.read_slot, head, row0, pair)
+        self.settle_state(params.initial_state, state, state, pair)
 
     @cute.jit
-    def fetch_item(self, initial, fetched, item, block_row, pair):
+    def fetch_item(self, initial_state, fetched, item, block_row, pair):
         """fetch_state of an item; block_row: the lane's first V row among the block's."""
         row0 = item.piece * self.columns + block_row
-        self.fetch_state(initial, fetched, item.starts, item.read_slot, item.head, row0, pair)
+        self.fetch_state(initial_state, fetched, item.starts, item.read_slot, item.head, row0, pair)
 
     @cute.jit
-    def fetch_state(self, initial, fetched, starts, read_slot, head, row0, pair):
+    def fetch_state(self, initial_state, fetched, starts, read_slot, head, row0, pair):
         """Asks for a lane's entries of a state, in the order of memory; settle_state makes the state of it."""
         fetched.fill(0.0)
         if cutlass.const_expr(self.has_initial):
             if starts:
-                if cutlass.const_expr(self.is_wide(initial)):
-                    source = self.wide_address(initial, read_slot, head, row0, pair)
+                if cutlass.const_expr(self.is_wide(initial_state)):
+                    source = self.wide_address(initial_state, read_slot, head, row0, pair)
                     for place in cutlass.range_constexpr(self.dim // 8):
                         values = ptx.load_global_four(source + self.wide_offset(place))
                         for i in cutlass.range_constexpr(4):
                             fetched[4 * place + i] = values[i]
                 else:
-                    source = self.state_pointer(initial, read_slot, head, row0, pair)
+                    source = self.state_pointer(initial_state, read_slot, head, row0, pair)
                     for n in cutlass.range_constexpr(self.dim // 8):
                         for side in cutlass.range_constexpr(2):
                             entries = self.state_pair(source, n, side)
@@ -311,9 +299,9 @@ class StateRole:
                             fetched[4 * n + 2 * side + 1] = entries[1].to(Float32)
 
     @cute.jit
-    def settle_state(self, initial, fetched, state, pair):
+    def settle_state(self, initial_state, fetched, state, pair):
         """The accumulators of what fetch_state asked for. May be the same registers."""
-        if cutlass.const_expr(self.has_initial and self.is_wide(initial)):
+        if cutlass.const_expr(self.has_initial and self.is_wide(initial_state)):
             is_odd = pair % 2 == 1
             for n in cutlass.range_constexpr(0, self.dim // 8, 2):
                 own = [fetched[4 * n + i] for i in range(8)]
@@ -328,37 +316,37 @@ class StateRole:
                 state[i] = fetched[i]
 
     @cute.jit
-    def store_state(self, final, final_indices, state, sequence, head, read_slot, live_length, null_slot, row0, pair):
+    def store_state(self, params, state, item, row0, pair):
         if cutlass.const_expr(self.has_final):
             written = cutlass.Boolean(True)
-            write_slot = read_slot
+            write_slot = item.read_slot
             if cutlass.const_expr(self.pooled):
-                written = live_length > 0
+                written = item.live_length > 0
             if cutlass.const_expr(self.has_final_indices):
                 if written:
-                    write_slot = Int64(final_indices[sequence])
-                    written = write_slot > null_slot
+                    write_slot = Int64(params.final_state_indices[item.sequence])
+                    written = write_slot > params.null_slot
             if written:
-                self.write_state(final, write_slot, state, head, row0, pair)
+                self.write_state(params.final_state, write_slot, state, item.head, row0, pair)
 
     @cute.jit
-    def store_checkpoints(self, final, offsets, targets, state, sequence, head, done, null_slot, row0, pair):
-        """The state after `done` tokens of the sequence, to every slot that asks for it; offsets, targets: [N, C]."""
-        for column in cutlass.range(cute.size(offsets, mode=[1]), unroll=1):
-            if Int32(offsets[sequence, column]) == done:
-                slot = Int64(targets[sequence, column])
-                if slot > null_slot:
-                    self.write_state(final, slot, state, head, row0, pair)
+    def store_checkpoints(self, params, state, sequence, head, done, row0, pair):
+        """The state after `done` tokens of the sequence, to every slot that asks for it."""
+        for column in cutlass.range(cute.size(params.checkpoint_offsets, mode=[1]), unroll=1):
+            if Int32(params.checkpoint_offsets[sequence, column]) == done:
+                slot = Int64(params.checkpoint_slots[sequence, column])
+                if slot > params.null_slot:
+                    self.write_state(params.final_state, slot, state, head, row0, pair)
 
-    def tokens_before(self, item: Any, segment: Any, bounds: Any) -> Any:
+    def tokens_before(self, item: Any, segment: Any, cu_seqlens: Any) -> Any:
         """Tokens of the sequence in front of an item. A segment knows them: the address of its sequence's offset, kept from where
         the segment was looked up, would be two registers too many."""
-        return item.begin - Int32(bounds[item.sequence]) if segment is None else segment.before
+        return item.begin - Int32(cu_seqlens[item.sequence]) if segment is None else segment.before
 
     @cute.jit
-    def write_state(self, final, slot, state, head, row0, pair):
-        if cutlass.const_expr(self.is_wide(final)):
-            target = self.wide_address(final, slot, head, row0, pair)
+    def write_state(self, final_state, slot, state, head, row0, pair):
+        if cutlass.const_expr(self.is_wide(final_state)):
+            target = self.wide_address(final_state, slot, head, row0, pair)
             is_odd = pair % 2 == 1
             for n in cutlass.range_constexpr(0, self.dim // 8, 2):
                 for side in cutlass.range_constexpr(2):
@@ -370,12 +358,12 @@ class StateRole:
                         values[2 + i] = self.where(is_odd, second, other)
                     ptx.store_global_four(target + self.wide_offset(n + side), values)
         else:
-            target = self.state_pointer(final, slot, head, row0, pair)
+            target = self.state_pointer(final_state, slot, head, row0, pair)
             for n in cutlass.range_constexpr(self.dim // 8):
                 for side in cutlass.range_constexpr(2):
                     entries = self.state_pair(target, n, side)
-                    entries[0] = state[4 * n + 2 * side].to(final.element_type)
-                    entries[1] = state[4 * n + 2 * side + 1].to(final.element_type)
+                    entries[0] = state[4 * n + 2 * side].to(final_state.element_type)
+                    entries[1] = state[4 * n + 2 * side + 1].to(final_state.element_type)
 
     # Where K is contiguous and entries are float32, two neighbouring lanes swap halves, so that each has 16 bytes in a row:
     # of 16 K columns the even lanes have the first 8, the odd ones the last 8. It takes a quarter of the accesses.

@@ -2,7 +2,7 @@
 
 A kernel reads an index as the caller gave it and compares it in that width, wherever it works with int64 anyway (slots times
 strides). Where an int32 is wanted (registers, divisions, positions, which int32 holds), `narrowed` decides first, in 64 bits,
-whether there is one. Offsets (cu_seqlens, query_start_loc) are the exception: the caller promises that they lie within the
+whether there is one. Offsets (cu_seqlens, query_start_loc) are the exception: the caller promises that they are within the
 tokens, whose count is an int32, and they are narrowed as they are read.
 """
 

@@ -33,10 +33,10 @@ def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) ->
 
 
 def without_batch(*tensors: Any) -> list[Any]:
-    """[1, tokens, ...] as [tokens, ...]. An absent one, for which cu_seqlens stands in, stays as it is."""
+    """[1, tokens, ...] as [tokens, ...]. An absent one stays as it is: None, or cu_seqlens, which stands in for it."""
     found = []
     for x in tensors:
-        modes = list(range(1, cute.rank(x)))
+        modes = [] if x is None else list(range(1, cute.rank(x)))
         found.append(cute.make_tensor(x.iterator, cute.select(x.layout, mode=modes)) if modes else x)
     return found
 

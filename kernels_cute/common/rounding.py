@@ -18,18 +18,18 @@ def mix(x: Any) -> Any:
 
 @cute.jit
 def mixed_seed(gSeed: cute.Tensor):
-    """What all keys of a launch begin with."""
+    """The seed of a launch, mixed: the first part of all keys."""
     seed = Int64(gSeed[0])
     return mix(mix(Int32(seed & 0xFFFFFFFF)) ^ Int32(seed >> 32))
 
 
 def key_of(seed: Any, slot: Any, head: Any) -> Any:
-    """Of a head's state in a slot; seed: mixed."""
+    """The key of a head's state in a slot; seed: mixed."""
     return mix(mix(seed ^ Int32(slot)) ^ head)
 
 
 def rounded(value: Any, key: Any, element: Any) -> Any:
-    """value as a float32 that is a bfloat16; an infinity or NaN as it is."""
+    """The value, rounded with noise, as a float32 that is a bfloat16; an infinity or NaN as it is."""
     noise = mix(key ^ element)
     return cute.arch.inline_ptx(
         "{.reg .pred p;\n.reg .b32 b, t;\nmov.b32 b, {$r0};\nand.b32 t, b, 0x7f800000;\nsetp.ne.u32 p, t, 0x7f800000;\n"

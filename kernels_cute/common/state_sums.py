@@ -14,111 +14,149 @@ with the others, and reads the places of all. Why one barrier a token is enough,
 - All warps that share columns run the same tokens: the loop's bounds are those of the block's sequence.
 
 A call of one token a sequence needs one buffer. The walks of a draft tree have one too, and a second barrier before the writes
-(`first`): from node to node and from ancestor to node no parity alternates.
+(`waits_first`): from node to node and from ancestor to node no parity alternates.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels_cute.common import decode_ptx as ptx
+from kernels_cute.common import ptx
+from kernels_cute.common.state_tile import StateTile
 
 _SHARED_BYTES_PER_SM = 228 << 10
 _RESERVED_BYTES = 1 << 10  # of each block
 _SCALARS = 4  # at most three sums that belong to no column, and one word of padding
 
 
-class StateSums:
-    """Part of the recurrent kernels' classes, which are StateTiles too."""
+class Exchange(NamedTuple):
+    """The shared memory through which warps exchange the sums of a token."""
 
-    @property
-    def part_floats(self) -> int:
-        """Sums of a warp: of every group of columns, and of the token."""
-        return self.groups_per_warp * 2 * self.rows + _SCALARS
-
-    def parts_floats(self, buffers: int) -> int:
-        return buffers * self.threads // 32 * self.part_floats if self.k_warps > 1 else 0
-
-    @cute.jit
-    def add_up(self, rSums: cute.Tensor, count: cutlass.Constexpr, parts: Int32, buffer: Int32, first: cutlass.Constexpr):
-        """rSums[:count], S k and S q of a thread's columns and then sums over the token, over all lanes of the columns.
-
-        first: whether a barrier is needed before the buffer is written, since other warps may still read it."""
-        for step in cutlass.range_constexpr(self.warp_lanes.bit_length() - 1):
-            for i in cutlass.range_constexpr(count):
-                rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=self.lane_step << step)
-        if cutlass.const_expr(self.k_warps > 1):
-            self.exchange(rSums, count, parts, buffer, first)
-
-    @cute.jit
-    def exchange(self, rSums: cute.Tensor, count: cutlass.Constexpr, parts: Int32, buffer: Int32, first: cutlass.Constexpr):
-        """Afterwards rSums holds S k of every column at 2 * r, S q of the lane's own column at 1, and the token's sums."""
-        thread, _, _ = cute.arch.thread_idx()
-        rows = cutlass.const_expr(self.rows)
-        width = cutlass.const_expr(min(rows, 4))
-        size = cutlass.const_expr(4 * self.part_floats)
-        step = cutlass.const_expr(4 * width * self.groups_per_warp)  # bytes of `width` columns of every group
-        warp = thread // 32
-        column_warp = warp // self.k_warps
-        source = parts + (buffer * (self.threads // 32) + column_warp * self.k_warps) * size
-        target = source + warp % self.k_warps * size
-        at_group = thread % self.groups_per_warp * (4 * width)
-        at_token = cutlass.const_expr(8 * rows * self.groups_per_warp)
-        if cutlass.const_expr(first):
-            self.wait_for_columns(column_warp)
-        is_first = Int32(1) - thread % 32 // self.groups_per_warp  # of the lanes of a group in this warp
-        for kind in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(rows // width):
-                values = [rSums[2 * (c * width + e) + kind] for e in range(width)]
-                ptx.store_some(target + at_group + (kind * (rows // width) + c) * step, values, is_first)
-        scalars = [rSums[2 * rows + e] if 2 * rows + e < count else Float32(0.0) for e in range(_SCALARS)]
-        ptx.store_some(target + at_token, scalars, Int32(1) - thread % 32)
-        self.wait_for_columns(column_warp)
-        lane, _ = self.lane_and_group(thread)
-        own = cutlass.min(lane, rows - 1)
-        at_own = 4 * rows * self.groups_per_warp + own // width * step + at_group + own % width * 4
-        rSums.fill(0.0)
-        for k_warp in cutlass.range_constexpr(self.k_warps):
-            part = source + k_warp * size
-            for c in cutlass.range_constexpr(rows // width):
-                values = ptx.load_some(part + at_group + c * step, width)
-                for e in cutlass.range_constexpr(width):
-                    rSums[2 * (c * width + e)] += values[e]
-            rSums[1] += ptx.load_one(part + at_own)
-        # One word a lane: whole, the token's sums of all warps would be in flight with those of the columns, and spill.
-        word = thread % 32
-        value = ptx.load_one(source + word // _SCALARS % self.k_warps * size + at_token + word % _SCALARS * 4)
-        for bit in cutlass.range_constexpr(self.k_warps.bit_length() - 1):
-            value += cute.arch.shuffle_sync_bfly(value, offset=_SCALARS << bit)
-        for e in cutlass.range_constexpr(count - 2 * rows):
-            rSums[2 * rows + e] = cute.arch.shuffle_sync(value, e)
-
-    def own_column(self, lane: Any, rX: Any) -> Any:
-        """Of a value per column the one that the lane stores; anything for a lane that stores none."""
-        value = rX[0]
-        for r in range(1, self.rows):
-            value = cutlass.select_(lane == r, rX[r], value)
-        return value
-
-    @cute.jit
-    def wait_for_columns(self, column_warp: Int32):
-        """For the warps that share columns with this one."""
-        if cutlass.const_expr(self.k_warps * 32 == self.threads):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.barrier(barrier_id=column_warp + 1, number_of_threads=32 * self.k_warps)
+    parts: Any  # Int32: address of the first buffer
+    buffer: Any  # Int32: 0 or 1
+    waits_first: bool = False  # whether a barrier is needed before the buffer is written, since other warps may still read it
 
 
-def carveout(shared_bytes: int, blocks: int) -> int:
-    """Percent of an SM's memory that `blocks` blocks of so many bytes need."""
-    return min(100, -(-100 * blocks * (shared_bytes + _RESERVED_BYTES) // _SHARED_BYTES_PER_SM))
+def part_floats(tile: StateTile) -> int:
+    """Number of sums of a warp: those of every group of columns, and those of the token."""
+    return tile.groups_per_warp * 2 * tile.v_per_thread + _SCALARS
 
 
-def storage_type(floats: int) -> Any:
+def parts_floats(tile: StateTile, num_buffers: int) -> int:
+    """Number of floats of all buffers; 0 where no warps share columns."""
+    return num_buffers * tile.threads // 32 * part_floats(tile) if tile.k_warps > 1 else 0
+
+
+@cute.jit
+def add_up(tile: StateTile, rSums: cute.Tensor, count: cutlass.Constexpr, exchange: Exchange):
+    """rSums[:count], S k and S q of a thread's columns and then sums over the token, over all lanes of the columns."""
+    for step in cutlass.range_constexpr(tile.warp_lanes.bit_length() - 1):
+        for i in cutlass.range_constexpr(count):
+            rSums[i] += cute.arch.shuffle_sync_bfly(rSums[i], offset=tile.lane_step << step)
+    if cutlass.const_expr(tile.k_warps > 1):
+        exchange_sums(tile, rSums, count, exchange)
+
+
+@cute.jit
+def exchange_sums(tile: StateTile, rSums: cute.Tensor, count: cutlass.Constexpr, exchange: Exchange):
+    """Afterwards rSums holds S k of every column at 2 * r, S q of the lane's own column at 1, and the token's sums."""
+    thread, _, _ = cute.arch.thread_idx()
+    columns = cutlass.const_expr(tile.v_per_thread)
+    width = cutlass.const_expr(min(columns, 4))
+    size = cutlass.const_expr(4 * part_floats(tile))
+    step = cutlass.const_expr(4 * width * tile.groups_per_warp)  # bytes of `width` columns of every group
+    warp = thread // 32
+    column_warp = warp // tile.k_warps
+    source = exchange.parts + (exchange.buffer * (tile.threads // 32) + column_warp * tile.k_warps) * size
+    target = source + warp % tile.k_warps * size
+    at_group = thread % tile.groups_per_warp * (4 * width)
+    at_token = cutlass.const_expr(8 * columns * tile.groups_per_warp)
+    if cutlass.const_expr(exchange.waits_first):
+        wait_for_columns(tile, column_warp)
+    is_first = Int32(1) - thread % 32 // tile.groups_per_warp  # among the lanes of a group in this warp
+    for kind in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(columns // width):
+            values = [rSums[2 * (c * width + e) + kind] for e in range(width)]
+            store_some(target + at_group + (kind * (columns // width) + c) * step, values, is_first)
+    scalars = [rSums[2 * columns + e] if 2 * columns + e < count else Float32(0.0) for e in range(_SCALARS)]
+    store_some(target + at_token, scalars, Int32(1) - thread % 32)
+    wait_for_columns(tile, column_warp)
+    lane, _ = tile.lane_and_group(thread)
+    own = cutlass.min(lane, columns - 1)
+    at_own = 4 * columns * tile.groups_per_warp + own // width * step + at_group + own % width * 4
+    rSums.fill(0.0)
+    for k_warp in cutlass.range_constexpr(tile.k_warps):
+        part = source + k_warp * size
+        for c in cutlass.range_constexpr(columns // width):
+            values = load_some(part + at_group + c * step, width)
+            for e in cutlass.range_constexpr(width):
+                rSums[2 * (c * width + e)] += values[e]
+        rSums[1] += ptx.load_one(part + at_own)
+    # One word a lane: whole, the token's sums of all warps would be in flight with those of the columns, and spill.
+    word = thread % 32
+    value = ptx.load_one(source + word // _SCALARS % tile.k_warps * size + at_token + word % _SCALARS * 4)
+    for bit in cutlass.range_constexpr(tile.k_warps.bit_length() - 1):
+        value += cute.arch.shuffle_sync_bfly(value, offset=_SCALARS << bit)
+    for e in cutlass.range_constexpr(count - 2 * columns):
+        rSums[2 * columns + e] = cute.arch.shuffle_sync(value, e)
+
+
+def own_column(tile: StateTile, lane: Any, rX: Any) -> Any:
+    """The value, of one per column, that the lane stores; anything for a lane that stores none."""
+    value = rX[0]
+    for r in range(1, tile.v_per_thread):
+        value = cutlass.select_(lane == r, rX[r], value)
+    return value
+
+
+@cute.jit
+def wait_for_columns(tile: StateTile, column_warp: Int32):
+    """Waits for the warps that share columns with this one."""
+    if cutlass.const_expr(tile.k_warps * 32 == tile.threads):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.barrier(barrier_id=column_warp + 1, number_of_threads=32 * tile.k_warps)
+
+
+def store_four(address: Any, values: Any, positive: Any) -> None:
+    """Stores four values where `positive` is. Without a branch: what the values are made of stays in one block of code with its
+    loads."""
+    cute.arch.inline_ptx(
+        "{.reg .pred p;\nsetp.gt.s32 p, {$r5}, 0;\n@p st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};}",
+        read_only_args=[address, *values, positive],
+    )
+
+
+def store_some(address: Any, values: Any, positive: Any) -> None:
+    """Stores one, two or four values, as store_four."""
+    if len(values) == 4:
+        store_four(address, values, positive)
+        return
+    kind, places = {1: ("", "{$r1}"), 2: (".v2", "{{$r1}, {$r2}}")}[len(values)]
+    condition = f"{{$r{1 + len(values)}}}"
+    cute.arch.inline_ptx(
+        f"{{.reg .pred p;\nsetp.gt.s32 p, {condition}, 0;\n@p st.shared{kind}.f32 [{{$r0}}], {places};}}",
+        read_only_args=[address, *values, positive],
+    )
+
+
+def load_some(address: Any, width: int) -> Any:
+    """Loads one, two or four neighbouring values."""
+    if width == 1:
+        return (ptx.load_one(address),)
+    return ptx.load_four(address) if width == 4 else ptx.load_pair(address)
+
+
+def carveout(shared_bytes: int, num_blocks: int) -> int:
+    """Percent of an SM's memory that `num_blocks` blocks of `shared_bytes` need."""
+    return min(100, -(-100 * num_blocks * (shared_bytes + _RESERVED_BYTES) // _SHARED_BYTES_PER_SM))
+
+
+def storage_type(num_floats: int) -> Any:
     @cute.struct
     class Storage:
-        parts: cute.struct.Align[cute.struct.MemRange[Float32, floats], 16]
+        parts: cute.struct.Align[cute.struct.MemRange[Float32, num_floats], 16]
 
     return Storage

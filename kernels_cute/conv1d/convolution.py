@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.problems import ConvolutionProblem
-from kernels_cute.common.decode_ptx import pack, unpack
 from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake, load, pointer, sigmoid, store, words
+from kernels_cute.common.ptx import pack, unpack
 
 CHANNELS = 8  # of a thread
 WORDS = CHANNELS // 2  # of a row in 32-bit words of two values
@@ -44,11 +44,11 @@ def fake_slots(problem: ConvolutionProblem) -> Any:
 
 
 def fake_filter(problem: ConvolutionProblem) -> tuple[Any, Any]:
-    """weight and bias; an absent bias is the weight again."""
+    """weight and bias."""
     weight = cute.runtime.make_fake_tensor(
         CUTE_DTYPES[problem.weight_dtype], (problem.dim, problem.width), stride=(problem.width, 1)
     )
-    return weight, weight if problem.bias_dtype is None else fake(problem.bias_dtype, problem.dim, last=1)
+    return weight, None if problem.bias_dtype is None else fake(problem.bias_dtype, problem.dim, last=1)
 
 
 class Convolution:
@@ -58,21 +58,18 @@ class Convolution:
         self.threads, self.batch = threads, batch
         self.dim, self.width, self.history = problem.dim, problem.width, problem.width - 1
         self.dtype = CUTE_DTYPES[problem.dtype]
-        self.has_bias, self.silu = problem.bias_dtype is not None, problem.silu
-        self.has_states = problem.state_dtype is not None
+        self.silu = problem.silu
         self.together = problem.state_channels_contiguous
         self.slices = slices(problem.dim, threads)
         self.mask_channels = problem.dim % (threads * CHANNELS) != 0
 
     @cute.jit
-    def load_filter(
-        self, channel: cutlass.Int32, gWeight: cute.Tensor, gBias: cute.Tensor, rWeight: cute.Tensor, rBias: cute.Tensor
-    ):
+    def load_filter(self, channel: cutlass.Int32, gWeight: cute.Tensor, gBias: Any, rWeight: cute.Tensor, rBias: cute.Tensor):
         """rWeight[channel * width + tap], rBias[channel], as float32."""
         source = pointer(gWeight, cutlass.Int64(channel) * self.width, 16)
         load(source, CHANNELS * self.width, rWeight, 0, False)
         rBias.fill(0.0)
-        if cutlass.const_expr(self.has_bias):
+        if cutlass.const_expr(gBias is not None):
             load(pointer(gBias, cutlass.Int64(channel), 16), CHANNELS, rBias, 0, False)
 
     @cute.jit

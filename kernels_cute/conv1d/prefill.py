@@ -22,10 +22,9 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 
 from gdn.device import DeviceSpec
-from gdn.problems import Conv1dProblem
+from gdn.problems import Conv1dParams, Conv1dProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d import convolution as _convolution
 from kernels_cute.conv1d.convolution import CHANNELS, Convolution
@@ -94,63 +93,32 @@ def compile(problem: Conv1dProblem, config: Config) -> dict[str, bytes]:
     return {"conv1d": build.library("conv1d", _Conv1d(problem, config), *_arguments(problem))}
 
 
-def launch(
-    compiled: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    conv_states: Any,
-    cu_seqlens: Any,
-    cache_indices: Any,
-    has_initial_state: Any,
-    checkpoint_offsets: Any,
-    checkpoint_slots: Any,
-    out: Any,
-    null_slot: int,
-) -> None:
-    problem: Conv1dProblem = compiled.problem
-    if x.shape[0] == 0 or cu_seqlens.shape[0] == 1:  # an empty tensor has no address to pass
-        out.zero_()
-        return
-    absent = cu_seqlens  # stands in for every tensor that the problem's flags leave out
-    compiled.functions["conv1d"](
-        x,
-        weight,
-        weight if bias is None else bias,
-        absent if problem.state_dtype is None else conv_states,
-        cu_seqlens,
-        absent if problem.index_dtype is None else cache_indices,
-        has_initial_state if problem.has_mask else absent,
-        absent if problem.checkpoint_dtype is None else checkpoint_offsets,
-        absent if problem.checkpoint_dtype is None else checkpoint_slots,
-        out,
-        null_slot,
-    )
+def launch(compiled: Any, params: Conv1dParams) -> None:
+    compiled.functions["conv1d"](*params)
 
 
-def _arguments(problem: Conv1dProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _arguments(problem: Conv1dProblem) -> Conv1dParams:
+    """Fake tensors and scalars to compile for."""
     num_tokens, num_offsets = cute.sym_int(), cute.sym_int()
-
-    def offsets() -> Any:
-        return fake(str(problem.cu_seqlens_dtype), num_offsets, last=1)
+    weight, bias = _convolution.fake_filter(problem)
 
     def checkpoints() -> Any:
         dtype = problem.checkpoint_dtype
-        return offsets() if dtype is None else fake(dtype, cute.sym_int(), cute.sym_int())
+        return None if dtype is None else fake(dtype, cute.sym_int(), cute.sym_int())
 
-    return [
-        fake(problem.dtype, num_tokens, problem.dim, last=1),
-        *_convolution.fake_filter(problem),
-        offsets() if problem.state_dtype is None else _convolution.fake_slots(problem),
-        offsets(),
-        offsets() if problem.index_dtype is None else fake(problem.index_dtype, cute.sym_int()),
-        fake("uint8", cute.sym_int(), last=1) if problem.has_mask else offsets(),
-        checkpoints(),
-        checkpoints(),
-        fake(problem.dtype, num_tokens, problem.dim, last=1),
-        cutlass.Int64(-1),
-    ]
+    return Conv1dParams(
+        x=fake(problem.dtype, num_tokens, problem.dim, last=1),
+        weight=weight,
+        bias=bias,
+        conv_states=None if problem.state_dtype is None else _convolution.fake_slots(problem),
+        cu_seqlens=fake(str(problem.cu_seqlens_dtype), num_offsets, last=1),
+        cache_indices=None if problem.index_dtype is None else fake(problem.index_dtype, cute.sym_int()),
+        has_initial_state=fake("uint8", cute.sym_int(), last=1) if problem.has_mask else None,
+        checkpoint_offsets=checkpoints(),
+        checkpoint_slots=checkpoints(),
+        out=fake(problem.dtype, num_tokens, problem.dim, last=1),
+        null_slot=cutlass.Int64(-1),
+    )
 
 
 class _Conv1d(Convolution):
@@ -160,42 +128,15 @@ class _Conv1d(Convolution):
         super().__init__(problem, config.threads, config.batch)
         self.rows = config.rows
         self.min_blocks = config.resident // config.threads
-        self.has_indices, self.has_mask = problem.index_dtype is not None, problem.has_mask
-        self.has_checkpoints = problem.checkpoint_dtype is not None
         # float16 values by themselves take a register each, and instructions to part words and to join them again.
         self.line_dtype = cutlass.Int32 if self.dtype is cutlass.Float16 else self.dtype
         self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # of rLine
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        bias: cute.Tensor,
-        conv_states: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        cache_indices: cute.Tensor,
-        has_initial_state: cute.Tensor,
-        checkpoint_offsets: cute.Tensor,
-        checkpoint_slots: cute.Tensor,
-        out: cute.Tensor,
-        null_slot: cutlass.Int64,
-        stream: CUstream,
-    ):
-        tiles = x.shape[0] // self.rows + cu_seqlens.shape[0] - 1
-        self.kernel(
-            x,
-            weight,
-            bias,
-            conv_states,
-            cu_seqlens,
-            cache_indices,
-            has_initial_state,
-            checkpoint_offsets,
-            checkpoint_slots,
-            out,
-            null_slot,
-        ).launch(
+    def __call__(self, *values: Any):
+        params, stream = Conv1dParams(*values[:-1]), values[-1]
+        tiles = params.x.shape[0] // self.rows + params.cu_seqlens.shape[0] - 1
+        self.kernel(params).launch(
             grid=[tiles * self.slices, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -204,43 +145,29 @@ class _Conv1d(Convolution):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        gX: cute.Tensor,
-        gWeight: cute.Tensor,
-        gBias: cute.Tensor,
-        gStates: cute.Tensor,
-        gOffsets: cute.Tensor,
-        gIndices: cute.Tensor,
-        gMask: cute.Tensor,
-        gCheckOffsets: cute.Tensor,
-        gCheckSlots: cute.Tensor,
-        gOut: cute.Tensor,
-        null_slot: cutlass.Int64,
-    ):
+    def kernel(self, params: Conv1dParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         tile = block // self.slices
         channel = (block % self.slices * self.threads + thread) * CHANNELS
-        num_sequences = gOffsets.shape[0] - 1
-        sequence = self.find_sequence(tile, num_sequences, gOffsets)
+        num_sequences = params.cu_seqlens.shape[0] - 1
+        sequence = self.find_sequence(tile, num_sequences, params.cu_seqlens)
         live_channel = cutlass.Boolean(True)
         if cutlass.const_expr(self.mask_channels):
             live_channel = channel < self.dim
         if live_channel:
-            self.run_tile(
-                tile, sequence, channel, gX, gWeight, gBias, gStates, gOffsets, gIndices, gMask, gCheckOffsets, gCheckSlots,
-                gOut, null_slot,
-            )  # fmt: skip
+            self.run_tile(params, tile, sequence, channel)
             # Rows beyond the last sequence are dealt to all tiles.
             rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
             rZero.fill(0.0)
-            tiles = gX.shape[0] // self.rows + num_sequences
-            for token in cutlass.range(cutlass.Int32(gOffsets[num_sequences]) + tile, gOut.shape[0], tiles, unroll=1):
-                self.store_row(rZero, gOut, token, channel)
+            tiles = params.x.shape[0] // self.rows + num_sequences
+            for token in cutlass.range(
+                cutlass.Int32(params.cu_seqlens[num_sequences]) + tile, params.out.shape[0], tiles, unroll=1
+            ):
+                self.store_row(rZero, params.out, token, channel)
 
     @cute.jit
-    def find_sequence(self, tile: cutlass.Int32, num_sequences: cutlass.Int32, gOffsets: cute.Tensor):
+    def find_sequence(self, tile: cutlass.Int32, num_sequences: cutlass.Int32, cu_seqlens: cute.Tensor):
         """The last sequence whose first tile is numbered at most `tile`: all lanes of a warp search together."""
         lane = cute.arch.lane_idx()
         low = cutlass.Int32(0)
@@ -250,7 +177,7 @@ class _Conv1d(Convolution):
             is_before = cutlass.Boolean(False)
             if lane * step < size:
                 probe = low + lane * step
-                is_before = cutlass.Int32(gOffsets[probe]) // self.rows + probe <= tile
+                is_before = cutlass.Int32(cu_seqlens[probe]) // self.rows + probe <= tile
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1
             if passed < 0:
                 passed = cutlass.Int32(0)
@@ -261,34 +188,18 @@ class _Conv1d(Convolution):
         return low
 
     @cute.jit
-    def run_tile(
-        self,
-        tile: cutlass.Int32,
-        sequence: cutlass.Int32,
-        channel: cutlass.Int32,
-        gX: cute.Tensor,
-        gWeight: cute.Tensor,
-        gBias: cute.Tensor,
-        gStates: cute.Tensor,
-        gOffsets: cute.Tensor,
-        gIndices: cute.Tensor,
-        gMask: cute.Tensor,
-        gCheckOffsets: cute.Tensor,
-        gCheckSlots: cute.Tensor,
-        gOut: cute.Tensor,
-        null_slot: cutlass.Int64,
-    ):
+    def run_tile(self, params: Conv1dParams, tile: cutlass.Int32, sequence: cutlass.Int32, channel: cutlass.Int32):
         history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
-        begin = cutlass.Int32(gOffsets[sequence])
-        end = cutlass.Int32(gOffsets[sequence + 1])
+        begin = cutlass.Int32(params.cu_seqlens[sequence])
+        end = cutlass.Int32(params.cu_seqlens[sequence + 1])
         slot = cutlass.Int64(sequence)
         is_live = cutlass.Boolean(True)
-        if cutlass.const_expr(self.has_indices):
-            slot = cutlass.Int64(gIndices[sequence])
-            is_live = slot > null_slot
+        if cutlass.const_expr(params.cache_indices is not None):
+            slot = cutlass.Int64(params.cache_indices[sequence])
+            is_live = slot > params.null_slot
         is_continued = cutlass.Boolean(True)
-        if cutlass.const_expr(self.has_mask):
-            is_continued = gMask[sequence] != 0
+        if cutlass.const_expr(params.has_initial_state is not None):
+            is_continued = params.has_initial_state[sequence] != 0
 
         first = begin + (tile - begin // self.rows - sequence) * self.rows
         stop = first + self.rows
@@ -303,36 +214,34 @@ class _Conv1d(Convolution):
                 rNext = cute.make_rmem_tensor(batch * self.row_places, self.line_dtype)
                 rLine.fill(0)
                 if first == begin:
-                    if cutlass.const_expr(self.has_states):
+                    if cutlass.const_expr(params.conv_states is not None):
                         if is_continued:
                             for c in cutlass.range_constexpr(history):
-                                self.load_column(gStates, slot, cutlass.Int32(c), channel, rLine, c)
+                                self.load_column(params.conv_states, slot, cutlass.Int32(c), channel, rLine, c)
                 else:
                     for c in cutlass.range_constexpr(history):
-                        self.load_row(gX, first - history + c, channel, rLine, c)
-                self.load_filter(channel, gWeight, gBias, rWeight, rBias)
+                        self.load_row(params.x, first - history + c, channel, rLine, c)
+                self.load_filter(channel, params.weight, params.bias, rWeight, rBias)
 
-                self.load_batch(gX, first, stop, channel, rNext)
+                self.load_batch(params.x, first, stop, channel, rNext)
                 for token in cutlass.range(first, stop, batch, unroll=1):
                     for i in cutlass.range_constexpr(batch * self.row_places):
                         rLine[history * self.row_places + i] = rNext[i]
                     if token + batch < stop:
-                        self.load_batch(gX, token + batch, stop, channel, rNext)
+                        self.load_batch(params.x, token + batch, stop, channel, rNext)
                     for u in cutlass.range_constexpr(batch):
                         self.convolve(rLine, u, rWeight, rBias, rOut)
                         if token + u < stop:
-                            self.store_row(rOut, gOut, token + u, channel)
+                            self.store_row(rOut, params.out, token + u, channel)
                     for i in cutlass.range_constexpr(history * self.row_places):
                         rLine[i] = rLine[batch * self.row_places + i]
 
-                if cutlass.const_expr(self.has_states):
-                    self.keep_windows(
-                        tile, sequence, channel, gX, gStates, gOffsets, gIndices, gMask, gCheckOffsets, gCheckSlots, null_slot
-                    )
+                if cutlass.const_expr(params.conv_states is not None):
+                    self.keep_windows(params, tile, sequence, channel)
             else:
                 rOut.fill(0.0)
                 for token in cutlass.range(first, stop, unroll=1):
-                    self.store_row(rOut, gOut, token, channel)
+                    self.store_row(rOut, params.out, token, channel)
 
     @cute.jit
     def load_batch(self, gX: cute.Tensor, token: cutlass.Int32, stop: cutlass.Int32, channel: cutlass.Int32, rNext: cute.Tensor):
@@ -344,69 +253,50 @@ class _Conv1d(Convolution):
             self.load_row(gX, row, channel, rNext, u)
 
     @cute.jit
-    def keep_windows(
-        self,
-        tile: cutlass.Int32,
-        sequence: cutlass.Int32,
-        channel: cutlass.Int32,
-        gX: cute.Tensor,
-        gStates: cute.Tensor,
-        gOffsets: cute.Tensor,
-        gIndices: cute.Tensor,
-        gMask: cute.Tensor,
-        gCheckOffsets: cute.Tensor,
-        gCheckSlots: cute.Tensor,
-        null_slot: cutlass.Int64,
-    ):
+    def keep_windows(self, params: Conv1dParams, tile: cutlass.Int32, sequence: cutlass.Int32, channel: cutlass.Int32):
         """From a sequence's first tile, when it is done: the last window to the sequence's slot, then the checkpoints.
 
         Everything is read again, the old window too where it is part of a new one: to hold it over the tile costs more
         registers than there are.
         """
-        begin = cutlass.Int32(gOffsets[sequence])
+        begin = cutlass.Int32(params.cu_seqlens[sequence])
         if tile == begin // self.rows + sequence:
             slot = cutlass.Int64(sequence)
-            if cutlass.const_expr(self.has_indices):
-                slot = cutlass.Int64(gIndices[sequence])
+            if cutlass.const_expr(params.cache_indices is not None):
+                slot = cutlass.Int64(params.cache_indices[sequence])
             is_continued = cutlass.Boolean(True)
-            if cutlass.const_expr(self.has_mask):
-                is_continued = gMask[sequence] != 0
-            count = cutlass.Int32(gOffsets[sequence + 1]) - begin
-            self.store_windows(
-                sequence, begin, count, slot, is_continued, channel, gX, gStates, gCheckOffsets, gCheckSlots, null_slot
-            )
+            if cutlass.const_expr(params.has_initial_state is not None):
+                is_continued = params.has_initial_state[sequence] != 0
+            count = cutlass.Int32(params.cu_seqlens[sequence + 1]) - begin
+            self.store_windows(params, sequence, begin, count, slot, is_continued, channel)
 
     @cute.jit
     def store_windows(
         self,
+        params: Conv1dParams,
         sequence: cutlass.Int32,
         begin: cutlass.Int32,
         count: cutlass.Int32,
         slot: cutlass.Int64,
         is_continued: cutlass.Boolean,
         channel: cutlass.Int32,
-        gX: cute.Tensor,
-        gStates: cute.Tensor,
-        gCheckOffsets: cute.Tensor,
-        gCheckSlots: cute.Tensor,
-        null_slot: cutlass.Int64,
     ):
         rHistory = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
         rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
         rHistory.fill(0.0)
         rKept.fill(0.0)
         is_needed = is_continued
-        if cutlass.const_expr(not self.has_checkpoints):
+        if cutlass.const_expr(params.checkpoint_slots is None):
             is_needed = is_continued & (count < self.history)
         if is_needed:
             for c in cutlass.range_constexpr(self.history):
-                self.load_column(gStates, slot, cutlass.Int32(c), channel, rHistory, c)
-        self.load_window(gX, begin, count, channel, rHistory, rKept)
-        self.store_window(rKept, gStates, slot, channel)
-        if cutlass.const_expr(self.has_checkpoints):
-            for i in cutlass.range(gCheckOffsets.shape[1], unroll=1):
-                tokens = cutlass.Int64(gCheckOffsets[sequence, i])
-                target = cutlass.Int64(gCheckSlots[sequence, i])
-                if tokens > 0 and tokens <= count and target > null_slot:
-                    self.load_window(gX, begin, cutlass.Int32(tokens), channel, rHistory, rKept)
-                    self.store_window(rKept, gStates, target, channel)
+                self.load_column(params.conv_states, slot, cutlass.Int32(c), channel, rHistory, c)
+        self.load_window(params.x, begin, count, channel, rHistory, rKept)
+        self.store_window(rKept, params.conv_states, slot, channel)
+        if cutlass.const_expr(params.checkpoint_slots is not None):
+            for i in cutlass.range(params.checkpoint_offsets.shape[1], unroll=1):
+                tokens = cutlass.Int64(params.checkpoint_offsets[sequence, i])
+                target = cutlass.Int64(params.checkpoint_slots[sequence, i])
+                if tokens > 0 and tokens <= count and target > params.null_slot:
+                    self.load_window(params.x, begin, cutlass.Int32(tokens), channel, rHistory, rKept)
+                    self.store_window(rKept, params.conv_states, target, channel)

@@ -19,10 +19,9 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 
 from gdn.device import DeviceSpec
-from gdn.problems import Conv1dUpdateProblem
+from gdn.problems import Conv1dUpdateParams, Conv1dUpdateProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d import convolution as _convolution
 from kernels_cute.conv1d.convolution import CHANNELS, Convolution
@@ -82,61 +81,31 @@ def compile(problem: Conv1dUpdateProblem, config: Config) -> dict[str, bytes]:
     return {"conv1d_update": build.library("conv1d_update", _Conv1dUpdate(problem, config), *_arguments(problem))}
 
 
-def launch(
-    compiled: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    conv_state: Any,
-    state_indices: Any,
-    num_accepted_tokens: Any,
-    cu_seqlens: Any,
-    parent_token: Any,
-    out: Any,
-    null_slot: int,
-) -> None:
-    problem: Conv1dUpdateProblem = compiled.problem
-    if x.shape[0] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] == 1):  # an empty tensor has no address to pass
-        out.zero_()
-        return
-    absent = weight  # stands in for every tensor that the problem's flags leave out
-    compiled.functions["conv1d_update"](
-        x,
-        weight,
-        absent if problem.bias_dtype is None else bias,
-        conv_state,
-        absent if problem.index_dtype is None else state_indices,
-        num_accepted_tokens if problem.has_accepted else absent,
-        absent if problem.cu_seqlens_dtype is None else cu_seqlens,
-        parent_token if problem.has_parent else absent,
-        out,
-        null_slot,
-    )
+def launch(compiled: Any, params: Conv1dUpdateParams) -> None:
+    compiled.functions["conv1d_update"](*params)
 
 
-def _arguments(problem: Conv1dUpdateProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _arguments(problem: Conv1dUpdateProblem) -> Conv1dUpdateParams:
+    """Fake tensors and scalars to compile for."""
     num_tokens = cute.sym_int()
     weight, bias = _convolution.fake_filter(problem)
 
-    def vector(dtype: str | None, contiguous: bool) -> Any:
-        return weight if dtype is None else fake(dtype, cute.sym_int(), last=1 if contiguous else None)
+    def vector(dtype: str | None, contiguous: bool, columns: bool = False) -> Any:
+        shape = [cute.sym_int() for _ in range(1 + columns)]
+        return None if dtype is None else fake(dtype, *shape, last=1 if contiguous else None)
 
-    indices = vector(problem.index_dtype, False)
-    if problem.index_dtype is not None and problem.has_columns:
-        indices = fake(problem.index_dtype, cute.sym_int(), cute.sym_int())
-    return [
-        fake(problem.dtype, num_tokens, problem.dim, last=1),
-        weight,
-        bias,
-        _convolution.fake_slots(problem),
-        indices,
-        vector("int32" if problem.has_accepted else None, False),
-        vector(problem.cu_seqlens_dtype, True),
-        vector("int32" if problem.has_parent else None, True),
-        fake(problem.dtype, num_tokens, problem.dim, last=1),
-        cutlass.Int64(-1),
-    ]
+    return Conv1dUpdateParams(
+        x=fake(problem.dtype, num_tokens, problem.dim, last=1),
+        weight=weight,
+        bias=bias,
+        conv_state=_convolution.fake_slots(problem),
+        conv_state_indices=vector(problem.index_dtype, False, problem.has_columns),
+        num_accepted_tokens=vector("int32" if problem.has_accepted else None, False),
+        cu_seqlens=vector(problem.cu_seqlens_dtype, True),
+        parent_token=vector("int32" if problem.has_parent else None, True),
+        out=fake(problem.dtype, num_tokens, problem.dim, last=1),
+        null_slot=cutlass.Int64(-1),
+    )
 
 
 class _Conv1dUpdate(Convolution):
@@ -144,31 +113,15 @@ class _Conv1dUpdate(Convolution):
 
     def __init__(self, problem: Conv1dUpdateProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
-        self.has_offsets, self.has_indices = problem.cu_seqlens_dtype is not None, problem.index_dtype is not None
-        self.has_columns, self.has_accepted = problem.has_columns, problem.has_accepted
-        self.has_parent, self.keeps_every_input = problem.has_parent, problem.keeps_every_input
+        self.has_columns, self.keeps_every_input = problem.has_columns, problem.keeps_every_input
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        bias: cute.Tensor,
-        conv_state: cute.Tensor,
-        state_indices: cute.Tensor,
-        num_accepted_tokens: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        parent_token: cute.Tensor,
-        out: cute.Tensor,
-        null_slot: cutlass.Int64,
-        stream: CUstream,
-    ):
-        num_sequences = x.shape[0]
-        if cutlass.const_expr(self.has_offsets):
-            num_sequences = cu_seqlens.shape[0] - 1
-        self.kernel(
-            x, weight, bias, conv_state, state_indices, num_accepted_tokens, cu_seqlens, parent_token, out, null_slot
-        ).launch(
+    def __call__(self, *values: Any):
+        params, stream = Conv1dUpdateParams(*values[:-1]), values[-1]
+        num_sequences = params.x.shape[0]
+        if cutlass.const_expr(params.cu_seqlens is not None):
+            num_sequences = params.cu_seqlens.shape[0] - 1
+        self.kernel(params).launch(
             grid=[num_sequences * self.slices, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -176,19 +129,7 @@ class _Conv1dUpdate(Convolution):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        gX: cute.Tensor,
-        gWeight: cute.Tensor,
-        gBias: cute.Tensor,
-        gStates: cute.Tensor,
-        gIndices: cute.Tensor,
-        gAccepted: cute.Tensor,
-        gOffsets: cute.Tensor,
-        gParents: cute.Tensor,
-        gOut: cute.Tensor,
-        null_slot: cutlass.Int64,
-    ):
+    def kernel(self, params: Conv1dUpdateParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         sequence = block // self.slices
@@ -201,37 +142,26 @@ class _Conv1dUpdate(Convolution):
             rZero.fill(0.0)
             begin = cutlass.Int32(sequence)
             count = cutlass.Int32(1)
-            if cutlass.const_expr(self.has_offsets):
-                begin = cutlass.Int32(gOffsets[sequence])
-                count = cutlass.Int32(gOffsets[sequence + 1]) - begin
+            if cutlass.const_expr(params.cu_seqlens is not None):
+                begin = cutlass.Int32(params.cu_seqlens[sequence])
+                count = cutlass.Int32(params.cu_seqlens[sequence + 1]) - begin
             if count > 0:
-                self.run_sequence(
-                    sequence, begin, count, channel, gX, gWeight, gBias, gStates, gIndices, gAccepted, gParents, gOut,
-                    null_slot, rZero,
-                )  # fmt: skip
-            if cutlass.const_expr(self.has_offsets):
+                self.run_sequence(params, sequence, begin, count, channel, rZero)
+            if cutlass.const_expr(params.cu_seqlens is not None):
                 # Rows beyond the last sequence are dealt to all blocks.
-                num_sequences = gOffsets.shape[0] - 1
-                first = cutlass.Int32(gOffsets[num_sequences]) + sequence
-                for token in cutlass.range(first, gOut.shape[0], num_sequences, unroll=1):
-                    self.store_row(rZero, gOut, token, channel)
+                num_sequences = params.cu_seqlens.shape[0] - 1
+                first = cutlass.Int32(params.cu_seqlens[num_sequences]) + sequence
+                for token in cutlass.range(first, params.out.shape[0], num_sequences, unroll=1):
+                    self.store_row(rZero, params.out, token, channel)
 
     @cute.jit
     def run_sequence(
         self,
+        params: Conv1dUpdateParams,
         sequence: cutlass.Int32,
         begin: cutlass.Int32,
         count: cutlass.Int32,
         channel: cutlass.Int32,
-        gX: cute.Tensor,
-        gWeight: cute.Tensor,
-        gBias: cute.Tensor,
-        gStates: cute.Tensor,
-        gIndices: cute.Tensor,
-        gAccepted: cute.Tensor,
-        gParents: cute.Tensor,
-        gOut: cute.Tensor,
-        null_slot: cutlass.Int64,
         rZero: cute.Tensor,
     ):
         history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
@@ -244,55 +174,51 @@ class _Conv1dUpdate(Convolution):
             row = cutlass.Int32(u)
             if row >= count:
                 row = count - 1
-            self.load_row(gX, begin + row, channel, rLine, history + u)
-        self.load_filter(channel, gWeight, gBias, rWeight, rBias)
+            self.load_row(params.x, begin + row, channel, rLine, history + u)
+        self.load_filter(channel, params.weight, params.bias, rWeight, rBias)
 
         # The slot that is read, and the column at which its window starts.
         slot = cutlass.Int64(sequence)
         column = cutlass.Int32(0)
         is_live = cutlass.Boolean(True)
-        if cutlass.const_expr(self.has_accepted):
-            column = gAccepted[sequence] - 1
+        if cutlass.const_expr(params.num_accepted_tokens is not None):
+            column = params.num_accepted_tokens[sequence] - 1
             is_live = column >= 0
-            if cutlass.const_expr(not self.has_parent):
-                is_live = is_live & (column <= gStates.shape[2] - history)
+            if cutlass.const_expr(params.parent_token is None):
+                is_live = is_live & (column <= params.conv_state.shape[2] - history)
             if cutlass.const_expr(self.has_columns):
-                is_live = is_live & (column < gIndices.shape[1])
-        if cutlass.const_expr(self.has_indices):
+                is_live = is_live & (column < params.conv_state_indices.shape[1])
+        if cutlass.const_expr(params.conv_state_indices is not None):
             if is_live:
-                if cutlass.const_expr(self.has_parent):
-                    slot = cutlass.Int64(gIndices[sequence, column])
+                if cutlass.const_expr(params.parent_token is not None):
+                    slot = cutlass.Int64(params.conv_state_indices[sequence, column])
                 elif cutlass.const_expr(self.has_columns):
-                    slot = cutlass.Int64(gIndices[sequence, 0])
+                    slot = cutlass.Int64(params.conv_state_indices[sequence, 0])
                 else:
-                    slot = cutlass.Int64(gIndices[sequence])
-                is_live = slot > null_slot
-        if cutlass.const_expr(self.has_parent):
+                    slot = cutlass.Int64(params.conv_state_indices[sequence])
+                is_live = slot > params.null_slot
+        if cutlass.const_expr(params.parent_token is not None):
             column = cutlass.Int32(0)
 
         if is_live:
             for c in cutlass.range_constexpr(history):
-                self.load_column(gStates, slot, column + c, channel, rLine, c)
-            if cutlass.const_expr(self.has_parent):
-                self.run_tree(
-                    sequence, begin, count, channel, gX, gStates, gIndices, gParents, gOut, null_slot, rLine, rWeight, rBias, rOut
-                )
+                self.load_column(params.conv_state, slot, column + c, channel, rLine, c)
+            if cutlass.const_expr(params.parent_token is not None):
+                self.run_tree(params, sequence, begin, count, channel, rLine, rWeight, rBias, rOut)
             else:
-                self.run_line(begin, count, slot, channel, gX, gStates, gOut, rLine, rWeight, rBias, rOut)
+                self.run_line(params, begin, count, slot, channel, rLine, rWeight, rBias, rOut)
         else:
             for token in cutlass.range(begin, begin + count, unroll=1):
-                self.store_row(rZero, gOut, token, channel)
+                self.store_row(rZero, params.out, token, channel)
 
     @cute.jit
     def run_line(
         self,
+        params: Conv1dUpdateParams,
         begin: cutlass.Int32,
         count: cutlass.Int32,
         slot: cutlass.Int64,
         channel: cutlass.Int32,
-        gX: cute.Tensor,
-        gStates: cute.Tensor,
-        gOut: cute.Tensor,
         rLine: cute.Tensor,
         rWeight: cute.Tensor,
         rBias: cute.Tensor,
@@ -304,43 +230,38 @@ class _Conv1dUpdate(Convolution):
         rKept.fill(0.0)
         if cutlass.const_expr(self.keeps_every_input):
             for c in cutlass.range_constexpr(1, history):
-                self.store_column(rLine, c, gStates, slot, cutlass.Int32(c - 1), channel)
+                self.store_column(rLine, c, params.conv_state, slot, cutlass.Int32(c - 1), channel)
         elif cutlass.const_expr(batch > 1):
-            self.load_window(gX, begin, count, channel, rLine, rKept)
+            self.load_window(params.x, begin, count, channel, rLine, rKept)
 
         for t in cutlass.range(0, count, batch, unroll=1):
             for u in cutlass.range_constexpr(batch):
                 if t + u < count:
                     self.convolve(rLine, u, rWeight, rBias, rOut)
-                    self.store_row(rOut, gOut, begin + t + u, channel)
+                    self.store_row(rOut, params.out, begin + t + u, channel)
                     if cutlass.const_expr(self.keeps_every_input):
-                        if history - 1 + t + u < gStates.shape[2]:
-                            self.store_column(rLine, history + u, gStates, slot, history - 1 + t + u, channel)
+                        if history - 1 + t + u < params.conv_state.shape[2]:
+                            self.store_column(rLine, history + u, params.conv_state, slot, history - 1 + t + u, channel)
             for i in cutlass.range_constexpr(history * CHANNELS):
                 rLine[i] = rLine[batch * CHANNELS + i]
             for u in cutlass.range_constexpr(batch):
                 if t + batch + u < count:
-                    self.load_row(gX, begin + t + batch + u, channel, rLine, history + u)
+                    self.load_row(params.x, begin + t + batch + u, channel, rLine, history + u)
 
         if cutlass.const_expr(not self.keeps_every_input):
             if cutlass.const_expr(batch > 1):
-                self.store_window(rKept, gStates, slot, channel)
+                self.store_window(rKept, params.conv_state, slot, channel)
             else:
-                self.store_window(rLine, gStates, slot, channel)
+                self.store_window(rLine, params.conv_state, slot, channel)
 
     @cute.jit
     def run_tree(
         self,
+        params: Conv1dUpdateParams,
         sequence: cutlass.Int32,
         begin: cutlass.Int32,
         count: cutlass.Int32,
         channel: cutlass.Int32,
-        gX: cute.Tensor,
-        gStates: cute.Tensor,
-        gIndices: cute.Tensor,
-        gParents: cute.Tensor,
-        gOut: cute.Tensor,
-        null_slot: cutlass.Int64,
         rLine: cute.Tensor,
         rWeight: cute.Tensor,
         rBias: cute.Tensor,
@@ -351,24 +272,24 @@ class _Conv1dUpdate(Convolution):
         rNode = cute.make_rmem_tensor(self.width * CHANNELS, self.dtype)
         rNode.fill(0.0)
         for t in cutlass.range(count, unroll=1):
-            self.load_row(gX, begin + t, channel, rNode, history)
+            self.load_row(params.x, begin + t, channel, rNode, history)
             node = cutlass.Int32(t)
             newest = cutlass.Int32(history - 1)  # of the starting window, what comes next to the root
             for back in cutlass.range_constexpr(1, self.width):
                 place = cutlass.const_expr(history - back)
                 if node >= 0:
-                    node = gParents[begin + node]
+                    node = params.parent_token[begin + node]
                 if node >= 0:
-                    self.load_row(gX, begin + node, channel, rNode, place)
+                    self.load_row(params.x, begin + node, channel, rNode, place)
                 else:
                     for h in cutlass.range_constexpr(place, history):
                         if newest == h:
                             self.copy_row(rLine, h, rNode, place)
                     newest -= 1
             self.convolve(rNode, 0, rWeight, rBias, rOut)
-            self.store_row(rOut, gOut, begin + t, channel)
-            if t < gIndices.shape[1]:
-                target = cutlass.Int64(gIndices[sequence, t])
-                if target > null_slot:
+            self.store_row(rOut, params.out, begin + t, channel)
+            if t < params.conv_state_indices.shape[1]:
+                target = cutlass.Int64(params.conv_state_indices[sequence, t])
+                if target > params.null_slot:
                     for c in cutlass.range_constexpr(history):
-                        self.store_column(rNode, c + 1, gStates, target, cutlass.Int32(c), channel)
+                        self.store_column(rNode, c + 1, params.conv_state, target, cutlass.Int32(c), channel)

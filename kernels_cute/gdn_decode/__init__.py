@@ -9,11 +9,11 @@
 
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z), z, out [L, HV, V] bfloat16 | float16; a, b [L, HV];
 windows [slots, 2 * H * K + HV * V, columns]; state [slots, HV, V, K] or [slots, HV, K, V] float32 | bfloat16.
-`gdn.problems.GdnDecodeProblem` is the contract.
+`gdn.problems.GdnDecodeParams` has the contract of each.
 
-A cluster owns a sequence and a key head: `splits` blocks for each of its value heads, a block has threads / lanes * rows
-columns of V. Every block of it computes q and k anew (4 KiB of its 32 KiB and more), so nothing but sums of squares passes
-between blocks, and the window of q and k is written when all of them have read it. `_decode_step` is the kernel.
+A cluster owns a sequence and a key head: `splits` blocks for each of its value heads, a block has threads / threads_per_column *
+v_per_thread columns of V. Every block of it computes q and k again (4 KiB of its 32 KiB and more), so nothing but sums of squares
+passes between blocks, and the window of q and k is written when all of them have read it.
 """
 
 from typing import Any
@@ -26,18 +26,19 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
+from gdn.problems import DTYPE_BYTES, GdnDecodeParams, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
-from gdn.recurrent_tiles import k_vector, reads_lines, rows_k_first
+from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake
-from kernels_cute.gdn_decode.step import CHANNELS, DecodeStep
+from kernels_cute.gdn_decode.kernel import GdnDecode
+from kernels_cute.gdn_decode.spec import CHANNELS, Spec
 
 ENTRY = "gdn_decode"
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
-_MOST_BLOCKS = 8  # of a cluster, on every device
-_RESIDENT = (768, 512, 384, 256)
+_MOST_BLOCKS = 8  # blocks of a cluster, on every device
+_MIN_THREADS_PER_SM = (768, 512, 384, 256)
 _MANY_WAVES = 16  # heads an SM
-_STATE_BYTES = 128  # of the state, a thread, where there are many heads
+_STATE_BYTES = 128  # bytes of the state in a thread, where there are many heads
 
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit: entries of large batches would leave half of the SMs idle.
@@ -69,48 +70,48 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     return None
 
 
-def _entries(problem: GdnDecodeProblem, lanes: int) -> int:
-    """K entries of a thread."""
-    return problem.head_k_dim // lanes
+def _entries(problem: GdnDecodeProblem, threads_per_column: int) -> int:
+    """Number of K entries of a thread."""
+    return problem.head_k_dim // threads_per_column
 
 
 def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     """Estimate of the registers that a thread cannot do without, from compiled variants."""
-    entries = _entries(problem, config.lanes)
-    state = config.rows * entries
+    entries = _entries(problem, config.threads_per_column)
+    state = config.v_per_thread * entries
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
     more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2 + 8 * (config.threads == 64)
     if problem.cu_seqlens_dtype is None:
         return more + 32 + 3 * state // 2
-    more += 6 * (config.rows == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
-    # Over several tokens the filter, the window and the addresses stay.
-    if not problem.state_v_first:  # of S q a thread keeps one column's after the exchange, and addresses of sums instead
-        return more + 92 + 19 * state // 16 + 4 * max(0, config.rows - 4)
+    more += 6 * (config.v_per_thread == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
+    # Over several tokens the filter, the window and the addresses stay in registers.
+    if not problem.state_v_first:  # a thread keeps S q of one column after the exchange, and addresses of sums instead
+        return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if config.lanes not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
+    if config.threads_per_column not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
         return False
-    if config.resident not in _RESIDENT or config.resident % config.threads:
+    if config.min_threads_per_sm not in _MIN_THREADS_PER_SM or config.min_threads_per_sm % config.threads:
         return False
-    if config.rows not in (1, 2, 4, 8) or config.rows > config.lanes:
+    if config.v_per_thread not in (1, 2, 4, 8) or config.v_per_thread > config.threads_per_column:
         return False
-    if k % (config.lanes * k_vector(problem.state_v_first, problem.state_dtype, k)) or v % config.block_v:
+    if k % (config.threads_per_column * k_vector(problem.state_v_first, problem.state_dtype, k)) or v % config.block_v:
         return False
     blocks = v // config.block_v
     if problem.num_v_heads % problem.num_k_heads or blocks * (problem.num_v_heads // problem.num_k_heads) > _MOST_BLOCKS:
         return False
-    if _entries(problem, config.lanes) * config.rows > _MAX_STATE_REGISTERS:
+    if _entries(problem, config.threads_per_column) * config.v_per_thread > _MAX_STATE_REGISTERS:
         return False
-    return _registers(problem, config) <= min(device.registers_per_sm // config.resident // 8 * 8, 255)
+    return _registers(problem, config) <= min(device.registers_per_sm // config.min_threads_per_sm // 8 * 8, 255)
 
 
-def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, lanes: int, rows: int) -> Config | None:
-    """With the tightest cap on registers that the estimate allows."""
-    found = (Config(threads, lanes, rows, resident) for resident in _RESIDENT)
+def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, lanes: int, columns: int) -> Config | None:
+    """The configuration with the tightest cap on registers that the estimate allows."""
+    found = (Config(threads, lanes, columns, least) for least in _MIN_THREADS_PER_SM)
     return next((config for config in found if fits(problem, config, device)), None)
 
 
@@ -127,52 +128,53 @@ def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
     k, v = problem.head_k_dim, problem.head_v_dim
 
     def is_worth(config: Config) -> bool:
-        entries = _entries(problem, config.lanes)
-        return 8 <= entries <= 16 and entries * config.rows >= 16 and config.block_v >= 16
+        entries = _entries(problem, config.threads_per_column)
+        return 8 <= entries <= 16 and entries * config.v_per_thread >= 16 and config.block_v >= 16
 
     found = [config for config in space if is_worth(config)] or space
     if problem.state_v_first:
         return found
-    found = [config for config in found if config.rows in rows_k_first(problem.state_dtype)] or found
+    found = [config for config in found if config.v_per_thread in v_per_thread_k_first(problem.state_dtype)] or found
     if _heads(problem) < device.num_sms:
         return found
     return [config for config in found if reads_lines(k, v, config)] or found
 
 
 def _heads(problem: GdnDecodeProblem) -> int:
-    """Value heads of the call."""
+    """Number of value heads of the call."""
     return max(problem.num_sequences, 1) * problem.num_v_heads
 
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
-    """As measured (NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
+    """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
     space = configs(problem, device)
     heads = _heads(problem)
 
     def state(config: Config) -> int:
-        return config.rows * _entries(problem, config.lanes)
+        return config.v_per_thread * _entries(problem, config.threads_per_column)
 
     def blocks(config: Config) -> int:
         return problem.head_v_dim // config.block_v
 
-    # Among equals K first: as many columns as a load takes where a block is a whole head, else as few lanes as there can be.
+    # Among equals K first: as many columns as a load takes where a block is a whole head, else as few threads a column as there
+    # can be.
     k_first = not problem.state_v_first
 
     if heads < device.num_sms:  # as many blocks as there can be
-        return min(space, key=lambda c: (-blocks(c), -state(c), c.lanes))
+        return min(space, key=lambda c: (-blocks(c), -state(c), c.threads_per_column))
     if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM
-        return min(space, key=lambda c: (-c.resident * state(c), blocks(c), c.lanes))
+        return min(space, key=lambda c: (-c.min_threads_per_sm * state(c), blocks(c), c.threads_per_column))
     # A head a block, so that no sums pass between blocks, where all of them are on the device at once.
-    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.resident // c.threads)]
+    wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.min_threads_per_sm // c.threads)]
     if wave:
-        return min(wave, key=lambda c: (-state(c), -c.rows * k_first, c.lanes))
-    if k_first:  # of what reads lines, in blocks of 128 threads for any number of heads
-        return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.lanes))
+        return min(wave, key=lambda c: (-state(c), -c.v_per_thread * k_first, c.threads_per_column))
+    if k_first:  # configurations that read lines, in blocks of 128 threads for any number of heads
+        return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.threads_per_column))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
-        return min(space, key=lambda c: (-state(c), -blocks(c), c.lanes))
+        return min(space, key=lambda c: (-state(c), -blocks(c), c.threads_per_column))
     # Less state a thread and more threads an SM: some load while others store.
     size = DTYPE_BYTES[problem.state_dtype]
-    return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.rows - 4)))
+    return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.v_per_thread - 4)))
 
 
 def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
@@ -181,93 +183,44 @@ def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    kernel = DecodeStep(problem, config.threads, config.lanes, config.rows, config.resident)
-    return {ENTRY: build.library(ENTRY, kernel, *_arguments(problem))}
+    return {ENTRY: build.library(ENTRY, GdnDecode(Spec(problem, config)), *_fakes(problem))}
 
 
-def launch(
-    compiled: Any,
-    mixed_qkv: Any,
-    z: Any,
-    b: Any,
-    a: Any,
-    conv_state: Any,
-    conv_weight: Any,
-    conv_bias: Any,
-    A_log: Any,
-    dt_bias: Any,
-    norm_weight: Any,
-    ssm_state: Any,
-    state_indices: Any,
-    num_accepted_tokens: Any,
-    cu_seqlens: Any,
-    rounding_seed: Any,
-    out: Any,
-    scale: float,
-    eps: float,
-    null_slot: int,
-) -> None:
-    problem: GdnDecodeProblem = compiled.problem
-    # An empty tensor has no address to pass.
-    if mixed_qkv.shape[0] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] == 1):
-        out.zero_()
-        return
-    absent = conv_weight  # stands in for every tensor that the problem's flags leave out
-    compiled.functions[ENTRY](
-        mixed_qkv,
-        absent if problem.interleaved else z,
-        b,
-        absent if problem.interleaved else a,
-        conv_state,
-        conv_weight,
-        absent if problem.bias_dtype is None else conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        ssm_state,
-        state_indices,
-        num_accepted_tokens if problem.has_accepted else absent,
-        absent if problem.cu_seqlens_dtype is None else cu_seqlens,
-        rounding_seed if problem.has_rounding else absent,
-        out,
-        scale,
-        eps,
-        null_slot,
-    )
+def launch(compiled: Any, params: GdnDecodeParams) -> None:
+    compiled.functions[ENTRY](*params)
 
 
-def _arguments(problem: GdnDecodeProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _fakes(problem: GdnDecodeProblem) -> GdnDecodeParams:
+    """Tensors and scalars to compile for; None for tensors that the problem leaves out."""
     HV, K, V = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     num_tokens, dim = cute.sym_int(), problem.dim
-    weight = make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], (dim, problem.width), stride=(problem.width, 1))
     conv_strides = (cute.sym_int64(), 1 if problem.conv_channels_contiguous else cute.sym_int64(), cute.sym_int64())
     conv_shape = (cute.sym_int64(), dim, cute.sym_int64())
     inner = (V, K) if problem.state_v_first else (K, V)
     pool_strides = (cute.sym_int64(), cute.sym_int64(), inner[1], 1)
 
-    def flat(dtype: str | None, *shape: Any, last: Any = None) -> Any:
-        return weight if dtype is None else fake(dtype, *shape, last=last)
+    def optional(dtype: str | None, *shape: Any, last: Any = None) -> Any:
+        return None if dtype is None else fake(dtype, *shape, last=last)
 
     indices = (cute.sym_int(), cute.sym_int()) if problem.has_columns else (cute.sym_int(),)
-    return [
-        fake(problem.dtype, num_tokens, dim + (HV * V if problem.interleaved else 0), last=1),
-        flat(problem.z_dtype, num_tokens, HV, V, last=1),
-        fake(problem.b_dtype, num_tokens, 2 * HV if problem.interleaved else HV),
-        flat(problem.a_dtype, num_tokens, HV),
-        make_fake_tensor(CUTE_DTYPES[problem.conv_dtype], conv_shape, stride=conv_strides),
-        weight,
-        flat(problem.bias_dtype, dim, last=1),
-        fake(problem.A_log_dtype, HV),
-        fake(problem.dt_bias_dtype, HV),
-        fake(problem.norm_dtype, V),
-        make_fake_tensor(CUTE_DTYPES[problem.state_dtype], (cute.sym_int64(), HV, *inner), stride=pool_strides),
-        fake(problem.index_dtype, *indices),
-        flat("int32" if problem.has_accepted else None, cute.sym_int()),
-        flat(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
-        flat("int64" if problem.has_rounding else None, 1, last=1),
-        fake(problem.dtype, num_tokens, HV, V, last=1),
-        cutlass.Float32(1.0),
-        cutlass.Float32(1e-6),
-        cutlass.Int64(-1),
-    ]
+    return GdnDecodeParams(
+        mixed_qkv=fake(problem.dtype, num_tokens, dim + (HV * V if problem.interleaved else 0), last=1),
+        z=optional(problem.z_dtype, num_tokens, HV, V, last=1),
+        b=fake(problem.b_dtype, num_tokens, 2 * HV if problem.interleaved else HV),
+        a=optional(problem.a_dtype, num_tokens, HV),
+        conv_state=make_fake_tensor(CUTE_DTYPES[problem.conv_dtype], conv_shape, stride=conv_strides),
+        conv_weight=make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], (dim, problem.width), stride=(problem.width, 1)),
+        conv_bias=optional(problem.bias_dtype, dim, last=1),
+        A_log=fake(problem.A_log_dtype, HV),
+        dt_bias=fake(problem.dt_bias_dtype, HV),
+        norm_weight=fake(problem.norm_dtype, V),
+        ssm_state=make_fake_tensor(CUTE_DTYPES[problem.state_dtype], (cute.sym_int64(), HV, *inner), stride=pool_strides),
+        state_indices=fake(problem.index_dtype, *indices),
+        num_accepted_tokens=optional("int32" if problem.has_accepted else None, cute.sym_int()),
+        cu_seqlens=optional(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        rounding_seed=optional("int64" if problem.has_rounding else None, 1, last=1),
+        out=fake(problem.dtype, num_tokens, HV, V, last=1),
+        scale=cutlass.Float32(1.0),
+        eps=cutlass.Float32(1e-6),
+        null_slot=cutlass.Int64(-1),
+    )

@@ -16,10 +16,9 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 
 from gdn.device import DeviceSpec
-from gdn.problems import GatingProblem
+from gdn.problems import GatingParams, GatingProblem
 from kernels_cute.common.memory import FLOAT_DTYPES, fake, pointer, store
 
 
@@ -67,27 +66,23 @@ def compile(problem: GatingProblem, config: Config) -> dict[str, bytes]:
     return {"gating": build.library("gating", _Gating(problem, config), *_arguments(problem))}
 
 
-def launch(
-    compiled: Any, A_log: Any, a: Any, b: Any, dt_bias: Any, g: Any, beta_output: Any, beta: float, threshold: float
-) -> None:
-    if a.shape[0] == 0:
-        return
-    compiled.functions["gating"](A_log, a, b, dt_bias, g, beta_output, beta, threshold)
+def launch(compiled: Any, params: GatingParams) -> None:
+    compiled.functions["gating"](*params)
 
 
-def _arguments(problem: GatingProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _arguments(problem: GatingProblem) -> GatingParams:
+    """Fake tensors and scalars to compile for."""
     rows, heads = cute.sym_int(), problem.num_heads
-    return [
-        fake(problem.A_log_dtype, heads),
-        fake(problem.a_dtype, rows, heads),
-        fake(problem.b_dtype, rows, heads),
-        fake(problem.dt_bias_dtype, heads),
-        fake("float32", rows, heads, last=1),
-        fake("float32", rows, heads, last=1),
-        cutlass.Float32(1.0),
-        cutlass.Float32(20.0),
-    ]
+    return GatingParams(
+        A_log=fake(problem.A_log_dtype, heads),
+        a=fake(problem.a_dtype, rows, heads),
+        b=fake(problem.b_dtype, rows, heads),
+        dt_bias=fake(problem.dt_bias_dtype, heads),
+        g=fake("float32", rows, heads, last=1),
+        beta_output=fake("float32", rows, heads, last=1),
+        beta=cutlass.Float32(1.0),
+        threshold=cutlass.Float32(20.0),
+    )
 
 
 class _Gating:
@@ -98,51 +93,29 @@ class _Gating:
         self.row_threads = problem.num_heads // config.heads
 
     @cute.jit
-    def __call__(
-        self,
-        A_log: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        dt_bias: cute.Tensor,
-        g: cute.Tensor,
-        beta_output: cute.Tensor,
-        beta: cutlass.Float32,
-        threshold: cutlass.Float32,
-        stream: CUstream,
-    ):
+    def __call__(self, *values: Any):
+        params, stream = GatingParams(*values[:-1]), values[-1]
         # In 64 bits: tokens times heads may exceed 2**31.
-        blocks = (cutlass.Int64(a.shape[0]) * self.row_threads + self.threads - 1) // self.threads
-        self.kernel(A_log, a, b, dt_bias, g, beta_output, beta, threshold).launch(
-            grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
+        blocks = (cutlass.Int64(params.a.shape[0]) * self.row_threads + self.threads - 1) // self.threads
+        self.kernel(params).launch(grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        gALog: cute.Tensor,
-        gA: cute.Tensor,
-        gB: cute.Tensor,
-        gBias: cute.Tensor,
-        gG: cute.Tensor,
-        gBeta: cute.Tensor,
-        beta: cutlass.Float32,
-        threshold: cutlass.Float32,
-    ):
+    def kernel(self, params: GatingParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         item = cutlass.Int64(block) * self.threads + thread
         row = cutlass.Int32(item // self.row_threads)
         head = cutlass.Int32(item % self.row_threads) * self.heads
-        if row < gA.shape[0]:
+        if row < params.a.shape[0]:
             rG = cute.make_rmem_tensor(self.heads, cutlass.Float32)
             rBeta = cute.make_rmem_tensor(self.heads, cutlass.Float32)
             for i in cutlass.range_constexpr(self.heads):
-                x = gA[row, head + i].to(cutlass.Float32) + gBias[head + i].to(cutlass.Float32)
+                x = params.a[row, head + i].to(cutlass.Float32) + params.dt_bias[head + i].to(cutlass.Float32)
                 softplus = x
-                if beta * x <= threshold:
-                    softplus = cute.math.log1p(cute.math.exp(beta * x)) / beta
-                rG[i] = -cute.math.exp(gALog[head + i].to(cutlass.Float32)) * softplus
-                rBeta[i] = 1.0 / (1.0 + cute.math.exp(-gB[row, head + i].to(cutlass.Float32)))
-            offset = cutlass.Int64(row) * gG.stride[0] + head
-            store(rG, 0, self.heads, pointer(gG, offset, 4 * self.heads))
-            store(rBeta, 0, self.heads, pointer(gBeta, offset, 4 * self.heads))
+                if params.beta * x <= params.threshold:
+                    softplus = cute.math.log1p(cute.math.exp(params.beta * x)) / params.beta
+                rG[i] = -cute.math.exp(params.A_log[head + i].to(cutlass.Float32)) * softplus
+                rBeta[i] = 1.0 / (1.0 + cute.math.exp(-params.b[row, head + i].to(cutlass.Float32)))
+            offset = cutlass.Int64(row) * params.g.stride[0] + head
+            store(rG, 0, self.heads, pointer(params.g, offset, 4 * self.heads))
+            store(rBeta, 0, self.heads, pointer(params.beta_output, offset, 4 * self.heads))

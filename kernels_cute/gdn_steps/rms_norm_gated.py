@@ -14,10 +14,9 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 
 from gdn.device import DeviceSpec
-from gdn.problems import RmsNormGatedProblem
+from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, sigmoid, store
 
 _MOST_ELEMENTS = 64  # of x in a thread's registers
@@ -89,22 +88,20 @@ def compile(problem: RmsNormGatedProblem, config: Config) -> dict[str, bytes]:
     return {"rms_norm_gated": build.library("rms_norm_gated", _RmsNormGated(problem, config), *_arguments(problem))}
 
 
-def launch(compiled: Any, x: Any, z: Any, weight: Any, out: Any, eps: float) -> None:
-    if x.shape[0] == 0:
-        return
-    compiled.functions["rms_norm_gated"](x, z, weight, out, eps)
+def launch(compiled: Any, params: RmsNormGatedParams) -> None:
+    compiled.functions["rms_norm_gated"](*params)
 
 
-def _arguments(problem: RmsNormGatedProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _arguments(problem: RmsNormGatedProblem) -> RmsNormGatedParams:
+    """Fake tensors and scalars to compile for."""
     tokens, shape = cute.sym_int(), (problem.num_heads, problem.head_dim)
-    return [
-        fake(problem.dtype, tokens, *shape, last=1),
-        fake(problem.z_dtype, tokens, *shape, last=1),
-        fake(problem.weight_dtype, problem.head_dim, last=1),
-        fake(problem.dtype, tokens, *shape, last=1),
-        cutlass.Float32(1e-6),
-    ]
+    return RmsNormGatedParams(
+        x=fake(problem.dtype, tokens, *shape, last=1),
+        z=fake(problem.z_dtype, tokens, *shape, last=1),
+        weight=fake(problem.weight_dtype, problem.head_dim, last=1),
+        out=fake(problem.dtype, tokens, *shape, last=1),
+        eps=cutlass.Float32(1e-6),
+    )
 
 
 class _RmsNormGated:
@@ -119,24 +116,23 @@ class _RmsNormGated:
         self.block_rows = config.threads // self.lanes * config.rows
 
     @cute.jit
-    def __call__(
-        self, x: cute.Tensor, z: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: cutlass.Float32, stream: CUstream
-    ):
-        count = cutlass.Int64(x.shape[0]) * self.heads
+    def __call__(self, *values: Any):
+        params, stream = RmsNormGatedParams(*values[:-1]), values[-1]
+        count = cutlass.Int64(params.x.shape[0]) * self.heads
         blocks = (count + self.block_rows - 1) // self.block_rows
-        self.kernel(x, z, weight, out, eps).launch(grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+        self.kernel(params).launch(grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, gX: cute.Tensor, gZ: cute.Tensor, gWeight: cute.Tensor, gOut: cute.Tensor, eps: cutlass.Float32):
+    def kernel(self, params: RmsNormGatedParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
         groups = cutlass.const_expr(self.threads // self.lanes)
         # The groups of a block take neighbouring rows, so that it reads whole stretches of memory at a time.
         first = cutlass.Int64(block) * self.block_rows + thread // self.lanes
-        count = cutlass.Int64(gX.shape[0]) * self.heads
-        rX = cute.make_rmem_tensor(self.rows * self.elements, gX.element_type)
-        rZ = cute.make_rmem_tensor(self.rows * self.elements, gZ.element_type)
+        count = cutlass.Int64(params.x.shape[0]) * self.heads
+        rX = cute.make_rmem_tensor(self.rows * self.elements, params.x.element_type)
+        rZ = cute.make_rmem_tensor(self.rows * self.elements, params.z.element_type)
         rWeight = cute.make_rmem_tensor(self.elements, cutlass.Float32)
         rSums = cute.make_rmem_tensor(self.rows, cutlass.Float32)
         rX.fill(0.0)
@@ -146,12 +142,12 @@ class _RmsNormGated:
             row = first + u * groups
             if row >= count:
                 row = count - 1
-            self.load_row(gX, row, lane, rX, u * self.elements)
-            self.load_row(gZ, row, lane, rZ, u * self.elements)
+            self.load_row(params.x, row, lane, rX, u * self.elements)
+            self.load_row(params.z, row, lane, rZ, u * self.elements)
         for c in cutlass.range_constexpr(self.chunks):
             place = (c * self.lanes + lane) * self.vector
             if place < self.dim:
-                self.load_piece(gWeight, cutlass.Int64(place), rWeight, c * self.vector, False)
+                self.load_piece(params.weight, cutlass.Int64(place), rWeight, c * self.vector, False)
 
         rSums.fill(0.0)
         for u in cutlass.range_constexpr(self.rows):
@@ -164,7 +160,7 @@ class _RmsNormGated:
 
         rOut = cute.make_rmem_tensor(self.elements, cutlass.Float32)
         for u in cutlass.range_constexpr(self.rows):
-            factor = cute.math.rsqrt(rSums[u] * (1.0 / self.dim) + eps)
+            factor = cute.math.rsqrt(rSums[u] * (1.0 / self.dim) + params.eps)
             for i in cutlass.range_constexpr(self.elements):
                 value = rX[u * self.elements + i].to(cutlass.Float32)
                 gate = rZ[u * self.elements + i].to(cutlass.Float32)
@@ -177,7 +173,7 @@ class _RmsNormGated:
                 for c in cutlass.range_constexpr(self.chunks):
                     place = (c * self.lanes + lane) * self.vector
                     if place < self.dim:
-                        target = pointer(gOut, row * self.dim + place, 2 * self.vector)
+                        target = pointer(params.out, row * self.dim + place, 2 * self.vector)
                         store(rOut, c * self.vector, self.vector, target)
 
     @cute.jit

@@ -16,10 +16,9 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 
 from gdn.device import DeviceSpec
-from gdn.problems import SplitProblem
+from gdn.problems import SplitParams, SplitProblem
 from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, store
 
 
@@ -80,24 +79,22 @@ def compile(problem: SplitProblem, config: Config) -> dict[str, bytes]:
     return {"split": build.library("split", _Split(problem, config), *_arguments(problem))}
 
 
-def launch(compiled: Any, mixed_qkvz: Any, mixed_ba: Any, mixed_qkv: Any, z: Any, b: Any, a: Any) -> None:
-    if mixed_qkvz.shape[0] == 0:
-        return
-    compiled.functions["split"](mixed_qkvz, mixed_ba, mixed_qkv, z, b, a)
+def launch(compiled: Any, params: SplitParams) -> None:
+    compiled.functions["split"](*params)
 
 
-def _arguments(problem: SplitProblem) -> list[Any]:
-    """Fake tensors in the order of the compiled function."""
+def _arguments(problem: SplitProblem) -> SplitParams:
+    """Fake tensors and scalars to compile for."""
     rows = cute.sym_int()
     keys, values = problem.num_k_heads * problem.head_k_dim, problem.num_v_heads * problem.head_v_dim
-    return [
-        fake(problem.dtype, rows, problem.row_elements, last=1),
-        fake(problem.ba_dtype, rows, 2 * problem.num_v_heads, last=1),
-        fake(problem.dtype, rows, 2 * keys + values, last=1),
-        fake(problem.dtype, rows, values, last=1),
-        fake(problem.ba_dtype, rows, problem.num_v_heads, last=1),
-        fake(problem.ba_dtype, rows, problem.num_v_heads, last=1),
-    ]
+    return SplitParams(
+        mixed_qkvz=fake(problem.dtype, rows, problem.row_elements, last=1),
+        mixed_ba=fake(problem.ba_dtype, rows, 2 * problem.num_v_heads, last=1),
+        mixed_qkv=fake(problem.dtype, rows, 2 * keys + values, last=1),
+        z=fake(problem.dtype, rows, values, last=1),
+        b=fake(problem.ba_dtype, rows, problem.num_v_heads, last=1),
+        a=fake(problem.ba_dtype, rows, problem.num_v_heads, last=1),
+    )
 
 
 class _Split:
@@ -116,31 +113,13 @@ class _Split:
         self.k_start, self.v_start = self.heads * self.key, 2 * self.heads * self.key
 
     @cute.jit
-    def __call__(
-        self,
-        mixed_qkvz: cute.Tensor,
-        mixed_ba: cute.Tensor,
-        mixed_qkv: cute.Tensor,
-        z: cute.Tensor,
-        b: cute.Tensor,
-        a: cute.Tensor,
-        stream: CUstream,
-    ):
-        tiles = (mixed_qkvz.shape[0] + self.rows - 1) // self.rows
-        self.kernel(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a).launch(
-            grid=[tiles * (self.slices + 1), 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
+    def __call__(self, *values: Any):
+        params, stream = SplitParams(*values[:-1]), values[-1]
+        tiles = (params.mixed_qkvz.shape[0] + self.rows - 1) // self.rows
+        self.kernel(params).launch(grid=[tiles * (self.slices + 1), 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        gIn: cute.Tensor,
-        gBA: cute.Tensor,
-        gQKV: cute.Tensor,
-        gZ: cute.Tensor,
-        gB: cute.Tensor,
-        gA: cute.Tensor,
-    ):
+    def kernel(self, params: SplitParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         first = block // (self.slices + 1) * self.rows
@@ -148,13 +127,13 @@ class _Split:
         if part < self.slices:
             piece = part * self.threads + thread
             if piece < self.row_pieces:
-                self.move_piece(first, piece, gIn, gQKV, gZ)
+                self.move_piece(params, first, piece)
         else:
             for element in cutlass.range(thread, 2 * self.heads * self.ratio, self.threads, unroll=1):
-                self.move_gate(first, element, gBA, gB, gA)
+                self.move_gate(params, first, element)
 
     @cute.jit
-    def move_piece(self, first: cutlass.Int32, piece: cutlass.Int32, gIn: cute.Tensor, gQKV: cute.Tensor, gZ: cute.Tensor):
+    def move_piece(self, params: SplitParams, first: cutlass.Int32, piece: cutlass.Int32):
         vector, align = cutlass.const_expr(self.vector), cutlass.const_expr(2 * self.vector)
         head = piece // self.group
         within = piece % self.group
@@ -167,18 +146,18 @@ class _Split:
         elif within >= self.key:
             place = self.k_start + head * self.key + within - self.key
 
-        rPieces = cute.make_rmem_tensor(self.rows * vector, gIn.element_type)
-        last = gIn.shape[0] - 1
+        rPieces = cute.make_rmem_tensor(self.rows * vector, params.mixed_qkvz.element_type)
+        last = params.mixed_qkvz.shape[0] - 1
         for u in cutlass.range_constexpr(self.rows):
             row = first + u
             if row > last:
                 row = last
-            source = pointer(gIn, cutlass.Int64(row) * gIn.stride[0] + piece * vector, align)
+            source = pointer(params.mixed_qkvz, cutlass.Int64(row) * params.mixed_qkvz.stride[0] + piece * vector, align)
             load(source, vector, rPieces, u * vector, True)
         if is_z:
-            self.store_pieces(rPieces, first, place, last, gZ)
+            self.store_pieces(rPieces, first, place, last, params.z)
         else:
-            self.store_pieces(rPieces, first, place, last, gQKV)
+            self.store_pieces(rPieces, first, place, last, params.mixed_qkv)
 
     @cute.jit
     def store_pieces(
@@ -190,12 +169,12 @@ class _Split:
                 store(rPieces, u * self.vector, self.vector, pointer(gOut, offset, 2 * self.vector))
 
     @cute.jit
-    def move_gate(self, first: cutlass.Int32, element: cutlass.Int32, gBA: cute.Tensor, gB: cute.Tensor, gA: cute.Tensor):
+    def move_gate(self, params: SplitParams, first: cutlass.Int32, element: cutlass.Int32):
         head = element // (2 * self.ratio)
         within = element % (2 * self.ratio)
         for u in cutlass.range_constexpr(self.rows):
-            if first + u < gBA.shape[0]:
+            if first + u < params.mixed_ba.shape[0]:
                 if within < self.ratio:
-                    gB[first + u, head * self.ratio + within] = gBA[first + u, element]
+                    params.b[first + u, head * self.ratio + within] = params.mixed_ba[first + u, element]
                 else:
-                    gA[first + u, head * self.ratio + within - self.ratio] = gBA[first + u, element]
+                    params.a[first + u, head * self.ratio + within - self.ratio] = params.mixed_ba[first + u, element]

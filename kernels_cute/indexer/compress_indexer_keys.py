@@ -24,11 +24,10 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
-from gdn.problems import CompressIndexerKeysProblem
+from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import FLOAT_DTYPES, fake
 from kernels_cute.indexer import ptx
@@ -88,41 +87,25 @@ def compile(problem: CompressIndexerKeysProblem, config: Config) -> dict[str, by
     return {entry: build.library(entry, _CompressIndexerKeys(problem, config), *_arguments(problem))}
 
 
-def launch(
-    compiled: Any,
-    raw_k: Any,
-    ring: Any,
-    cache: Any,
-    positions: Any,
-    cos_sin: Any,
-    k_norm: Any,
-    ring_slots: Any,
-    slot_mapping: Any,
-    eps: float,
-    null_slot: int,
-) -> None:
-    if raw_k.shape[0] == 0:
-        return
-    compiled.functions["compress_indexer_keys"](
-        raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping, eps, null_slot
-    )
+def launch(compiled: Any, params: CompressIndexerKeysParams) -> None:
+    compiled.functions["compress_indexer_keys"](*params)
 
 
-def _arguments(problem: CompressIndexerKeysProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _arguments(problem: CompressIndexerKeysProblem) -> CompressIndexerKeysParams:
+    """Fake tensors and scalars to compile for."""
     tokens, shape = cute.sym_int(), (problem.num_kv_heads, problem.head_dim)
-    return [
-        fake(problem.dtype, tokens, *shape, last=1),
-        fake(problem.dtype, cute.sym_int(), cute.sym_int(), *shape, last=1),
-        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
-        fake(problem.position_dtype, tokens),
-        fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
-        fake(str(problem.k_norm_dtype), problem.head_dim, last=1),
-        fake(problem.ring_slot_dtype, tokens),
-        fake(str(problem.slot_dtype), tokens),
-        Float32(1e-6),
-        Int64(-1),
-    ]
+    return CompressIndexerKeysParams(
+        raw_k=fake(problem.dtype, tokens, *shape, last=1),
+        ring=fake(problem.dtype, cute.sym_int(), cute.sym_int(), *shape, last=1),
+        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
+        positions=fake(problem.position_dtype, tokens),
+        cos_sin=fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
+        k_norm=fake(str(problem.k_norm_dtype), problem.head_dim, last=1),
+        ring_slots=fake(problem.ring_slot_dtype, tokens),
+        slot_mapping=fake(str(problem.slot_dtype), tokens),
+        eps=Float32(1e-6),
+        null_slot=Int64(-1),
+    )
 
 
 class _CompressIndexerKeys(IndexerRows):
@@ -135,88 +118,56 @@ class _CompressIndexerKeys(IndexerRows):
         self.zero_centred, self.form = problem.zero_centred, form_of(problem.cache_dtype)
 
     @cute.jit
-    def __call__(
-        self,
-        raw_k: cute.Tensor,
-        ring: cute.Tensor,
-        cache: cute.Tensor,
-        positions: cute.Tensor,
-        cos_sin: cute.Tensor,
-        k_norm: cute.Tensor,
-        ring_slots: cute.Tensor,
-        slot_mapping: cute.Tensor,
-        eps: Float32,
-        null_slot: Int64,
-        stream: CUstream,
-    ):
-        self.kernel(
-            raw_k, ring, cache, positions, cos_sin, k_norm, ring_slots, slot_mapping, eps, null_slot
-        ).launch(
-            grid=[(raw_k.shape[0] + self.warps - 1) // self.warps, 1, 1], block=[self.threads, 1, 1], stream=stream
-        )  # fmt: skip
+    def __call__(self, *values: Any):
+        params, stream = CompressIndexerKeysParams(*values[:-1]), values[-1]
+        blocks = (params.raw_k.shape[0] + self.warps - 1) // self.warps
+        self.kernel(params).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        gRaw: cute.Tensor,
-        gRing: cute.Tensor,
-        gCache: cute.Tensor,
-        gPositions: cute.Tensor,
-        gTable: cute.Tensor,
-        gNorm: cute.Tensor,
-        gRingSlots: cute.Tensor,
-        gSlots: cute.Tensor,
-        eps: Float32,
-        null_slot: Int64,
-    ):
+    def kernel(self, params: CompressIndexerKeysParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         token = block * self.warps + thread // 32
-        if token < gRaw.shape[0]:  # the same for a whole warp, as every branch below but those on lanes
-            slot, position = Int64(gRingSlots[token]), narrowed(gPositions[token])
-            if slot >= 0 and slot != null_slot and position >= 0:
+        if token < params.raw_k.shape[0]:  # the same for a whole warp, as every branch below but those on lanes
+            slot, position = Int64(params.ring_slots[token]), narrowed(params.positions[token])
+            if slot >= 0 and slot != params.null_slot and position >= 0:
                 lane = thread % 32
                 if (position + 1) % self.ratio == 0:
-                    self.finish_group(
-                        token, slot, position, lane, gRaw, gRing, gCache, gPositions, gTable, gNorm, gRingSlots, gSlots, eps
-                    )
-                self.keep_raw_key(token, slot, position, lane, gRaw, gRing, gPositions, gRingSlots)
+                    self.finish_group(params, token, slot, position, lane)
+                self.keep_raw_key(params, token, slot, position, lane)
 
     @cute.jit
-    def is_neighbour(
-        self, token: Int32, slot: Int64, position: Int32, distance: Int32, gPositions: cute.Tensor, gRingSlots: cute.Tensor
-    ):
+    def is_neighbour(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, distance: Int32):
         """Whether token + distance is there and is the token of the same sequence at position + distance."""
         other = token + distance
-        last = gPositions.shape[0] - 1
+        last = params.positions.shape[0] - 1
         is_there = other >= 0 and other <= last
         other = cutlass.max(cutlass.min(other, last), Int32(0))  # loaded in any case: such loads travel together
         # Positions are compared in their own width: one that no int32 holds is no neighbour's.
-        own_width = gPositions.element_type
-        return is_there and Int64(gRingSlots[other]) == slot and gPositions[other] == own_width(position + distance)
+        own_width = params.positions.element_type
+        return is_there and Int64(params.ring_slots[other]) == slot and params.positions[other] == own_width(position + distance)
 
     @cute.jit
     def extent(
         self,
+        params: CompressIndexerKeysParams,
         token: Int32,
         slot: Int64,
         position: Int32,
         lane: Int32,
         sign: cutlass.Constexpr,
         known: Int32,
-        gPositions: cute.Tensor,
-        gRingSlots: cute.Tensor,
     ):
         """How far the token's sequence reaches from it in one direction, given that it reaches `known` tokens; by a warp."""
         low, size = Int32(known), token + 1 - known
         if cutlass.const_expr(sign > 0):
-            size = gPositions.shape[0] - token - known
+            size = params.positions.shape[0] - token - known
         while size > 1:
             step = (size + 31) // 32
             is_in = Boolean(False)
             if lane * step < size:
                 distance = sign * (low + lane * step)
-                is_in = self.is_neighbour(token, slot, position, distance, gPositions, gRingSlots)
+                is_in = self.is_neighbour(params, token, slot, position, distance)
             passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_in)) - 1, Int32(0))
             low += passed * step
             size = cutlass.min(size - passed * step, step)
@@ -235,36 +186,21 @@ class _CompressIndexerKeys(IndexerRows):
         self.store_codes(rWords, self.dtype, gRing.iterator.toint() + offset * 2, lane)
 
     @cute.jit
-    def finish_group(
-        self,
-        token: Int32,
-        slot: Int64,
-        position: Int32,
-        warp_lane: Int32,
-        gRaw: cute.Tensor,
-        gRing: cute.Tensor,
-        gCache: cute.Tensor,
-        gPositions: cute.Tensor,
-        gTable: cute.Tensor,
-        gNorm: cute.Tensor,
-        gRingSlots: cute.Tensor,
-        gSlots: cute.Tensor,
-        eps: Float32,
-    ):
+    def finish_group(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, warp_lane: Int32):
         """The key of the group that ends with this token; and the ring rows that only this warp may overwrite."""
         lane = warp_lane % self.lanes
-        size = Int32(gRing.shape[1])
-        cache_slot = gSlots[token]
+        size = Int32(params.ring.shape[1])
+        cache_slot = params.slot_mapping[token]
         rHere = cute.make_rmem_tensor(self.ratio, Int32)
         for back in cutlass.range_constexpr(self.ratio):
             rHere[back] = Int32(1)
             if cutlass.const_expr(back > 0):
-                if not self.is_neighbour(token, slot, position, Int32(-back), gPositions, gRingSlots):
+                if not self.is_neighbour(params, token, slot, position, Int32(-back)):
                     rHere[back] = Int32(0)
         # Tokens of the sequence behind this one, where the group began before this call.
         behind = Int32(0)
         if rHere[self.ratio - 1] == 0:
-            behind = self.extent(token, slot, position, warp_lane, 1, Int32(0), gPositions, gRingSlots)
+            behind = self.extent(params, token, slot, position, warp_lane, 1, Int32(0))
 
         rMembers = cute.make_rmem_tensor(self.ratio * WORDS, Uint32)
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
@@ -273,18 +209,18 @@ class _CompressIndexerKeys(IndexerRows):
         rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
         rCos = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
         rSin = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        self.load_gain(gNorm, lane, self.zero_centred, rGain)
-        self.load_angles(gTable, position - (self.ratio - 1), lane, rCos, rSin)
+        self.load_gain(params.k_norm, lane, self.zero_centred, rGain)
+        self.load_angles(params.cos_sin, position - (self.ratio - 1), lane, rCos, rSin)
         for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
             head = first + warp_lane // self.lanes
             is_live = head < self.kv_heads
             head = cutlass.min(head, self.kv_heads - 1)
             for back in cutlass.range_constexpr(self.ratio):
                 if rHere[back] != 0:
-                    self.load_row(gRaw, self.raw_offset(token - back, head, gRaw), lane, rMembers, back * WORDS)
+                    self.load_row(params.raw_k, self.raw_offset(token - back, head, params.raw_k), lane, rMembers, back * WORDS)
                 else:
                     row = (position - back) % size
-                    self.load_row(gRing, self.ring_offset(slot, row, head, gRing), lane, rMembers, back * WORDS)
+                    self.load_row(params.ring, self.ring_offset(slot, row, head, params.ring), lane, rMembers, back * WORDS)
             rMean.fill(0.0)
             for back in cutlass.range_constexpr(self.ratio - 1, -1, -1):  # the group's first member first
                 self.unpack(rMembers, back * WORDS, self.dtype, rX)
@@ -294,17 +230,17 @@ class _CompressIndexerKeys(IndexerRows):
                 rMean[i] = self.divided(rMean[i])
             self.pack(rMean, self.dtype, rWords, 0)
             self.unpack(rWords, 0, self.dtype, rX)
-            self.norm(rX, rGain, eps)
+            self.norm(rX, rGain, params.eps)
             self.rotate(rX, rCos, rSin, lane)
             self.pack(rX, self.dtype, rWords, 0)
-            self.write_cache(rWords, self.dtype, gCache, self.form, self.kv_heads, cache_slot, head, lane, is_live)
+            self.write_cache(rWords, self.dtype, params.cache, self.form, self.kv_heads, cache_slot, head, lane, is_live)
 
             for back in cutlass.range_constexpr(1, self.ratio):
                 later = (behind + back) // size * size  # from the member's position to the last one of its ring row
                 if is_live and rHere[back] == 0 and later > 0:
-                    self.load_row(gRaw, self.raw_offset(token + later - back, head, gRaw), lane, rWords, 0)
+                    self.load_row(params.raw_k, self.raw_offset(token + later - back, head, params.raw_k), lane, rWords, 0)
                     row = (position - back) % size
-                    self.store_raw(rWords, gRing, self.ring_offset(slot, row, head, gRing), lane)
+                    self.store_raw(rWords, params.ring, self.ring_offset(slot, row, head, params.ring), lane)
 
     @cute.jit
     def divided(self, total: Float32):
@@ -313,25 +249,15 @@ class _CompressIndexerKeys(IndexerRows):
         return ptx.divide(total, float(self.ratio))
 
     @cute.jit
-    def keep_raw_key(
-        self,
-        token: Int32,
-        slot: Int64,
-        position: Int32,
-        warp_lane: Int32,
-        gRaw: cute.Tensor,
-        gRing: cute.Tensor,
-        gPositions: cute.Tensor,
-        gRingSlots: cute.Tensor,
-    ):
+    def keep_raw_key(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, warp_lane: Int32):
         """The token's raw key into the ring, unless a later token of this call takes the row, or another warp writes it."""
         lane = warp_lane % self.lanes
-        size = Int32(gRing.shape[1])
-        is_kept = not self.is_neighbour(token, slot, position, size, gPositions, gRingSlots)
+        size = Int32(params.ring.shape[1])
+        is_kept = not self.is_neighbour(params, token, slot, position, size)
         reach = size - self.ratio + 1  # no nearer to the sequence's first token is a row of the group across the start
-        is_far = self.is_neighbour(token, slot, position, -reach, gPositions, gRingSlots)
+        is_far = self.is_neighbour(params, token, slot, position, -reach)
         if is_kept and is_far:
-            distance = self.extent(token, slot, position, warp_lane, -1, reach, gPositions, gRingSlots)
+            distance = self.extent(params, token, slot, position, warp_lane, -1, reach)
             before = (position - distance) % self.ratio  # members of that group from before this call
             rest = distance % size
             if rest > 0 and size - rest <= before:
@@ -341,5 +267,5 @@ class _CompressIndexerKeys(IndexerRows):
             for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
                 head = first + warp_lane // self.lanes
                 if head < self.kv_heads:
-                    self.load_row(gRaw, self.raw_offset(token, head, gRaw), lane, rWords, 0)
-                    self.store_raw(rWords, gRing, self.ring_offset(slot, position % size, head, gRing), lane)
+                    self.load_row(params.raw_k, self.raw_offset(token, head, params.raw_k), lane, rWords, 0)
+                    self.store_raw(rWords, params.ring, self.ring_offset(slot, position % size, head, params.ring), lane)

@@ -16,11 +16,10 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Int32
 
 from gdn.device import DeviceSpec
-from gdn.problems import ExpandTopkGroupsProblem
+from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer.rows import INDEX_DTYPES
@@ -72,20 +71,18 @@ def compile(problem: ExpandTopkGroupsProblem, config: Config) -> dict[str, bytes
     return {entry: build.library(entry, _ExpandTopkGroups(problem, config), *_arguments(problem))}
 
 
-def launch(compiled: Any, group_indices: Any, positions: Any, out: Any) -> None:
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    compiled.functions["expand_topk_groups"](group_indices, positions, out)
+def launch(compiled: Any, params: ExpandTopkGroupsParams) -> None:
+    compiled.functions["expand_topk_groups"](*params)
 
 
-def _arguments(problem: ExpandTopkGroupsProblem) -> list[Any]:
-    """Fake tensors in the order of the compiled function."""
+def _arguments(problem: ExpandTopkGroupsProblem) -> ExpandTopkGroupsParams:
+    """Fake tensors and scalars to compile for."""
     tokens = cute.sym_int()
-    return [
-        fake(problem.group_dtype, tokens, cute.sym_int()),
-        fake(problem.position_dtype, tokens),
-        fake("int32", tokens, cute.sym_int(), last=1),
-    ]
+    return ExpandTopkGroupsParams(
+        group_indices=fake(problem.group_dtype, tokens, cute.sym_int()),
+        positions=fake(problem.position_dtype, tokens),
+        out=fake("int32", tokens, cute.sym_int(), last=1),
+    )
 
 
 class _ExpandTopkGroups:
@@ -97,26 +94,27 @@ class _ExpandTopkGroups:
         self.step = config.threads * config.groups
 
     @cute.jit
-    def __call__(self, group_indices: cute.Tensor, positions: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        self.kernel(group_indices, positions, out).launch(
-            grid=[out.shape[0], 1, 1], block=[self.threads, 1, 1], preferred_smem_carveout=25, stream=stream
+    def __call__(self, *values: Any):
+        params, stream = ExpandTopkGroupsParams(*values[:-1]), values[-1]
+        self.kernel(params).launch(
+            grid=[params.out.shape[0], 1, 1], block=[self.threads, 1, 1], preferred_smem_carveout=25, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, gGroups: cute.Tensor, gPositions: cute.Tensor, gOut: cute.Tensor):
+    def kernel(self, params: ExpandTopkGroupsParams):
         token, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         smem = cutlass.utils.SmemAllocator()
         sList = smem.allocate_tensor(Int32, cute.make_layout(self.step), 16)
         sCounts = smem.allocate_tensor(Int32, cute.make_layout(self.warps), 16)
-        position = narrowed(gPositions[token])
-        k = Int32(gGroups.shape[1])
+        position = narrowed(params.positions[token])
+        k = Int32(params.group_indices.shape[1])
         written = Int32(0)  # groups
         for first in cutlass.range(0, k, self.step, unroll=1):
-            count = self.fill_list(gGroups, token, first, k, thread, sList, sCounts)
+            count = self.fill_list(params.group_indices, token, first, k, thread, sList, sCounts)
             for j in cutlass.range(thread, count * self.ratio, self.threads, unroll=4):
                 group = j // self.ratio
-                gOut[token, written * self.ratio + j] = sList[group] * self.ratio + (j - group * self.ratio)
+                params.out[token, written * self.ratio + j] = sList[group] * self.ratio + (j - group * self.ratio)
             written += count
             if first + self.step < k:
                 cute.arch.sync_threads()  # the list is filled again
@@ -124,17 +122,17 @@ class _ExpandTopkGroups:
         tail = Int32(0)
         if position >= 0:
             tail = position + 1 - tail_start
-        for j in cutlass.range(written * self.ratio + thread, gOut.shape[1], self.threads, unroll=1):
+        for j in cutlass.range(written * self.ratio + thread, params.out.shape[1], self.threads, unroll=1):
             within = j - written * self.ratio
             value = Int32(-1)
             if within < tail:
                 value = tail_start + within
-            gOut[token, j] = value
+            params.out[token, j] = value
 
     @cute.jit
     def fill_list(
         self,
-        gGroups: cute.Tensor,
+        group_indices: cute.Tensor,
         token: Int32,
         first: Int32,
         k: Int32,
@@ -151,7 +149,7 @@ class _ExpandTopkGroups:
         for u in cutlass.range_constexpr(self.groups):
             column = start + u * 32 + lane
             if column < k:
-                rGroups[u] = narrowed(gGroups[token, column])
+                rGroups[u] = narrowed(group_indices[token, column])
         before = (Int32(1) << lane) - 1  # mask of the lower lanes
         total = Int32(0)
         for u in cutlass.range_constexpr(self.groups):

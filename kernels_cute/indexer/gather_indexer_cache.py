@@ -15,11 +15,10 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
-from gdn.problems import GatherIndexerCacheProblem
+from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem
 from kernels_cute.common.memory import ACCESS_BYTES, fake, load, store, word_pointer
 from kernels_cute.indexer.rows import CACHE_DTYPES, INDEX_DTYPES
 
@@ -77,34 +76,27 @@ def compile(problem: GatherIndexerCacheProblem, config: Config) -> dict[str, byt
     return {entry: build.library(entry, _GatherIndexerCache(problem, config), *_arguments(problem))}
 
 
-def launch(compiled: Any, cache: Any, block_tables: Any, cu_seqlens: Any, k: Any, k_scale: Any) -> None:
-    if k.shape[0] == 0:
-        return
-    compiled.functions["gather_indexer_cache"](cache, block_tables, cu_seqlens, k, k if k_scale is None else k_scale)
+def launch(compiled: Any, params: GatherIndexerCacheParams) -> None:
+    compiled.functions["gather_indexer_cache"](*params)
 
 
-def _arguments(problem: GatherIndexerCacheProblem) -> list[Any]:
-    """Fake tensors in the order of the compiled function."""
+def _arguments(problem: GatherIndexerCacheProblem) -> GatherIndexerCacheParams:
+    """Fake tensors and scalars to compile for."""
     rows, width = cute.sym_int(), problem.num_kv_heads * problem.head_dim
-    value_dtype = "float8_e4m3fn" if problem.scaled else str(problem.cache_dtype)
-
-    def values() -> Any:
-        return fake(value_dtype, rows, width, last=1)
-
-    return [
-        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
-        fake("int32", cute.sym_int(), cute.sym_int()),
-        fake(problem.cu_seqlens_dtype, cute.sym_int()),
-        values(),
-        fake("float32", rows, problem.num_kv_heads, last=1) if problem.scaled else values(),
-    ]
+    return GatherIndexerCacheParams(
+        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
+        block_tables=fake("int32", cute.sym_int(), cute.sym_int()),
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int()),
+        k=fake("float8_e4m3fn" if problem.scaled else str(problem.cache_dtype), rows, width, last=1),
+        k_scale=fake("float32", rows, problem.num_kv_heads, last=1) if problem.scaled else None,
+    )
 
 
 class _GatherIndexerCache:
     """The kernel for one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: GatherIndexerCacheProblem, config: Config) -> None:
-        self.threads, self.rows, self.scaled = config.threads, config.rows, problem.scaled
+        self.threads, self.rows = config.threads, config.rows
         self.kv_heads = problem.num_kv_heads
         self.row_bytes = _row_bytes(problem)
         # Elements of a row in the cache, its scales included.
@@ -114,65 +106,58 @@ class _GatherIndexerCache:
         self.rounds = -(-self.pieces // 32)
 
     @cute.jit
-    def __call__(
-        self,
-        cache: cute.Tensor,
-        block_tables: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        k: cute.Tensor,
-        k_scale: cute.Tensor,
-        stream: CUstream,
-    ):
+    def __call__(self, *values: Any):
+        params, stream = GatherIndexerCacheParams(*values[:-1]), values[-1]
         block_rows = self.threads // 32 * self.rows
-        self.kernel(cache, block_tables, cu_seqlens, k, k_scale).launch(
-            grid=[(k.shape[0] + block_rows - 1) // block_rows, 1, 1], block=[self.threads, 1, 1], stream=stream
+        self.kernel(params).launch(
+            grid=[(params.k.shape[0] + block_rows - 1) // block_rows, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor, gK: cute.Tensor, gScale: cute.Tensor):
+    def kernel(self, params: GatherIndexerCacheParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         first = (block * (self.threads // 32) + thread // 32) * self.rows
-        num_rows = gK.shape[0]
-        page_size = Int32(gCache.shape[1]) // self.row_elements
+        num_rows = params.k.shape[0]
+        page_size = Int32(params.cache.shape[1]) // self.row_elements
 
         # One row a lane; lanes beyond the warp's rows repeat its last one.
         row = first + (lane if lane < self.rows else self.rows - 1)
-        page, place, is_used = self.find(row, page_size, gCache, gTables, gOffsets)
-        base = gCache.iterator.toint() + Int64(page) * gCache.stride[0] * (gCache.element_type.width // 8)
+        page, place, is_used = self.find(params, row, page_size)
+        base = params.cache.iterator.toint() + Int64(page) * params.cache.stride[0] * (params.cache.element_type.width // 8)
         source = base + Int64(place) * self.row_bytes
         if not is_used:
             source = Int64(0)
 
-        target = gK.iterator.toint() + Int64(first) * self.row_bytes
+        target = params.k.iterator.toint() + Int64(first) * self.row_bytes
         for start in cutlass.range_constexpr(0, self.rounds, _MOST_PIECES):
             self.copy(source, target, num_rows - first, lane, start, min(_MOST_PIECES, self.rounds - start))
-        if cutlass.const_expr(self.scaled):
-            self.copy_scales(base + Int64(page_size) * self.row_bytes, place, is_used, row, lane, num_rows, gScale)
+        if cutlass.const_expr(params.k_scale is not None):
+            self.copy_scales(base + Int64(page_size) * self.row_bytes, place, is_used, row, lane, num_rows, params.k_scale)
 
     @cute.jit
-    def find(self, row: Int32, page_size: Int32, gCache: cute.Tensor, gTables: cute.Tensor, gOffsets: cute.Tensor):
+    def find(self, params: GatherIndexerCacheParams, row: Int32, page_size: Int32):
         """Page of a row of the result, place in the page, and whether any sequence has it (else both are 0)."""
-        count = gOffsets.shape[0] - 1
+        count = params.cu_seqlens.shape[0] - 1
         sequence = Int32(0)
         size = Int32(count)
         while size > 1:
             half = size // 2
-            if Int64(gOffsets[sequence + half]) <= row:
+            if Int64(params.cu_seqlens[sequence + half]) <= row:
                 sequence += half
                 size -= half
             else:
                 size = half
-        start = Int64(gOffsets[sequence])
-        is_used = Int64(row) < Int64(gOffsets[count]) and start <= Int64(row)
+        start = Int64(params.cu_seqlens[sequence])
+        is_used = Int64(row) < Int64(params.cu_seqlens[count]) and start <= Int64(row)
         page, place = Int32(0), Int32(0)
         if is_used:
             offset = row - Int32(start)
             column = offset // page_size
             place = offset - column * page_size
-            column = cutlass.min(column, Int32(gTables.shape[1]) - 1)
-            page = cutlass.max(cutlass.min(gTables[sequence, column], Int32(gCache.shape[0]) - 1), Int32(0))
+            column = cutlass.min(column, Int32(params.block_tables.shape[1]) - 1)
+            page = cutlass.max(cutlass.min(params.block_tables[sequence, column], Int32(params.cache.shape[0]) - 1), Int32(0))
         return page, place, is_used
 
     @cute.jit

@@ -20,11 +20,10 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
-from gdn.problems import PrepareIndexerProblem
+from gdn.problems import PrepareIndexerParams, PrepareIndexerProblem
 from kernels_cute.common.memory import FLOAT_DTYPES, fake
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows, form_of
@@ -90,64 +89,28 @@ def compile(problem: PrepareIndexerProblem, config: Config) -> dict[str, bytes]:
     return {"prepare_indexer": build.library("prepare_indexer", _PrepareIndexer(problem, config), *_arguments(problem))}
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    weights: Any,
-    positions: Any,
-    cos_sin: Any,
-    q_norm: Any,
-    k_norm: Any,
-    cache: Any,
-    slot_mapping: Any,
-    q_out: Any,
-    weights_out: Any,
-    eps: float,
-) -> None:
-    problem: PrepareIndexerProblem = compiled.problem
-    if q.shape[0] == 0:
-        return
-    absent = positions  # stands in for every tensor that the problem leaves out
-    has_keys, folds = problem.num_kv_heads > 0, problem.folds_weights
-    compiled.functions["prepare_indexer"](
-        q,
-        k if has_keys else absent,
-        weights if folds and weights is not None else absent,
-        positions,
-        cos_sin,
-        q_norm,
-        k_norm if has_keys else absent,
-        cache if has_keys else absent,
-        slot_mapping if has_keys else absent,
-        q_out,
-        weights_out if folds else absent,
-        eps,
-    )
+def launch(compiled: Any, params: PrepareIndexerParams) -> None:
+    compiled.functions["prepare_indexer"](*params)
 
 
-def _arguments(problem: PrepareIndexerProblem) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _arguments(problem: PrepareIndexerProblem) -> PrepareIndexerParams:
+    """Fake tensors and scalars to compile for."""
     tokens, heads, dim = cute.sym_int(), problem.num_heads, problem.head_dim
     kv_heads, folds = problem.num_kv_heads, problem.folds_weights
-
-    def absent() -> Any:
-        return fake(problem.position_dtype, tokens)
-
-    return [
-        fake(problem.dtype, tokens, heads, dim, last=1),
-        fake(str(problem.k_dtype), tokens, kv_heads, dim, last=1) if kv_heads else absent(),
-        fake(str(problem.weights_dtype), tokens, heads) if folds and problem.weights_dtype is not None else absent(),
-        fake(problem.position_dtype, tokens),
-        fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
-        fake(problem.q_norm_dtype, dim, last=1),
-        fake(str(problem.k_norm_dtype), dim, last=1) if kv_heads else absent(),
-        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1) if kv_heads else absent(),
-        fake(str(problem.slot_dtype), tokens) if kv_heads else absent(),
-        fake(problem.q_out_dtype, tokens, heads, dim, last=1),
-        fake("float32", tokens, heads, last=1) if folds else absent(),
-        Float32(1e-6),
-    ]
+    return PrepareIndexerParams(
+        q=fake(problem.dtype, tokens, heads, dim, last=1),
+        k=fake(str(problem.k_dtype), tokens, kv_heads, dim, last=1) if kv_heads else None,
+        weights=fake(str(problem.weights_dtype), tokens, heads) if problem.weights_dtype is not None else None,
+        positions=fake(problem.position_dtype, tokens),
+        cos_sin=fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
+        q_norm=fake(problem.q_norm_dtype, dim, last=1),
+        k_norm=fake(str(problem.k_norm_dtype), dim, last=1) if kv_heads else None,
+        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1) if kv_heads else None,
+        slot_mapping=fake(str(problem.slot_dtype), tokens) if kv_heads else None,
+        q_out=fake(problem.q_out_dtype, tokens, heads, dim, last=1),
+        weights_out=fake("float32", tokens, heads, last=1) if folds else None,
+        eps=Float32(1e-6),
+    )
 
 
 class _PrepareIndexer(IndexerRows):
@@ -162,116 +125,62 @@ class _PrepareIndexer(IndexerRows):
         is_fp8 = problem.q_out_dtype == "float8_e4m3fn"
         self.form = SCALED if problem.folds_weights else CAST if is_fp8 else problem.dtype
         self.key_form = form_of(problem.cache_dtype)
-        self.has_weights = problem.folds_weights and problem.weights_dtype is not None
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        weights: cute.Tensor,
-        positions: cute.Tensor,
-        cos_sin: cute.Tensor,
-        q_norm: cute.Tensor,
-        k_norm: cute.Tensor,
-        cache: cute.Tensor,
-        slot_mapping: cute.Tensor,
-        q_out: cute.Tensor,
-        weights_out: cute.Tensor,
-        eps: Float32,
-        stream: CUstream,
-    ):
-        query_blocks = (q.shape[0] * self.parts + self.groups - 1) // self.groups
-        self.kernel(
-            q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, q_out, weights_out, eps
-        ).launch(
-            grid=[self.key_blocks(q.shape[0]) + query_blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
-        )  # fmt: skip
+    def __call__(self, *values: Any):
+        params, stream = PrepareIndexerParams(*values[:-1]), values[-1]
+        query_blocks = (params.q.shape[0] * self.parts + self.groups - 1) // self.groups
+        self.kernel(params).launch(
+            grid=[self.key_blocks(params.q.shape[0]) + query_blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
 
     @cute.jit
     def key_blocks(self, tokens: Int32):
         return (tokens * self.kv_heads + self.groups - 1) // self.groups
 
     @cute.kernel
-    def kernel(
-        self,
-        gQ: cute.Tensor,
-        gK: cute.Tensor,
-        gWeights: cute.Tensor,
-        gPositions: cute.Tensor,
-        gTable: cute.Tensor,
-        gQNorm: cute.Tensor,
-        gKNorm: cute.Tensor,
-        gCache: cute.Tensor,
-        gSlots: cute.Tensor,
-        gQOut: cute.Tensor,
-        gWeightsOut: cute.Tensor,
-        eps: Float32,
-    ):
+    def kernel(self, params: PrepareIndexerParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // self.lanes, thread % self.lanes
-        key_blocks = self.key_blocks(gQ.shape[0])
+        key_blocks = self.key_blocks(params.q.shape[0])
         if block < key_blocks:
             if cutlass.const_expr(self.kv_heads > 0):
-                self.write_key(block * self.groups + group, lane, gK, gPositions, gTable, gKNorm, gCache, gSlots, eps)
+                self.write_key(params, block * self.groups + group, lane)
         else:
             item = (block - key_blocks) * self.groups + group
-            self.prepare_query(item, lane, gQ, gWeights, gPositions, gTable, gQNorm, gQOut, gWeightsOut, eps)
+            self.prepare_query(params, item, lane)
 
     @cute.jit
-    def write_key(
-        self,
-        item: Int32,
-        lane: Int32,
-        gK: cute.Tensor,
-        gPositions: cute.Tensor,
-        gTable: cute.Tensor,
-        gKNorm: cute.Tensor,
-        gCache: cute.Tensor,
-        gSlots: cute.Tensor,
-        eps: Float32,
-    ):
-        count = gK.shape[0] * self.kv_heads
+    def write_key(self, params: PrepareIndexerParams, item: Int32, lane: Int32):
+        count = params.k.shape[0] * self.kv_heads
         is_live = item < count
         if item >= count:  # the last row again: all lanes of a warp shuffle
             item = count - 1
         token, head = item // self.kv_heads, item % self.kv_heads
-        position, slot = gPositions[token], gSlots[token]
+        position, slot = params.positions[token], params.slot_mapping[token]
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rX = cute.make_rmem_tensor(ELEMENTS, Float32)
         rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
         rCos = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
         rSin = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        self.load_row(gK, Int64(token) * gK.stride[0] + Int64(head) * gK.stride[1], lane, rWords, 0)
-        self.load_gain(gKNorm, lane, self.zero_centred, rGain)
-        self.load_angles(gTable, position, lane, rCos, rSin)
+        self.load_row(params.k, Int64(token) * params.k.stride[0] + Int64(head) * params.k.stride[1], lane, rWords, 0)
+        self.load_gain(params.k_norm, lane, self.zero_centred, rGain)
+        self.load_angles(params.cos_sin, position, lane, rCos, rSin)
         self.unpack(rWords, 0, self.k_dtype, rX)
-        self.norm(rX, rGain, eps)
+        self.norm(rX, rGain, params.eps)
         self.rotate(rX, rCos, rSin, lane)
         self.pack(rX, self.k_dtype, rWords, 0)
-        self.write_cache(rWords, self.k_dtype, gCache, self.key_form, self.kv_heads, slot, head, lane, is_live)
+        self.write_cache(rWords, self.k_dtype, params.cache, self.key_form, self.kv_heads, slot, head, lane, is_live)
 
     @cute.jit
-    def prepare_query(
-        self,
-        item: Int32,
-        lane: Int32,
-        gQ: cute.Tensor,
-        gWeights: cute.Tensor,
-        gPositions: cute.Tensor,
-        gTable: cute.Tensor,
-        gQNorm: cute.Tensor,
-        gQOut: cute.Tensor,
-        gWeightsOut: cute.Tensor,
-        eps: Float32,
-    ):
-        count = gQ.shape[0] * self.parts
+    def prepare_query(self, params: PrepareIndexerParams, item: Int32, lane: Int32):
+        count = params.q.shape[0] * self.parts
         is_live = item < count
         if item >= count:
             item = count - 1
         token, part = item // self.parts, item % self.parts
-        position = gPositions[token]
+        position = params.positions[token]
         rRows = cute.make_rmem_tensor(self.rows * WORDS, Uint32)
         rWeights = cute.make_rmem_tensor(self.rows, Float32)
         rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
@@ -281,26 +190,26 @@ class _PrepareIndexer(IndexerRows):
         rCodes = cute.make_rmem_tensor(WORDS, Uint32)
         for u in cutlass.range_constexpr(self.rows):
             head = part + u * self.parts
-            self.load_row(gQ, Int64(token) * gQ.stride[0] + Int64(head) * gQ.stride[1], lane, rRows, u * WORDS)
+            self.load_row(params.q, Int64(token) * params.q.stride[0] + Int64(head) * params.q.stride[1], lane, rRows, u * WORDS)
         rWeights.fill(1.0)
-        if cutlass.const_expr(self.has_weights):
+        if cutlass.const_expr(params.weights is not None):
             for u in cutlass.range_constexpr(self.rows):
-                rWeights[u] = gWeights[token, part + u * self.parts].to(Float32)
-        self.load_gain(gQNorm, lane, self.zero_centred, rGain)
-        self.load_angles(gTable, position, lane, rCos, rSin)
+                rWeights[u] = params.weights[token, part + u * self.parts].to(Float32)
+        self.load_gain(params.q_norm, lane, self.zero_centred, rGain)
+        self.load_angles(params.cos_sin, position, lane, rCos, rSin)
         for u in cutlass.range_constexpr(self.rows):
             self.unpack(rRows, u * WORDS, self.dtype, rX)
-            self.norm(rX, rGain, eps)
+            self.norm(rX, rGain, params.eps)
             self.rotate(rX, rCos, rSin, lane)
             self.pack(rX, self.dtype, rRows, u * WORDS)
             scale = self.encode(rRows, u * WORDS, self.dtype, self.form, rCodes)
             place = Int64(token) * self.heads + part + u * self.parts
             if is_live:
-                width = cutlass.const_expr(gQOut.element_type.width // 8)
-                self.store_codes(rCodes, self.form, gQOut.iterator.toint() + place * (self.dim * width), lane)
+                width = cutlass.const_expr(params.q_out.element_type.width // 8)
+                self.store_codes(rCodes, self.form, params.q_out.iterator.toint() + place * (self.dim * width), lane)
                 if cutlass.const_expr(self.form == SCALED):
                     if lane == 0:
                         target = cute.make_ptr(
-                            Float32, gWeightsOut.iterator.toint() + place * 4, cute.AddressSpace.gmem, assumed_align=4
+                            Float32, params.weights_out.iterator.toint() + place * 4, cute.AddressSpace.gmem, assumed_align=4
                         )
                         target[0] = rWeights[u] * (scale * self.dim**-0.5)

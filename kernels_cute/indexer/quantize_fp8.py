@@ -13,11 +13,10 @@ from kernels_cute.common import build
 # isort: split
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
-from gdn.problems import QuantizeFp8Problem
+from gdn.problems import QuantizeFp8Params, QuantizeFp8Problem
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import SCALED, WORDS, IndexerRows
@@ -65,20 +64,18 @@ def compile(problem: QuantizeFp8Problem, config: Config) -> dict[str, bytes]:
     return {"quantize_fp8": build.library("quantize_fp8", _QuantizeFp8(problem, config), *_arguments(problem))}
 
 
-def launch(compiled: Any, x: Any, x_fp8: Any, scale: Any) -> None:
-    if x.shape[0] == 0:
-        return
-    compiled.functions["quantize_fp8"](x, x_fp8, scale)
+def launch(compiled: Any, params: QuantizeFp8Params) -> None:
+    compiled.functions["quantize_fp8"](*params)
 
 
-def _arguments(problem: QuantizeFp8Problem) -> list[Any]:
-    """Fake tensors in the order of the compiled function."""
+def _arguments(problem: QuantizeFp8Problem) -> QuantizeFp8Params:
+    """Fake tensors and scalars to compile for."""
     tokens, shape = cute.sym_int(), (problem.num_groups, problem.group_dim)
-    return [
-        fake(problem.dtype, tokens, *shape, last=1),
-        fake("float8_e4m3fn", tokens, *shape, last=1),
-        fake("float32", tokens, problem.num_groups, last=1),
-    ]
+    return QuantizeFp8Params(
+        x=fake(problem.dtype, tokens, *shape, last=1),
+        x_fp8=fake("float8_e4m3fn", tokens, *shape, last=1),
+        scale=fake("float32", tokens, problem.num_groups, last=1),
+    )
 
 
 class _QuantizeFp8(IndexerRows):
@@ -89,17 +86,18 @@ class _QuantizeFp8(IndexerRows):
         self.rows, self.num_groups, self.dtype = config.rows, problem.num_groups, problem.dtype
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, x_fp8: cute.Tensor, scale: cute.Tensor, stream: CUstream):
-        count = Int64(x.shape[0]) * self.num_groups
+    def __call__(self, *values: Any):
+        params, stream = QuantizeFp8Params(*values[:-1]), values[-1]
+        count = Int64(params.x.shape[0]) * self.num_groups
         blocks = (count + self.groups * self.rows - 1) // (self.groups * self.rows)
-        self.kernel(x, x_fp8, scale).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+        self.kernel(params).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, gX: cute.Tensor, gOut: cute.Tensor, gScale: cute.Tensor):
+    def kernel(self, params: QuantizeFp8Params):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // self.lanes, thread % self.lanes
-        count = Int64(gX.shape[0]) * self.num_groups
+        count = Int64(params.x.shape[0]) * self.num_groups
         # The groups of a block take neighbouring rows, so that it reads whole stretches of memory at a time.
         first = Int64(block) * (self.groups * self.rows) + group
         rRows = cute.make_rmem_tensor(self.rows * WORDS, Uint32)
@@ -109,13 +107,15 @@ class _QuantizeFp8(IndexerRows):
             if row >= count:  # the last row again: all lanes of a warp shuffle
                 row = count - 1
             token = row // self.num_groups
-            offset = token * gX.stride[0] + (row - token * self.num_groups) * gX.stride[1]
-            self.load_row(gX, offset, lane, rRows, u * WORDS)
+            offset = token * params.x.stride[0] + (row - token * self.num_groups) * params.x.stride[1]
+            self.load_row(params.x, offset, lane, rRows, u * WORDS)
         for u in cutlass.range_constexpr(self.rows):
             scale = self.encode(rRows, u * WORDS, self.dtype, SCALED, rCodes)
             row = first + u * self.groups
             if row < count:
-                self.store_codes(rCodes, SCALED, gOut.iterator.toint() + row * self.dim, lane)
+                self.store_codes(rCodes, SCALED, params.x_fp8.iterator.toint() + row * self.dim, lane)
                 if lane == 0:
-                    target = cute.make_ptr(Float32, gScale.iterator.toint() + row * 4, cute.AddressSpace.gmem, assumed_align=4)
+                    target = cute.make_ptr(
+                        Float32, params.scale.iterator.toint() + row * 4, cute.AddressSpace.gmem, assumed_align=4
+                    )
                     target[0] = scale

@@ -12,11 +12,10 @@ from kernels_cute.common import build
 
 # isort: split
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Int64, Uint32
 
 from gdn.device import DeviceSpec
-from gdn.problems import WriteIndexerCacheProblem
+from gdn.problems import WriteIndexerCacheParams, WriteIndexerCacheProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of
@@ -60,20 +59,18 @@ def compile(problem: WriteIndexerCacheProblem, config: Config) -> dict[str, byte
     return {entry: build.library(entry, _WriteIndexerCache(problem, config), *_arguments(problem))}
 
 
-def launch(compiled: Any, k: Any, cache: Any, slot_mapping: Any) -> None:
-    if k.shape[0] == 0:
-        return
-    compiled.functions["write_indexer_cache"](k, cache, slot_mapping)
+def launch(compiled: Any, params: WriteIndexerCacheParams) -> None:
+    compiled.functions["write_indexer_cache"](*params)
 
 
-def _arguments(problem: WriteIndexerCacheProblem) -> list[Any]:
-    """Fake tensors in the order of the compiled function."""
+def _arguments(problem: WriteIndexerCacheProblem) -> WriteIndexerCacheParams:
+    """Fake tensors and scalars to compile for."""
     tokens = cute.sym_int()
-    return [
-        fake(problem.dtype, tokens, problem.num_kv_heads, problem.head_dim, last=1),
-        fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
-        fake(problem.slot_dtype, tokens),
-    ]
+    return WriteIndexerCacheParams(
+        k=fake(problem.dtype, tokens, problem.num_kv_heads, problem.head_dim, last=1),
+        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
+        slot_mapping=fake(problem.slot_dtype, tokens),
+    )
 
 
 class _WriteIndexerCache(IndexerRows):
@@ -84,22 +81,23 @@ class _WriteIndexerCache(IndexerRows):
         self.kv_heads, self.dtype, self.form = problem.num_kv_heads, problem.dtype, form_of(problem.cache_dtype)
 
     @cute.jit
-    def __call__(self, k: cute.Tensor, cache: cute.Tensor, slot_mapping: cute.Tensor, stream: CUstream):
-        blocks = (k.shape[0] * self.kv_heads + self.groups - 1) // self.groups
-        self.kernel(k, cache, slot_mapping).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+    def __call__(self, *values: Any):
+        params, stream = WriteIndexerCacheParams(*values[:-1]), values[-1]
+        blocks = (params.k.shape[0] * self.kv_heads + self.groups - 1) // self.groups
+        self.kernel(params).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, gK: cute.Tensor, gCache: cute.Tensor, gSlots: cute.Tensor):
+    def kernel(self, params: WriteIndexerCacheParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
         item = block * self.groups + thread // self.lanes
-        count = gK.shape[0] * self.kv_heads
+        count = params.k.shape[0] * self.kv_heads
         is_live = item < count
         if item >= count:  # the last row again: all lanes of a warp shuffle
             item = count - 1
         token, head = item // self.kv_heads, item % self.kv_heads
-        slot = gSlots[token]
+        slot = params.slot_mapping[token]
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
-        self.load_row(gK, Int64(token) * gK.stride[0] + Int64(head) * gK.stride[1], lane, rWords, 0)
-        self.write_cache(rWords, self.dtype, gCache, self.form, self.kv_heads, slot, head, lane, is_live)
+        self.load_row(params.k, Int64(token) * params.k.stride[0] + Int64(head) * params.k.stride[1], lane, rWords, 0)
+        self.write_cache(rWords, self.dtype, params.cache, self.form, self.kv_heads, slot, head, lane, is_live)

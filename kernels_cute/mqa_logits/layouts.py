@@ -23,10 +23,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-QUERIES_PER_GROUP = 4  # lanes of a quad: one query each
+from kernels_cute.mqa_logits.constants import QUERIES_PER_GROUP
+
 BOX_BYTES = 128  # widest row of a swizzled tile
-TURN_BYTES = 24576  # most bytes of 64 keys that one turn at the tensor cores takes: larger stages leave too few
-TURN_HEADS = 3  # most key heads of a turn: their scales wait in registers
+ROUND_BYTES = 24576  # most bytes of 64 keys that one round takes: larger stages leave too few
+ROUND_HEADS = 3  # most key heads of a round: their scales wait in registers
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,16 @@ class HeadOrder:
             return None
         return first + odd * (self.group - self.pairs) + pair
 
+    def lane_head(self, kv_head: int, odd: int, pair: int) -> int | None:
+        """The same among the heads that one lane holds: all of them, or with several lanes a query those of its residue."""
+        if self.lanes == 1:
+            return self.head(kv_head, odd, pair)
+        return 2 * (kv_head * self.pairs + pair) + odd
 
-def heads_at_once(kv_heads: int, row_bytes: int, rows: int) -> int:
-    """Key heads that one turn at the tensor cores takes: they share a stage of keys and the wait for the products."""
-    most = max(1, min(TURN_HEADS, TURN_BYTES // (rows * row_bytes)))
+
+def kv_heads_per_round(kv_heads: int, row_bytes: int, rows: int) -> int:
+    """Key heads of one round of a tile: they share a stage of keys and the wait for the products."""
+    most = max(1, min(ROUND_HEADS, ROUND_BYTES // (rows * row_bytes)))
     return max(count for count in range(1, most + 1) if kv_heads % count == 0)
 
 

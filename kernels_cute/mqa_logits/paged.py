@@ -8,7 +8,7 @@ and -inf from the draft's length on; the heads of key head g are H / kv_heads ne
     weights [B * next_n, H] float32 or bf16   float32 scales) or [pages, page_size * kv_heads * D] as q, any page stride of 16
     context_lens [B] or [B, next_n] int32     block_tables [B, max_pages] int32     out [B * next_n, W] float32 or bf16
 
-The kernel, its warp roles and its barriers: _logits_paged.py; the deal of work over blocks: _logits_deal.py.
+The kernel and its warp roles: paged_kernel.py; its barriers: paged_tiles.py; the deal of work over blocks: paged_schedule.py.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,12 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, PagedMqaLogitsProblem
+from gdn.problems import DTYPE_BYTES, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_cute.common.build import library
-from kernels_cute.mqa_logits.layouts import QUERIES_PER_GROUP, HeadOrder, heads_at_once
-from kernels_cute.mqa_logits.paged_kernel import KEY_ROWS, QUERY_STAGES, REGISTERS, PagedLogits
+from kernels_cute.mqa_logits.constants import KEY_ROWS, QUERIES_PER_GROUP
+from kernels_cute.mqa_logits.layouts import HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.paged_kernel import PagedLogits
+from kernels_cute.mqa_logits.paged_tiles import QUERY_STAGES, REGISTERS, DraftColumns, PagedTiles
 
 ENTRY = "gdn_cute_paged_mqa_logits"
 MAX_HEADS = 64
@@ -82,17 +84,7 @@ def _row_bytes(problem: PagedMqaLogitsProblem) -> int:
     return problem.head_dim * DTYPE_BYTES[problem.dtype]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How the drafts of a sequence become columns."""
-
-    lanes_per_query: int  # of a quad
-    groups: int  # of 4 / lanes_per_query drafts, in one pass
-    passes: int  # over a sequence's keys
-    columns: int  # queries x heads (odd numbers of a key head's rounded up) of one pass
-
-
-def shape_of(problem: PagedMqaLogitsProblem) -> Shape:
+def draft_columns(problem: PagedMqaLogitsProblem) -> DraftColumns:
     """The fewest columns in all, then the fewest shuffles."""
     shapes = []
     for lanes in (1, 2, 4):
@@ -103,35 +95,35 @@ def shape_of(problem: PagedMqaLogitsProblem) -> Shape:
         groups = -(-problem.next_n // group_drafts)
         passes = -(-groups // max(1, MAX_COLUMNS // (group_drafts * order.columns)))
         groups = -(-groups // passes)
-        shapes.append(Shape(lanes, groups, passes, groups * group_drafts * order.columns))
+        shapes.append(DraftColumns(lanes, groups, passes, groups * group_drafts * order.columns))
     return min(shapes, key=lambda shape: (shape.passes * shape.columns, shape.lanes_per_query))
 
 
 def _shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
-    shape, row_bytes = shape_of(problem), _row_bytes(problem)
+    shape, row_bytes = draft_columns(problem), _row_bytes(problem)
     columns = shape.columns
     tile = KEY_ROWS * config.math_warpgroups
     drafts = shape.groups * QUERIES_PER_GROUP // shape.lanes_per_query
     tables = QUERY_STAGES * (16 + 16 + drafts * 4 + drafts * problem.num_heads * 4) + 16 * config.key_stages
     scales = 4 * tile * problem.num_kv_heads * config.key_stages if problem.has_k_scale else 16
-    key_rows = tile * _heads_at_once(problem, config)
+    key_rows = tile * _kv_heads_per_round(problem, config)
     # Each table may be padded to 128 bytes, and the tiles start at a multiple of 1024.
     return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + key_rows * config.key_stages) * row_bytes
 
 
-def _registers(problem: PagedMqaLogitsProblem, at_once: int) -> tuple[int, int]:
-    """Of a math thread whose turns take so many key heads: (sums of the products, everything)."""
-    shape, kv_heads = shape_of(problem), problem.num_kv_heads
-    sums = shape.columns * at_once // kv_heads // 2
-    totals = 2 * shape.groups if at_once < kv_heads else 0  # live from turn to turn
+def _registers(problem: PagedMqaLogitsProblem, per_round: int) -> tuple[int, int]:
+    """Registers of a math thread whose rounds take `per_round` key heads: (sums of the products, everything)."""
+    shape, kv_heads = draft_columns(problem), problem.num_kv_heads
+    sums = shape.columns * per_round // kv_heads // 2
+    totals = 2 * shape.groups if per_round < kv_heads else 0  # live from round to round
     weights = shape.groups * problem.num_heads // shape.lanes_per_query if problem.weights_dtype else 0
-    scales = 2 * at_once if kv_heads > 1 and problem.has_k_scale else 0
+    scales = 2 * per_round if kv_heads > 1 and problem.has_k_scale else 0
     return sums, sums + totals + weights + scales + SPARE_REGISTERS
 
 
-def _heads_at_once(problem: PagedMqaLogitsProblem, config: Config) -> int:
-    """Key heads of a turn: as many as the registers of a math thread hold, one at least."""
-    most = heads_at_once(problem.num_kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
+def _kv_heads_per_round(problem: PagedMqaLogitsProblem, config: Config) -> int:
+    """Key heads of a round: as many as the registers of a math thread hold, one at least."""
+    most = kv_heads_per_round(problem.num_kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
     room = REGISTERS[config.math_warpgroups, config.blocks_per_sm].math
     counts = [count for count in range(most, 1, -1) if problem.num_kv_heads % count == 0]
     return next((count for count in counts if _registers(problem, count)[1] <= room), 1)
@@ -141,7 +133,7 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
     registers = REGISTERS.get((config.math_warpgroups, config.blocks_per_sm))
     if registers is None or config.key_stages < 2 or config.num_sms < 1:
         return False
-    sums, held = _registers(problem, _heads_at_once(problem, config))
+    sums, held = _registers(problem, _kv_heads_per_round(problem, config))
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
     room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
     # The assembler measures a wgmma's accumulators against the registers at launch, all else against those of math threads.
@@ -183,34 +175,12 @@ def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
 
 
 def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    shape = shape_of(problem)
-    kernel = PagedLogits(
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        kv_heads_at_once=_heads_at_once(problem, config),
-        head_dim=problem.head_dim,
-        fp8=problem.dtype == "float8_e4m3fn",
-        has_k_scale=problem.has_k_scale,
-        has_weights=problem.weights_dtype is not None,
-        relu=problem.relu,
-        clean=problem.clean,
-        page_size=problem.page_size,
-        next_n=problem.next_n,
-        per_draft_lengths=problem.per_draft_lengths,
-        lanes_per_query=shape.lanes_per_query,
-        groups=shape.groups,
-        passes=shape.passes,
-        math_warpgroups=config.math_warpgroups,
-        blocks_per_sm=config.blocks_per_sm,
-        key_stages=config.key_stages,
-        num_sms=config.num_sms,
-    )
-    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+    tiles = PagedTiles(problem, config, draft_columns(problem), _kv_heads_per_round(problem, config))
+    return {ENTRY: library(ENTRY, PagedLogits(tiles), *_arguments(problem), cutlass.Int32(0))}
 
 
-def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
-    """The fake tensors of a launch. Absent weights are stood in for by block_tables, which the kernel then never reads as
-    such."""
+def _arguments(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
+    """Fake tensors and numbers of a launch."""
     dtype = DTYPES[problem.dtype]
     # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
     q = make_fake_tensor(
@@ -220,42 +190,26 @@ def _arguments(problem: PagedMqaLogitsProblem) -> list[Any]:
         assumed_align=16,
     )
     page_bytes = problem.page_size * problem.num_kv_heads * (problem.head_dim + 4 * problem.has_k_scale)
-    cache = _matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16)
-    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _table()
     lengths = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
     if problem.per_draft_lengths:
         lengths = _matrix(cutlass.Int32, problem.next_n)
-    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    numbers = [cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
-    return [q, cache, weights, lengths, _table(), out, *numbers]
-
-
-def _table() -> Any:
-    return _matrix(cutlass.Int32, cute.sym_int())
+    return PagedMqaLogitsParams(
+        q=q,
+        cache=_matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16),
+        weights=_matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else None,
+        context_lens=lengths,
+        block_tables=_matrix(cutlass.Int32, cute.sym_int()),
+        out=_matrix(DTYPES[problem.out_dtype], cute.sym_int()),
+        scale=cutlass.Float32(1.0),
+        skip_rows_up_to=cutlass.Int32(0),
+    )
 
 
 def _matrix(dtype: Any, columns: Any, align: int | None = None) -> Any:
     return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1), assumed_align=align)
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_tables: Any,
-    out: Any,
-    scale: float,
-    least: int = 0,
-) -> None:
-    problem = compiled.problem
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    if cache.shape[0] == 0 or block_tables.shape[1] == 0:  # no page, so no key: a descriptor cannot describe an empty tensor
-        if problem.clean:
-            out.fill_(float("-inf"))
-        return
-    limit = min(out.shape[1], block_tables.shape[1] * problem.page_size)
-    weights = block_tables if weights is None else weights
-    compiled.functions[ENTRY](q, cache, weights, context_lens, block_tables, out, limit, least, scale)
+def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:
+    # Of Python's integers: the keys that a wide block table addresses may exceed 32 bits.
+    most_keys = min(params.out.shape[1], params.block_tables.shape[1] * compiled.problem.page_size)
+    compiled.functions[ENTRY](*params, most_keys)

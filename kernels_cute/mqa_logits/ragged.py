@@ -5,7 +5,7 @@
     q [M, H, D] e4m3 or bf16    k [Nk, kv_heads, D] as q    k_scale [Nk, kv_heads] float32    weights [M, H] float32 or bf16
     cu_seqlen_ks, cu_seqlen_ke [M] int32                    out [M, W] float32 or bf16        h of g: H / kv_heads heads each
 
-The kernel, its warp roles and its barriers: _logits_ragged.py; the order of heads and queries: _logits_layouts.py.
+The kernel and its warp roles: ragged_kernel.py; its barriers: ragged_tiles.py; the order of heads and queries: layouts.py.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,12 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, MqaLogitsProblem
+from gdn.problems import DTYPE_BYTES, MqaLogitsParams, MqaLogitsProblem
 from kernels_cute.common.build import library
-from kernels_cute.mqa_logits.layouts import HeadOrder, heads_at_once
-from kernels_cute.mqa_logits.ragged_kernel import KEY_ROWS, PARTS, RaggedLogits
-from kernels_cute.mqa_logits.scores import score_words
+from kernels_cute.mqa_logits.constants import KEY_ROWS
+from kernels_cute.mqa_logits.layouts import HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.ragged_kernel import RaggedLogits
+from kernels_cute.mqa_logits.ragged_tiles import PARTS, RaggedTiles, score_words
 
 ENTRY = "gdn_cute_mqa_logits"
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
@@ -31,10 +32,9 @@ MAX_COLUMNS = 256
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the queries, or 1.4 times the keys and columns. What gains 5 % at
 # 8192 x 8192 with 64 heads loses 6 % at 2048 x 8192.
 TUNED_WITHIN = 1.0
-HALVES = (1, 2)
-HANDOFF = (0, 1)
-EVEN = (0, 1, 8)
-SEGMENTS = (8, 32)
+ACCUMULATOR_SETS = (1, 2)
+ROUND_ROBIN, BALANCED_END, BALANCED_ALL = BALANCED_FRACTIONS = (0, 1, 8)  # in eighths of the work
+STORE_WIDTHS = (8, 32)
 STAGES = ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2))  # of queries and keys: the first that fit
 DTYPES: dict[str, Any] = {
     "float32": cutlass.Float32,
@@ -48,11 +48,16 @@ class Config:
     columns: int  # queries x heads (odd numbers of a key head's rounded up) of one math warpgroup; a block holds two such
     query_stages: int  # query tiles in shared memory; 2 load the next item's queries during this one
     key_stages: int  # key tiles of 64 rows in flight
-    handoff: int  # tensor steps still running when a warpgroup lets the other one issue; of two sets: 1 = all, 0 = the second's
-    halves: int  # sets of accumulators of a math warpgroup, each for its part of the columns; 2: sums overlap with products
-    relu_sum: bool  # relu as x + |x| (FP8 only): an addition has twice the rate of a maximum
-    even: int  # eighths of the work that are dealt in runs of equal cost: 0 (all round robin), 1 (the end) or 8 (everything)
-    segment: int  # neighbouring scores of a row that one store instruction writes: 8 (accumulator order) or 32 (shared memory)
+    accumulator_sets: (
+        int  # sets of accumulators of a math warpgroup, each for its part of the columns; 2: sums overlap with products
+    )
+    steps_in_flight_at_turn: int  # one set: tensor steps still running when a warpgroup passes the turn, 0 or 1; two sets: 0
+    pass_turn_at_issue: bool  # two sets: the turn is passed once both products are queued, not once the first is done
+    relu_as_add_abs: bool  # relu as x + |x| (FP8 only): an addition has twice the rate of a maximum
+    balanced_fraction: int  # eighths of the work dealt in runs of equal cost: ROUND_ROBIN, BALANCED_END or BALANCED_ALL
+    store_width: (
+        int  # neighbouring scores of a row that one store instruction writes: 8 (accumulator order) or 32 (shared memory)
+    )
     tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
     num_blocks: int  # persistent blocks: the device's SMs
 
@@ -105,9 +110,9 @@ def _columns(problem: MqaLogitsProblem) -> list[int]:
 
 def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
     row_bytes, queries = _row_bytes(problem), _queries(problem, config.columns)
-    key_rows = KEY_ROWS * heads_at_once(problem.num_kv_heads, row_bytes, KEY_ROWS)
+    key_rows = KEY_ROWS * kv_heads_per_round(problem.num_kv_heads, row_bytes, KEY_ROWS)
     tables = config.query_stages * (16 + 16 + queries * (8 + 4 * problem.num_heads)) + 16 * config.key_stages
-    tables += 4 * (config.num_blocks + PARTS) * (config.even > 0) + 4 * score_words(config.segment, queries) + 32
+    tables += 4 * (config.num_blocks + PARTS) * (config.balanced_fraction > 0) + 4 * score_words(config.store_width, queries) + 32
     tiles = (2 * config.columns * config.query_stages + key_rows * config.key_stages) * row_bytes
     return -(-tables // 1024) * 1024 + 1024 + tiles
 
@@ -115,12 +120,13 @@ def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         config.columns in _columns(problem)
-        and config.halves in HALVES
-        and (config.halves == 1 or _two_sets(problem, config.columns))
-        and config.handoff in HANDOFF
-        and (not config.relu_sum or (problem.relu and problem.dtype == "float8_e4m3fn"))
-        and config.even in EVEN
-        and config.segment in SEGMENTS
+        and config.accumulator_sets in ACCUMULATOR_SETS
+        and (config.accumulator_sets == 1 or _two_sets(problem, config.columns))
+        and config.steps_in_flight_at_turn in ((0, 1) if config.accumulator_sets == 1 else (0,))
+        and (not config.pass_turn_at_issue or config.accumulator_sets == 2)
+        and (not config.relu_as_add_abs or (problem.relu and problem.dtype == "float8_e4m3fn"))
+        and config.balanced_fraction in BALANCED_FRACTIONS
+        and config.store_width in STORE_WIDTHS
         and config.query_stages >= 1
         and config.key_stages >= 2
         and config.tiles_per_item >= 1
@@ -148,16 +154,17 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     # Below 16 heads in FP8 the write hides the sums, and two sets read the keys from shared memory twice.
     two = problem.num_heads >= (16 if fp8 else 8) and columns >= 128 and _two_sets(problem, columns)
     for query_stages, key_stages in STAGES:
-        even, tiles = _deal(problem, query_stages, device)
+        balanced_fraction, tiles = _deal(problem, query_stages, device)
         config = Config(
             columns=columns,
             query_stages=query_stages,
             key_stages=key_stages,
-            handoff=_handoff(problem, two),
-            halves=2 if two else 1,
-            relu_sum=fp8 and problem.relu,
-            even=even,
-            segment=32 if _few(problem) else 8,
+            accumulator_sets=2 if two else 1,
+            steps_in_flight_at_turn=0 if two else _steps_in_flight_at_turn(problem),
+            pass_turn_at_issue=two and _pass_turn_at_issue(problem),
+            relu_as_add_abs=fp8 and problem.relu,
+            balanced_fraction=balanced_fraction,
+            store_width=32 if _few(problem) else 8,
             tiles_per_item=tiles,
             num_blocks=device.num_sms,
         )
@@ -171,22 +178,26 @@ def _few(problem: MqaLogitsProblem) -> bool:
     return problem.dtype == "float8_e4m3fn" and problem.head_dim == 128 and 4 <= problem.num_heads < 8
 
 
-def _handoff(problem: MqaLogitsProblem, two: bool) -> int:
-    if problem.dtype != "float8_e4m3fn":
-        return 1
-    if two:
-        return 0 if problem.num_heads > 48 else 1
-    return 0 if 8 <= problem.num_heads // problem.num_kv_heads < 16 else 1
+def _steps_in_flight_at_turn(problem: MqaLogitsProblem) -> int:
+    """With one set of accumulators."""
+    few = 8 <= problem.num_heads // problem.num_kv_heads < 16
+    return 0 if few and problem.dtype == "float8_e4m3fn" else 1
+
+
+def _pass_turn_at_issue(problem: MqaLogitsProblem) -> bool:
+    """With two sets of accumulators."""
+    return problem.num_heads <= 48 or problem.dtype != "float8_e4m3fn"
 
 
 def _deal(problem: MqaLogitsProblem, query_stages: int, device: DeviceSpec) -> tuple[int, int]:
-    """(even, tiles_per_item). All in runs as long as their keys stay in the L2 cache: queries are loaded least often."""
+    """(balanced_fraction, tiles_per_item). All in runs as long as their keys stay in the L2 cache: queries are then loaded
+    least often."""
     if query_stages == 2:  # without a second stage every item waits for its queries
         if 40 < problem.num_heads < MAX_HEADS:
-            return 1, 64
+            return BALANCED_END, 64
         if problem.num_heads <= 4 and problem.clean:
-            return 0, 32
-    return 8, _cached_tiles(problem, device)
+            return ROUND_ROBIN, 32
+    return BALANCED_ALL, _cached_tiles(problem, device)
 
 
 def _widths(problem: MqaLogitsProblem) -> list[int]:
@@ -215,17 +226,20 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
         return
     depths = (8, 5, 4) if problem.num_kv_heads == 1 else (8, 5, 4, 3, 2)  # of several key heads each
     depths = tuple(sorted({default.key_stages, *depths}, reverse=True))
-    segments = (8,) if problem.num_heads > 8 else SEGMENTS
+    store_widths = (8,) if problem.num_heads > 8 else STORE_WIDTHS
     # What a block holds, in all combinations; then one thing at a time.
     for columns, query_stages, key_stages in product(_columns(problem)[-2:], (2, 1), depths):
         yield replace(default, columns=columns, query_stages=query_stages, key_stages=key_stages)
-    for halves, handoff in product(HALVES, HANDOFF):
-        yield replace(default, halves=halves, handoff=handoff)
-    for even, tiles in ((0, 32), (1, 32), (1, 64), (8, 128), (8, _cached_tiles(problem, device))):
-        yield replace(default, even=even, tiles_per_item=tiles)
-    for segment in segments:
-        yield replace(default, segment=segment)
-    yield replace(default, relu_sum=not default.relu_sum)
+    for steps in (0, 1):
+        yield replace(default, accumulator_sets=1, steps_in_flight_at_turn=steps, pass_turn_at_issue=False)
+    for at_issue in (False, True):
+        yield replace(default, accumulator_sets=2, steps_in_flight_at_turn=0, pass_turn_at_issue=at_issue)
+    runs = ((BALANCED_ALL, 128), (BALANCED_ALL, _cached_tiles(problem, device)))
+    for fraction, tiles in ((ROUND_ROBIN, 32), (BALANCED_END, 32), (BALANCED_END, 64), *runs):
+        yield replace(default, balanced_fraction=fraction, tiles_per_item=tiles)
+    for width in store_widths:
+        yield replace(default, store_width=width)
+    yield replace(default, relu_as_add_abs=not default.relu_as_add_abs)
 
 
 def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
@@ -233,42 +247,28 @@ def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 
 
 def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    kernel = RaggedLogits(
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        fp8=problem.dtype == "float8_e4m3fn",
-        has_k_scale=problem.has_k_scale,
-        has_weights=problem.weights_dtype is not None,
-        relu=problem.relu,
-        clean=problem.clean,
-        packed=problem.packed,
-        columns=config.columns,
-        query_stages=config.query_stages,
-        key_stages=config.key_stages,
-        handoff=config.handoff,
-        halves=config.halves,
-        relu_sum=config.relu_sum,
-        even=config.even,
-        segment=config.segment,
-        tiles_per_item=config.tiles_per_item,
-        num_blocks=config.num_blocks,
-    )
-    return {ENTRY: library(ENTRY, kernel.launch, *_arguments(problem))}
+    kernel = RaggedLogits(RaggedTiles(problem, config))
+    return {ENTRY: library(ENTRY, kernel, *_arguments(problem))}
 
 
-def _arguments(problem: MqaLogitsProblem) -> list[Any]:
-    """The fake tensors of a launch. An absent tensor is stood in for by cu_seqlen_ks, which the kernel then never reads."""
+def _arguments(problem: MqaLogitsProblem) -> MqaLogitsParams:
+    """Fake tensors and numbers of a launch."""
     dtype = DTYPES[problem.dtype]
     kv_heads = problem.num_kv_heads
-    starts = _vector()
-    k_scale = _vector()
+    k_scale = None
     if problem.has_k_scale:
         k_scale = make_fake_tensor(cutlass.Float32, (cute.sym_int(), kv_heads), stride=(cute.sym_int64(), cute.sym_int64()))
-    weights = _matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else _vector()
-    out = _matrix(DTYPES[problem.out_dtype], cute.sym_int())
-    q, k = _rows(dtype, problem.num_heads, problem.head_dim), _rows(dtype, kv_heads, problem.head_dim)
-    return [q, k, k_scale, weights, starts, _vector(), out, cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
+    return MqaLogitsParams(
+        q=_rows(dtype, problem.num_heads, problem.head_dim),
+        k=_rows(dtype, kv_heads, problem.head_dim),
+        k_scale=k_scale,
+        weights=_matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else None,
+        cu_seqlen_ks=_vector(),
+        cu_seqlen_ke=_vector(),
+        out=_matrix(DTYPES[problem.out_dtype], cute.sym_int()),
+        scale=cutlass.Float32(1.0),
+        skip_rows_up_to=cutlass.Int32(0),
+    )
 
 
 def _rows(dtype: Any, heads: int, dim: int) -> Any:
@@ -284,23 +284,5 @@ def _vector() -> Any:
     return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    k_scale: Any,
-    weights: Any,
-    cu_seqlen_ks: Any,
-    cu_seqlen_ke: Any,
-    out: Any,
-    scale: float,
-    least: int = 0,
-) -> None:
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    num_keys = k.shape[0]
-    if num_keys == 0:
-        k = q[:1, : k.shape[1]]  # the copy engine's descriptor needs an address; nothing is read through it
-    k_scale = cu_seqlen_ks if k_scale is None else k_scale
-    weights = cu_seqlen_ks if weights is None else weights
-    compiled.functions[ENTRY](q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, num_keys, least, scale)
+def launch(compiled: Any, params: MqaLogitsParams) -> None:
+    compiled.functions[ENTRY](*params)

@@ -1,64 +1,83 @@
 """Draft trees in the recurrent kernel: every node continues the state after its parent.
 
-The starting state stays in registers beside the current one. A node whose parent is the node before it goes on from
-there; otherwise its path is computed anew from the start, ancestor by ancestor: their q, k, v are few and in cache, while
+The starting state stays in registers next to the current one. A node whose parent is the node before it goes on from
+there; otherwise its path is computed again from the start, ancestor by ancestor: their q, k, v are few and in cache, while
 the states between are not kept anywhere that is sure to be written, or in full precision.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
+
+from gdn.problems import RecurrentParams
+from kernels_cute.common.state_sums import Exchange
+from kernels_cute.common.state_tile import store_state
+from kernels_cute.recurrent.spec import Spec
+from kernels_cute.recurrent.tokens import (
+    Block,
+    RawGate,
+    Registers,
+    combine,
+    load_token,
+    multiply,
+    slot_to_write,
+    store_out,
+    update,
+)  # fmt: skip
 
 
-class DraftTree:
-    """Part of the recurrent kernel's class, whose attributes and methods it uses."""
+@cute.jit
+def run_tree(
+    spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, gate: RawGate, seed: Int32,
+    registers: Registers, exchange: Exchange,
+):  # fmt: skip
+    """All nodes of a sequence, in order."""
+    tile, place = spec.tile, block.place
+    gParents = params.parent_token
+    rState, inputs, work = registers
+    rStart = cute.make_rmem_tensor(tile.values, Float32)
+    for i in cutlass.range_constexpr(tile.values):
+        rStart[i] = rState[i]
+    for node in cutlass.range(live_count, unroll=1):
+        parent = parent_of(Int32(node), begin, gParents)
+        above = Int32(0)  # nodes between this one and the start of its path
+        if parent != node - 1:
+            above = depth_of(parent, begin, gParents)
+            for i in cutlass.range_constexpr(tile.values):
+                rState[i] = rStart[i]
+        for step in cutlass.range(above + 1, unroll=1):
+            token = begin + ancestor(Int32(node), above - step, begin, gParents)
+            load_token(spec, params, token, place, inputs)
+            alpha, beta = multiply(spec, inputs, gate, rState, work)
+            o_value = combine(spec, alpha, beta, params.scale, place.lane, work, exchange)
+            update(spec, alpha, work, rState)
+            if step == above:
+                store_out(spec, params, begin + node, place, o_value)
+        if cutlass.const_expr(spec.writes_pool):
+            write_slot = slot_to_write(spec, params, block.sequence, Int32(node))
+            if write_slot > params.null_slot:
+                store_state(tile, write_slot, place, tile.width, params.initial_state, rState, seed)
 
-    @cute.jit
-    def ancestor(self, node: Int32, steps: Int32, begin: Int32, gParents: cute.Tensor):
-        """The node `steps` above `node`."""
-        for _ in cutlass.range(steps, unroll=1):
-            node = self.parent_of(node, begin, gParents)
-        return node
 
-    @cute.jit
-    def parent_of(self, node: Int32, begin: Int32, gParents: cute.Tensor):
-        """-1 for the start. Always below the node, whatever the tensor holds: every walk ends."""
-        return cutlass.min(gParents[begin + node], node - 1)
+@cute.jit
+def ancestor(node: Int32, steps: Int32, begin: Int32, gParents: cute.Tensor):
+    """The node `steps` above `node`."""
+    for _ in cutlass.range(steps, unroll=1):
+        node = parent_of(node, begin, gParents)
+    return node
 
-    @cute.jit
-    def depth_of(self, node: Int32, begin: Int32, gParents: cute.Tensor):
-        """Nodes from a child of the start to this one; 0 for the start."""
-        depth = Int32(0)
-        while node >= 0:
-            depth += 1
-            node = self.parent_of(node, begin, gParents)
-        return depth
 
-    @cute.jit
-    def run_tree(
-        self, sequence, begin, live_count, head, lane, v_start, minus_decay, bias, seed, gQ, gK, gV, gG, gBeta, gPool, gIndices,
-        gFinalIndices, gParents, gOut, scale: Float32, null_slot: Int64, rState, rQ, rKIn, rVIn, rG, rBeta, rV, rK, rSums, rU,
-        parts: Int32,
-    ):  # fmt: skip
-        rStart = cute.make_rmem_tensor(self.rows * self.entries, Float32)
-        for i in cutlass.range_constexpr(self.rows * self.entries):
-            rStart[i] = rState[i]
-        for node in cutlass.range(live_count, unroll=1):
-            parent = self.parent_of(Int32(node), begin, gParents)
-            above = Int32(0)  # how far above the node the walk down begins
-            if parent != node - 1:
-                above = self.depth_of(parent, begin, gParents)
-                for i in cutlass.range_constexpr(self.rows * self.entries):
-                    rState[i] = rStart[i]
-            for step in cutlass.range(above + 1, unroll=1):
-                token = begin + self.ancestor(Int32(node), above - step, begin, gParents)
-                self.load_token(token, head, lane, v_start, gQ, gK, gV, gG, gBeta, rQ, rKIn, rVIn, rG, rBeta)
-                alpha, beta = self.multiply(rQ, rKIn, rVIn, rG, rBeta, minus_decay, bias, rState, rV, rK, rSums)
-                o_value = self.combine(alpha, beta, scale, lane, rV, rSums, rU, parts, Int32(0))
-                self.update(alpha, rU, rK, rState)
-                if step == above:
-                    self.store_out(begin + node, head, lane, v_start, o_value, gOut)
-            if cutlass.const_expr(self.write_pool):
-                write_slot = self.slot_to_write(sequence, Int32(node), null_slot, gIndices, gFinalIndices)
-                if write_slot > null_slot:
-                    self.store_state(write_slot, head, lane, v_start, self.width, gPool, rState, seed)
+@cute.jit
+def parent_of(node: Int32, begin: Int32, gParents: cute.Tensor):
+    """The parent of a node, -1 for the start. Always less than the node, whatever the tensor holds: every walk ends."""
+    return cutlass.min(gParents[begin + node], node - 1)
+
+
+@cute.jit
+def depth_of(node: Int32, begin: Int32, gParents: cute.Tensor):
+    """Number of nodes from a child of the start to this one; 0 for the start."""
+    depth = Int32(0)
+    while node >= 0:
+        depth += 1
+        node = parent_of(node, begin, gParents)
+    return depth

@@ -17,9 +17,10 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
-from gdn.problems import TopkProblem
+from gdn.problems import TopkParams, TopkProblem
 from kernels_cute.common.build import library
-from kernels_cute.topk.rows import BINS, MOST_COLUMNS, SPARE_WORDS, TopkRows
+from kernels_cute.topk.kernel import Topk
+from kernels_cute.topk.tiles import BINS, MOST_COLUMNS, SPARE_WORDS, Tiles
 
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
@@ -121,64 +122,49 @@ def workspace_bytes(problem: TopkProblem, config: Config) -> int:
 
 def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
     entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
-    return {name: library(name, _kernel(problem, tiles).launch, *_arguments(problem)) for name, tiles in entries.items()}
+    return {name: library(name, _kernel(problem, tiles), *_arguments(problem)) for name, tiles in entries.items()}
 
 
-def _kernel(problem: TopkProblem, config: Config) -> TopkRows:
-    return TopkRows(
-        is_float32=problem.dtype == "float32",
-        has_starts=problem.starts_dtype is not None,
-        has_ends=problem.ends_dtype is not None,
-        by_score=problem.sorted_by == "score",
-        threads=config.threads,
-        unroll=config.unroll,
-        blocks_per_sm=config.blocks_per_sm,
-        list_entries=config.list_entries,
-        max_columns=config.max_columns,
+def _kernel(problem: TopkProblem, config: Config) -> Topk:
+    return Topk(
+        Tiles(
+            is_float32=problem.dtype == "float32",
+            by_score=problem.sorted_by == "score",
+            threads=config.threads,
+            unroll=config.unroll,
+            blocks_per_sm=config.blocks_per_sm,
+            list_entries=config.list_entries,
+            bitmap_words=config.max_columns // 32 + SPARE_WORDS,
+        )
     )
 
 
-def _arguments(problem: TopkProblem) -> list[Any]:
-    """The fake tensors of a launch. An absent bound is stood in for by out, which is then not read."""
+def _arguments(problem: TopkProblem) -> TopkParams:
+    """Fake tensors and scalars to compile for."""
     rows, dtype = cute.sym_int(), cutlass.Float32 if problem.dtype == "float32" else cutlass.BFloat16
 
     def matrix(element: Any) -> Any:
         return make_fake_tensor(element, (rows, cute.sym_int()), stride=(cute.sym_int64(), 1))
 
     def bound(name: str | None) -> Any:
-        if name is None:
-            return matrix(cutlass.Int32)
-        return make_fake_tensor(INDEX_DTYPES[name], (cute.sym_int(),), stride=(cute.sym_int64(),))
+        return None if name is None else make_fake_tensor(INDEX_DTYPES[name], (cute.sym_int(),), stride=(cute.sym_int64(),))
 
-    return [
-        matrix(dtype), bound(problem.starts_dtype), bound(problem.ends_dtype), matrix(cutlass.Int32),
-        cutlass.Int32(0), cutlass.Int32(-1), cutlass.Int32(1),
-    ]  # fmt: skip
+    return TopkParams(
+        logits=matrix(dtype),
+        row_starts=bound(problem.starts_dtype),
+        row_ends=bound(problem.ends_dtype),
+        out=matrix(cutlass.Int32),
+        list_short=cutlass.Int32(0),
+        num_keys=cutlass.Int32(-1),
+        drafts=cutlass.Int32(1),
+    )
 
 
-def launch(
-    compiled: Any,
-    logits: Any,
-    row_starts: Any,
-    row_ends: Any,
-    out: Any,
-    list_short: int = 0,
-    num_keys: int = -1,
-    drafts: int = 1,
-) -> None:
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    if logits.shape[1] == 0:  # no address to pass
-        out.fill_(-1)
+def launch(compiled: Any, params: TopkParams) -> None:
+    num_columns = params.logits.shape[1]
+    if num_columns == 0:  # no address to pass
+        params.out.fill_(-1)
         return
     config = compiled.config
-    entry = ANY_ENTRY if logits.shape[1] > config.max_columns and config != ANY_SIZE else ENTRY
-    compiled.functions[entry](
-        logits,
-        out if row_starts is None else row_starts,
-        out if row_ends is None else row_ends,
-        out,
-        list_short,
-        num_keys,
-        drafts,
-    )
+    entry = ANY_ENTRY if num_columns > config.max_columns and config != ANY_SIZE else ENTRY
+    compiled.functions[entry](*params)

@@ -226,7 +226,7 @@ def reserve(address: Any, count: Any) -> Any:
     )
 
 
-def again(value: Any) -> Any:
+def opaque_uniform(value: Any) -> Any:
     """The same in all lanes, which ptxas does not know: it compares anew, which is less than to keep so many predicates."""
     return cute.arch.inline_ptx(
         "shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]

@@ -39,12 +39,13 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, ChunkProblem, unserved_dtypes
-from kernels_tl.chunk.chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS, chain
+from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, unserved_dtypes
+from kernels_tl.chunk.chain import BLOCK_REGISTERS, STAGES, chain
 from kernels_tl.chunk.fused import FUSED_BYTES, FUSED_REGISTERS, fused
 from kernels_tl.chunk.makers import CHAINS, MOST_MAKERS
 from kernels_tl.chunk.prepare import prepare
 from kernels_tl.chunk.segments import starts, summaries
+from kernels_tl.chunk.state_chain import PANEL
 from kernels_tl.chunk.types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
 from kernels_tl.common import build
 
@@ -59,15 +60,13 @@ TUNED_WITHIN = 0.25
 
 @dataclass(frozen=True)
 class Config:
-    columns: int  # V columns of a block, 64 per math warpgroup: more blocks with fewer, fewer loads of q, k with more
-    stages: int  # chunks in shared memory at once, 2 or 3: more hide the latency of the copies
-    fused: bool  # whole sequences of D = 128 in one launch, which knows neither columns nor stages
-    # Chunks of a segment, 0 = sequences whole: shorter ones use more SMs, each costs two chains more and a step in series.
-    # A scalar of the launch; only whether there are segments is compiled in.
+    # Chunks per segment of a sequence; 0: sequences are whole. Shorter segments use more SMs; each one costs two more chains and
+    # one more serial step. A launch scalar: only whether there are segments is compiled in.
     segment: int = field(default=0, metadata={"compiled": bool})
-    cluster: int = CHAINS  # blocks of a cluster of the one launch: two run the chain, all make tiles; with more it has more SMs
-    # Tokens: sequences are cut into segments only where the longest of the call has more, else the one launch has them whole;
-    # 0 = always. Lengths stand on the device, so both ways are launched. A scalar of the launch.
+    # Blocks per cluster of the one-launch form (D = 128, whole sequences): two run the chain, all make tiles.
+    cluster: int = CHAINS
+    # Tokens. With segments: sequences are cut only if the longest one of the call has more tokens, else the one launch takes them
+    # whole; 0: always cut. The lengths are on the device, so both ways are launched. A launch scalar.
     cut_above: int = field(default=0, metadata={"compiled": bool})
 
 
@@ -87,47 +86,34 @@ def refusal(problem: ChunkProblem) -> str | None:
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if config.cut_above:
         whole, cut = (replace(way, cut_above=0) for way in _ways(config))
-        ways_fit = _in_one_launch(problem, whole) and fits(problem, whole, device) and fits(problem, cut, device)
+        ways_fit = fits(problem, whole, device) and _in_one_launch(problem, whole) and fits(problem, cut, device)
         return config.cut_above > 0 and config.segment > 0 and ways_fit
-    if config.columns not in (64, 128) or problem.head_v_dim % config.columns:
+    one_launch = _in_one_launch(problem, config)
+    if not 0 <= config.segment <= _LONGEST_SEGMENT or not CHAINS <= config.cluster <= (MOST_MAKERS if one_launch else CHAINS):
         return False
-    if config.stages not in (2, 3) or not 0 <= config.segment <= _LONGEST_SEGMENT:
-        return False
-    if not CHAINS <= config.cluster <= (MOST_MAKERS if _in_one_launch(problem, config) else CHAINS):
-        return False
-    if _in_one_launch(problem, config):
+    if one_launch:
         return device.shared_bytes_per_block >= FUSED_BYTES and device.registers_per_sm >= FUSED_REGISTERS
-    if config.fused and config.segment == 0:
-        return False
-    math_threads = 2 * config.columns
-    registers = math_threads * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
-    return registers <= device.registers_per_sm and _shared_bytes(problem, config) <= device.shared_bytes_per_block
+    return device.shared_bytes_per_block >= _shared_bytes(problem) and device.registers_per_sm >= BLOCK_REGISTERS
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    """64 columns a block: a warpgroup alone on an SM has the shorter chain, and many blocks are bound by memory either way."""
-    config = Config(columns=64, stages=3, fused=False)
-    config = config if fits(problem, config, device) else replace(config, stages=2)
-    one = replace(config, fused=True)
-    one_fits = fits(problem, one, device)
-    segment = _fastest_segment(problem, device, one_fits)
-    time, makers = min(_one_launch_times(problem, device))
-    if not one_fits or segment or time >= _two_launch_time(problem, device):
-        return replace(config, segment=segment)
-    one = replace(one, cluster=makers)
-    splits = _deciding_splits(problem, device, makers)
-    return replace(one, segment=splits[0][0], cut_above=splits[0][1]) if splits else one
+    """The fastest form by the cost model: segments, else one launch (D = 128) or two (D = 64) with whole sequences."""
+    segment = _fastest_segment(problem, device)
+    if segment or not _in_one_launch(problem, Config()):
+        return Config(segment=segment)
+    _, cluster = min(_one_launch_times(problem, device))
+    splits = _deciding_splits(problem, device, cluster)
+    segment, cut_above = splits[0] if splits else (0, 0)
+    return Config(segment=segment, cluster=cluster, cut_above=cut_above)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
-    if default.cut_above:  # where lengths that nobody knows decide, no table should: both ways are in all of it
+    if default.cut_above:  # both forms are in it, and no table should decide for lengths that only a call knows
         splits = _deciding_splits(problem, device, default.cluster)
         return [replace(default, segment=segment, cut_above=cut_above) for segment, cut_above in splits]
-    apart = replace(default, fused=False, cluster=CHAINS)
-    space = [replace(default, fused=True, segment=0, cluster=makers) for makers in range(CHAINS, MOST_MAKERS + 1)]
-    space += [replace(apart, columns=columns, stages=stages, segment=0) for columns in (64, 128) for stages in (2, 3)]
-    space += [replace(apart, segment=segment) for segment in _segments_to_try(problem, device)]
+    space = [Config(cluster=cluster) for cluster in range(CHAINS, MOST_MAKERS + 1)]
+    space += [Config(segment=segment) for segment in _segments_to_try(problem, device)]
     return [config for config in space if fits(problem, config, device)]
 
 
@@ -139,7 +125,7 @@ def _ways(config: Config) -> tuple[Config, ...]:
 
 @functools.lru_cache(maxsize=256)  # every launch asks
 def _both_ways(config: Config) -> tuple[Config, Config]:
-    return replace(config, segment=0), replace(config, fused=False, cluster=CHAINS)
+    return replace(config, segment=0), replace(config, cluster=CHAINS)
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
@@ -157,7 +143,7 @@ def _kernels(problem: ChunkProblem, config: Config) -> dict[str, Any]:
     split = config.segment > 0
     functions = {
         "chunk_prepare": prepare(problem, decides),
-        "chunk_chain": chain(problem, config.columns, config.stages, split, decides),
+        "chunk_chain": chain(problem, split, decides),
     }
     if split:
         functions |= {"chunk_summaries": summaries(problem, decides), "chunk_starts": starts(problem, decides)}
@@ -175,65 +161,39 @@ def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     return size
 
 
-def launch(
-    compiled: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    state_indices: torch.Tensor | None,
-    has_initial_state: torch.Tensor | None,
-    final_state: torch.Tensor | None,
-    final_state_indices: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    checkpoint_offsets: torch.Tensor | None,
-    checkpoint_slots: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    scale: float,
-    null_slot: int,
-) -> None:
+def launch(compiled: Any, params: ChunkParams) -> None:
     problem = compiled.problem
-    num_tokens, num_sequences = q.shape[1], cu_seqlens.shape[0] - 1
-    if num_tokens == 0:
-        _states_without_tokens(problem, initial_state, has_initial_state, final_state, num_sequences)
-        return
-
-    def given(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor:
-        """cu_seqlens stands in for what the compiled signature does not read."""
-        return tensor if wanted and tensor is not None else cu_seqlens
-
-    q, k, v, out = q[0], k[0], v[0], out[0]
-    g, beta = None if g is None else g[0], None if beta is None else beta[0]
-    indices = given(state_indices, problem.pooled)
-    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    raw = has_gate and problem.use_gate
+    p, cu_seqlens = params, params.cu_seqlens
+    num_tokens, num_sequences = p.q.shape[1], cu_seqlens.shape[0] - 1
+    q, k, v, out = p.q[0], p.k[0], p.v[0], p.out[0]
+    # cu_seqlens stands in for absent tensors, which the compiled code does not read.
+    g, beta = (cu_seqlens if x is None else x[0] for x in (p.g, p.beta))
+    A_log, dt_bias = (x if problem.use_gate and p.g is not None else cu_seqlens for x in (p.A_log, p.dt_bias))
+    optional = (p.initial_state, p.state_indices, p.has_initial_state, p.final_state, p.final_state_indices)
+    optional += (p.checkpoint_offsets, p.checkpoint_slots)
+    present = [cu_seqlens if x is None else x for x in optional]
+    initial_state, state_indices, has_initial_state, final_state, final_state_indices = present[:5]
+    checkpoint_offsets, checkpoint_slots = present[5:]
+    workspace, scale, null_slot = p.workspace, p.scale, p.null_slot
     for config in _ways(compiled.config):
         if _in_one_launch(problem, config):
-            if num_sequences == 0:
-                out.zero_()
-                return
             compiled.functions["chunk_fused"](
                 q,
                 k,
                 v,
-                given(g, has_gate),
-                given(beta, has_beta),
-                given(A_log, raw),
-                given(dt_bias, raw),
-                given(initial_state, problem.has_initial_state),
-                indices,
-                given(has_initial_state, problem.has_mask),
-                given(final_state, problem.has_final_state),
-                given(final_state_indices, problem.has_final_indices),
+                g,
+                beta,
+                A_log,
+                dt_bias,
+                initial_state,
+                state_indices,
+                has_initial_state,
+                final_state,
+                final_state_indices,
                 cu_seqlens,
                 out,
-                given(checkpoint_offsets, problem.has_checkpoints),
-                given(checkpoint_slots, problem.has_checkpoints),
+                checkpoint_offsets,
+                checkpoint_slots,
                 scale,
                 null_slot,
                 config.cut_above,
@@ -249,11 +209,11 @@ def launch(
         compiled.functions["chunk_prepare"](
             q,
             k,
-            given(g, has_gate),
-            given(beta, has_beta),
-            given(A_log, raw),
-            given(dt_bias, raw),
-            indices,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            state_indices,
             cu_seqlens,
             out,
             tiles,
@@ -262,10 +222,6 @@ def launch(
             null_slot,
             config.cut_above,
         )
-        if num_sequences == 0:
-            return
-        first_states = given(initial_state, problem.has_initial_state)
-        mask = given(has_initial_state, problem.has_mask)
         segment_starts = cu_seqlens
         if segment:
             segment_slots = num_slots(num_tokens, num_sequences, segment)
@@ -279,9 +235,9 @@ def launch(
             compiled.functions["chunk_summaries"](
                 k,
                 v,
-                first_states,
-                indices,
-                mask,
+                initial_state,
+                state_indices,
+                has_initial_state,
                 cu_seqlens,
                 tiles,
                 vectors,
@@ -292,24 +248,24 @@ def launch(
                 config.cut_above,
             )
             compiled.functions["chunk_starts"](
-                indices, cu_seqlens, segment_starts, transitions, null_slot, segment, config.cut_above
+                state_indices, cu_seqlens, segment_starts, transitions, null_slot, segment, config.cut_above
             )
         compiled.functions["chunk_chain"](
             q,
             k,
             v,
-            first_states,
-            indices,
-            mask,
-            given(final_state, problem.has_final_state),
-            given(final_state_indices, problem.has_final_indices),
+            initial_state,
+            state_indices,
+            has_initial_state,
+            final_state,
+            final_state_indices,
             cu_seqlens,
             out,
             tiles,
             vectors,
             segment_starts,
-            given(checkpoint_offsets, problem.has_checkpoints),
-            given(checkpoint_slots, problem.has_checkpoints),
+            checkpoint_offsets,
+            checkpoint_slots,
             null_slot,
             segment,
             config.cut_above,
@@ -335,15 +291,16 @@ _LEAST_GAIN = 0.85  # of the time of whole sequences: else the model is not trus
 
 
 def _in_one_launch(problem: ChunkProblem, config: Config) -> bool:
-    return config.fused and config.segment == 0 and problem.head_k_dim == 128
+    return config.segment == 0 and problem.head_k_dim == 128
 
 
-def _fastest_segment(problem: ChunkProblem, device: DeviceSpec, one_fits: bool) -> int:
+def _fastest_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
     """By the model, for sequences of equal lengths; 0 unless segments win clearly."""
     time, segment = min(_split_times(problem, device), default=(math.inf, 0))
     if time >= _LEAST_GAIN * _whole_time(problem, device):
         return 0
-    if one_fits and _prepare_time(problem, device) + time >= _LEAST_GAIN * min(_one_launch_times(problem, device))[0]:
+    one_launch = _in_one_launch(problem, Config())
+    if one_launch and _prepare_time(problem, device) + time >= _LEAST_GAIN * min(_one_launch_times(problem, device))[0]:
         return 0
     return segment
 
@@ -382,10 +339,6 @@ def _one_launch_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tup
         if makers == CHAINS:
             clusters = device.num_sms // CHAINS
         yield -(-heads // max(clusters, 1)) * (chunks * chunk_us + _ROUND_US), makers
-
-
-def _two_launch_time(problem: ChunkProblem, device: DeviceSpec) -> float:
-    return _prepare_time(problem, device) + _whole_time(problem, device)
 
 
 def _prepare_time(problem: ChunkProblem, device: DeviceSpec) -> float:
@@ -440,26 +393,8 @@ def _tile_bytes(problem: ChunkProblem) -> int:
     return num_tiles(problem) * CHUNK * CHUNK * DTYPE_BYTES[problem.dtype]
 
 
-def _shared_bytes(problem: ChunkProblem, config: Config) -> int:
+def _shared_bytes(problem: ChunkProblem) -> int:
     """Shared memory of a chain block."""
     item = DTYPE_BYTES[problem.dtype]
-    stage = CHUNK * (2 * problem.head_k_dim + config.columns) * item + _tile_bytes(problem) + _VECTOR_BYTES
-    return config.stages * stage + 2 * CHUNK * config.columns * item + _OTHER_BYTES
-
-
-def _states_without_tokens(
-    problem: ChunkProblem,
-    initial_state: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    final_state: torch.Tensor | None,
-    num_sequences: int,
-) -> None:
-    """A call without tokens leaves a pool alone; new final states are what the sequences start from."""
-    if problem.pooled or final_state is None:
-        return
-    if initial_state is None:
-        final_state.zero_()
-        return
-    final_state.copy_(initial_state)
-    if mask is not None:
-        final_state.masked_fill_(mask[:num_sequences].logical_not().view(-1, 1, 1, 1), 0.0)
+    stage = CHUNK * (2 * problem.head_k_dim + PANEL) * item + _tile_bytes(problem) + _VECTOR_BYTES
+    return STAGES * stage + 2 * CHUNK * PANEL * item + _OTHER_BYTES

@@ -1,34 +1,27 @@
-"""Second launch of the chunk kernel: the chain of chunks of a sequence, the state transposed and in registers.
+"""Second launch of the chunk kernel: the chain of chunks of a sequence or segment, the state transposed and in registers.
 
-One block per (V slice, sequence, state head). Its math warpgroups own 64 rows (V columns) of S^T each, and per chunk compute
-
-    U^T  = S^T K^T              O^T = S^T Q^T                     S^T rounded to 16 bits, A operand from registers
-    W^T  = V^T - exp(c) U^T     columns of tokens past the end set to zero here
-    S^T  = exp(c_last) S^T + W^T Z
-    O^T  = exp(c) O^T + W^T R^T
-
-(factors of norms and scale are in the vectors, in Z and in R, see _chunk_prepare). The layout of a float32 accumulator, rounded,
-is the layout of a register operand, so nothing of the chain passes through shared memory. K, Q, Z and S^T are kept as halves of
-64 key columns. The tensor cores take products in the order Q S, W Z, W R^T, and U of the next chunk: W is made while Q S runs,
-S rounded while W R^T does, the output while U does. Iterations end with all products done, or the assembler serialises them.
-
-The last warpgroup copies: warp 0 brings K, Q, V, tiles and vectors, warp 1 takes the output of full chunks away. A tail's
-output is stored from registers. No barrier is left to the compiler (`tl.disable_thread_storage_sync`).
+One block per (V slice of 64 columns, sequence or segment, state head): a math warpgroup, whose loop is made of the macros of
+state_chain.py, and a copying warpgroup. Warp 0 of the latter loads K, Q, V, tiles and vectors, warp 1 stores the output of full
+chunks. The output of a last, partial chunk is stored from registers. An iteration ends with all products done: the assembler
+serialises products that are in flight from one iteration to the next. The compiler inserts no barrier
+(`tl.disable_thread_storage_sync`).
 
 | barrier | waits | arrives (count) |
 |---|---|---|
 | full[stage] | math | warp 0 (32) + the bytes of the stage's bulk copies |
-| empty[stage] | warp 0 | one lane of every math warp (64 columns = 4 warps) |
-| out_full[step % 2] | warp 1 | every math thread (64 columns = 128 threads) |
+| empty[stage] | warp 0 | one lane of every math warp (4) |
+| out_full[step % 2] | warp 1 | every math thread (128) |
 | out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
+from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, chain_macros, store_macros, transposed_accumulator
 from kernels_tl.chunk.types import (
     CHUNK,
     HALF,
@@ -40,6 +33,7 @@ from kernels_tl.chunk.types import (
     TILE_R,
     TILE_Z,
     TILE_Z_HIGH,
+    Tensors,
     bounds_tensor,
     checkpoint_tensor,
     find_ranked,
@@ -47,56 +41,230 @@ from kernels_tl.chunk.types import (
     row_tensor,
     starts_tensor,
     state_loader,
-    state_storer,
     state_tensor,
     tiles_tensor,
     token_tensor,
     turn,
 )
 
-PANEL = 64  # V columns of a math warpgroup: the rows of its wgmmas
-ACCUMULATOR = 32  # registers a thread of a [64, 64] float32 accumulator
-ROWS = T.GemmWarpPolicy.FullRow  # each math warpgroup owns 64 rows of every product
+STAGES = 3  # chunks in shared memory at a time
+MATH_THREADS = 128  # one warpgroup: a block has one panel of V columns
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
+BLOCK_REGISTERS = MATH_THREADS * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
 
 
-def transposed_accumulator(columns: int) -> Any:
-    """The layout of [columns / 64 panels * 64 tokens, 64] whose panels lie, transposed, as a float32 accumulator [columns, 64].
+@dataclass(frozen=True)
+class ChainShared:
+    """Shared memory and barriers of a chain block."""
 
-    Copies between it and row-major shared memory become matrix loads and stores with transposition.
-    """
+    k: Any  # [stages, 64 tokens, 64 key columns]
+    k_high: Any
+    q: Any
+    q_high: Any
+    v: tuple[Any, ...]  # one buffer [64 tokens, 64 columns] per stage: matrix loads ignore the offset of a region
+    z: Any
+    z_high: Any
+    r: Any
+    vectors: Any  # [stages, NUM_VECTORS, 64]
+    out: tuple[Any, Any]  # staged output of even and of odd chunks
+    full: Any
+    empty: Any
+    out_full: Any
+    out_empty: Any
 
-    def thread(row: Any, column: Any) -> Any:
-        return row // CHUNK * 128 + column // 16 * 32 + column % 8 * 4 + row % 8 // 2
 
-    def register(row: Any, column: Any) -> Any:
-        return row % CHUNK // 8 * 4 + column % 16 // 8 * 2 + row % 2
+class Piece(NamedTuple):
+    """The part of a sequence that a block works on."""
 
-    return T.Fragment([columns // PANEL * CHUNK, PANEL], forward_thread_fn=thread, forward_index_fn=register)
+    sequence: Any
+    head: Any
+    column_begin: Any  # first V column
+    token_begin: Any
+    length: Any  # tokens
+    first_slot: Any  # workspace slot of the first chunk
+    num_chunks: Any  # 0: nothing to do
 
 
-def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False, decides: bool = False) -> Any:
-    """The prim_func `chunk_chain`; columns: V columns of a block (64 per math warpgroup).
+class CopyMacros(NamedTuple):
+    """Loads and stores of a chain block."""
+
+    allocate: Any
+    load_chunks: Any
+    store_outputs: Any
+
+
+def _copy_macros(problem: ChunkProblem) -> CopyMacros:
+    head_k, heads, dtype = problem.head_k_dim, problem.num_state_heads, problem.dtype
+    heads_per_q, heads_per_k = heads // problem.num_q_heads, heads // problem.num_k_heads
+    heads_per_v = heads // problem.num_v_heads
+    wide = head_k > HALF
+
+    @T.macro
+    def allocate():
+        k_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
+        q_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
+        k_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
+        q_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
+        v_shared = T.alloc_shared((CHUNK, PANEL), dtype)
+        v_second_shared = T.alloc_shared((CHUNK, PANEL), dtype)
+        v_third_shared = T.alloc_shared((CHUNK, PANEL), dtype)
+        z_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
+        z_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
+        r_shared = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+        vector_shared = T.alloc_shared((STAGES, NUM_VECTORS, CHUNK), "float32")
+        out_shared = T.alloc_shared((CHUNK, PANEL), dtype)
+        out_odd_shared = T.alloc_shared((CHUNK, PANEL), dtype)
+        full = T.alloc_barrier([32] * STAGES)
+        empty = T.alloc_barrier([MATH_THREADS // 32] * STAGES)
+        out_full = T.alloc_barrier([MATH_THREADS] * 2)
+        out_empty = T.alloc_barrier([32] * 2)
+        return ChainShared(
+            k_shared, k_high_shared, q_shared, q_high_shared, (v_shared, v_second_shared, v_third_shared),
+            z_shared, z_high_shared, r_shared, vector_shared, (out_shared, out_odd_shared), full, empty, out_full, out_empty,
+        )  # fmt: skip
+
+    @T.macro
+    def load(source, target, barriers, stage):
+        T.tma_copy(source, target, barrier=barriers[stage], leader_scope_threads=32)
+
+    @T.macro
+    def load_chunks(tensors, shared, piece):
+        """The loading warp: every chunk of the piece, one stage each."""
+        head = piece.head
+        q_head, k_head, v_head = head // heads_per_q, head // heads_per_k, head // heads_per_v
+        low, high = slice(0, HALF), slice(HALF, head_k)
+        for step in T.serial(piece.num_chunks):
+            stage = step % STAGES
+            T.barrier_wait(shared.empty[stage], ((step // STAGES) & 1) ^ 1)
+            token = piece.token_begin + step * CHUNK
+            slot = piece.first_slot + step
+            load(tensors.k[token : token + CHUNK, k_head, low], shared.k[stage, :, :], shared.full, stage)
+            if wide:
+                load(tensors.k[token : token + CHUNK, k_head, high], shared.k_high[stage, :, :], shared.full, stage)
+            load(tensors.q[token : token + CHUNK, q_head, low], shared.q[stage, :, :], shared.full, stage)
+            if wide:
+                load(tensors.q[token : token + CHUNK, q_head, high], shared.q_high[stage, :, :], shared.full, stage)
+            v_columns = slice(piece.column_begin, piece.column_begin + PANEL)
+            if stage == 0:
+                load(tensors.v[token : token + CHUNK, v_head, v_columns], shared.v[0], shared.full, 0)
+            elif stage == 1:
+                load(tensors.v[token : token + CHUNK, v_head, v_columns], shared.v[1], shared.full, 1)
+            else:
+                load(tensors.v[token : token + CHUNK, v_head, v_columns], shared.v[2], shared.full, 2)
+            load(tensors.vectors[slot, head, :, :], shared.vectors[stage, :, :], shared.full, stage)
+            load(tensors.tiles[slot, head, TILE_Z, :, :], shared.z[stage, :, :], shared.full, stage)
+            if wide:
+                load(tensors.tiles[slot, head, TILE_Z_HIGH, :, :], shared.z_high[stage, :, :], shared.full, stage)
+            load(tensors.tiles[slot, head, TILE_R, :, :], shared.r[stage, :, :], shared.full, stage)
+            # All lanes arrive: the lane that was elected for the copies has announced their bytes before its own arrival.
+            T.barrier_arrive(shared.full[stage])
+
+    @T.macro
+    def store(out, staged, piece, token):
+        T.tma_copy(
+            staged,
+            out[token : token + CHUNK, piece.head, piece.column_begin : piece.column_begin + PANEL],
+            leader_scope_threads=32,
+        )
+
+    @T.macro
+    def store_outputs(out, shared, piece, num_full_chunks):
+        """The storing warp: the staged output of every full chunk."""
+        for step in T.serial(num_full_chunks):
+            token = piece.token_begin + step * CHUNK
+            T.barrier_wait(shared.out_full[step % 2], (step // 2) & 1)
+            if step % 2 == 0:
+                store(out, shared.out[0], piece, token)
+            else:
+                store(out, shared.out[1], piece, token)
+            T.tma_store_wait(0)
+            T.barrier_arrive(shared.out_empty[step % 2])
+
+    return CopyMacros(allocate, load_chunks, store_outputs)
+
+
+class MathMacros(NamedTuple):
+    """What the math warpgroup does."""
+
+    begin: Any
+    run_chunk: Any
+
+
+def _math_macros(problem: ChunkProblem) -> MathMacros:
+    columns = PANEL
+    steps = chain_macros(problem, columns)
+
+    @T.macro
+    def read_ahead(shared, stage, registers):
+        """What the next chunk reads from shared memory before its first product."""
+        if stage == 0:
+            T.copy(shared.v[0], registers.v)
+        elif stage == 1:
+            T.copy(shared.v[1], registers.v)
+        else:
+            T.copy(shared.v[2], registers.v)
+        for i, j in T.Parallel(columns, CHUNK):
+            registers.factor[i, j] = shared.vectors[stage, ROW_STATE_KEY, j]
+        registers.last[0] = shared.vectors[stage, ROW_LAST, 0]
+
+    @T.macro
+    def begin(shared, piece, registers):
+        """U^T of the first chunk."""
+        steps.round_state(registers)
+        if piece.num_chunks > 0:
+            T.barrier_wait(shared.full[0], 0)
+        read_ahead(shared, 0, registers)
+        steps.multiply_state(registers, shared.k[0, :, :], shared.k_high[0, :, :], registers.u)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR)
+
+    @T.macro
+    def run_chunk(shared, piece, step, valid, registers, output):
+        stage = step % STAGES
+        following = (step + 1) % STAGES
+        steps.multiply_state(registers, shared.q[stage, :, :], shared.q_high[stage, :, :], output.out)
+        for i, j in T.Parallel(columns, CHUNK):
+            output.factor[i, j] = shared.vectors[stage, ROW_STATE_QUERY, j]
+        steps.make_valid_values(registers, valid)
+        steps.decay_state(registers)
+        steps.add_values(registers, shared.z[stage, :, :], shared.z_high[stage, :, :])
+        steps.make_output(registers, output, shared.r[stage, :, :])
+        if step + 1 < piece.num_chunks:
+            T.barrier_wait(shared.full[following], ((step + 1) // STAGES) & 1)
+        read_ahead(shared, following, registers)
+        steps.multiply_next_keys(registers, shared.k[following, :, :], shared.k_high[following, :, :])
+        steps.wait_output(output)
+        steps.transpose_output(output)
+        if valid == CHUNK:
+            T.barrier_wait(shared.out_empty[step % 2], ((step // 2) & 1) ^ 1)
+            if step % 2 == 0:
+                T.copy(output.rows, shared.out[0])
+            else:
+                T.copy(output.rows, shared.out[1])
+            T.fence_proxy_async()
+            T.barrier_arrive(shared.out_full[step % 2])
+        if T.get_thread_binding() % 32 == 0:
+            T.barrier_arrive(shared.empty[stage])
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR)
+
+    return MathMacros(begin, run_chunk)
+
+
+def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> Any:
+    """The prim_func `chunk_chain`.
 
     split: a block works on a segment of a sequence. Without, `segment_starts` and `segment` are not read.
-    decides: as of `prepare`.
+    decides: as for `prepare`.
     """
-    head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
-    heads_per_q = heads // problem.num_q_heads
-    heads_per_k = heads // problem.num_k_heads
-    heads_per_v = heads // problem.num_v_heads
-    dtype = problem.dtype
+    head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
     pooled = problem.pooled
     has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
     has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
-    math_threads = columns * 2
+    columns = PANEL
     wide = head_k > HALF
-    halves = head_k // HALF
-    panels = columns // PANEL
-    rows = panels * CHUNK
-    slices = head_v // columns
     final_dtype = problem.state_dtype if pooled else "float32"
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
@@ -113,47 +281,24 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
     segment_slots = T.dynamic("num_segment_slots")
     segment_start_type = starts_tensor(segment_slots, problem) if split else bounds_tensor(bounds, problem)
     pieces = segment_slots if split else bounds - 1
-
     checkpoints = T.dynamic("num_checkpoints")
     checkpoint_offset_type = checkpoint_tensor(checkpoints, bounds, problem, "int32")
     checkpoint_slot_type = checkpoint_tensor(checkpoints, bounds, problem, problem.index_dtype)
 
     take_turn = turn(decides, cuts=True)
     load_state = state_loader(problem, columns)
-    store_state = state_storer(problem, columns, final_dtype)
+    steps, stores, copies, math = (
+        chain_macros(problem, columns), store_macros(problem, columns), _copy_macros(problem), _math_macros(problem),
+    )  # fmt: skip
 
     @T.macro
-    def load_v(source, target, barriers, stage, token, head, column_begin):
-        for panel in T.unroll(panels):
-            T.tma_copy(
-                source[
-                    token : token + CHUNK, head // heads_per_v, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL
-                ],
-                target[panel * CHUNK : (panel + 1) * CHUNK, :],
-                barrier=barriers[stage],
-                leader_scope_threads=32,
-            )
-
-    @T.macro
-    def read_ahead(stage, v_first_stage, v_second_stage, v_third_stage, vectors, v_fragment, factor_fragment, last):
-        if stage == 0:
-            T.copy(v_first_stage, v_fragment)
-        elif stage == 1:
-            T.copy(v_second_stage, v_fragment)
-        elif stages == 3:
-            T.copy(v_third_stage, v_fragment)
-        for i, j in T.Parallel(columns, CHUNK):
-            factor_fragment[i, j] = vectors[stage, ROW_STATE_KEY, j]
-        last[0] = vectors[stage, ROW_LAST, 0]
-
-    @T.macro
-    def store(staging, target, token, head, column_begin):
-        for panel in T.unroll(panels):
-            T.tma_copy(
-                staging[panel * CHUNK : (panel + 1) * CHUNK, :],
-                target[token : token + CHUNK, head, column_begin + panel * PANEL : column_begin + (panel + 1) * PANEL],
-                leader_scope_threads=32,
-            )
+    def load_start(segment_starts, slot, piece, registers):
+        """The state at the start of a segment of a sequence that has several."""
+        for i, j in T.Parallel(columns, HALF):
+            registers.state[i, j] = segment_starts[slot, piece.head, piece.column_begin + i, j]
+        if wide:
+            for i, j in T.Parallel(columns, HALF):
+                registers.state_high[i, j] = segment_starts[slot, piece.head, piece.column_begin + i, HALF + j]
 
     @T.prim_func
     def chunk_chain(
@@ -176,38 +321,11 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
         segment: T.int32,
         cut_above: T.int32,
     ):
-        # The pieces slowest: blocks start in this order, those of the longest sequence first.
-        with T.Kernel(slices, heads, pieces, threads=math_threads + PRODUCER_THREADS) as (v_slice, head, piece):
-            k_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
-            q_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
-            k_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
-            q_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
-            # One buffer a stage: matrix loads ignore the offset of a region.
-            v_shared = T.alloc_shared((rows, PANEL), dtype)
-            v_second_shared = T.alloc_shared((rows, PANEL), dtype)
-            v_third_shared = T.alloc_shared((rows if stages == 3 else 8, PANEL), dtype)
-            z_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
-            z_high_shared = T.alloc_shared((stages, CHUNK, HALF), dtype)
-            r_shared = T.alloc_shared((stages, CHUNK, CHUNK), dtype)
-            vector_shared = T.alloc_shared((stages, NUM_VECTORS, CHUNK), "float32")
-            out_shared = T.alloc_shared((rows, PANEL), dtype)
-            out_odd_shared = T.alloc_shared((rows, PANEL), dtype)
-            full = T.alloc_barrier([32] * stages)
-            empty = T.alloc_barrier([math_threads // 32] * stages)
-            out_full = T.alloc_barrier([math_threads] * 2)
-            out_empty = T.alloc_barrier([32] * 2)
-            state_fragment = T.alloc_fragment((columns, HALF), "float32")
-            state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
-            state_operand = T.alloc_fragment((columns, HALF), dtype)
-            state_high_operand = T.alloc_fragment((columns, HALF), dtype)
-            u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            v_fragment = T.alloc_fragment((rows, PANEL), dtype)
-            w_operand = T.alloc_fragment((columns, CHUNK), dtype)
-            out_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            out_factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            out_rows = T.alloc_fragment((rows, PANEL), dtype)
-            last = T.alloc_local((1,), "float32")
+        # Pieces are the slowest index: blocks start in this order, those of the longest sequence first.
+        with T.Kernel(head_v // columns, heads, pieces, threads=MATH_THREADS + PRODUCER_THREADS) as (v_slice, head, piece_slot):
+            shared = copies.allocate()
+            registers = steps.allocate()
+            output = steps.allocate_output()
             lengths = T.alloc_shared((MOST_RANKED,), "int32")
             chosen = T.alloc_shared((2,), "int32")
             place = T.alloc_local((2,), "int32")
@@ -216,39 +334,37 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
             live = T.alloc_var("bool", init=True)
             starts = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
+            swizzled = [*shared.v, *shared.out]
             T.annotate_layout(
-                {
-                    v_shared: make_swizzled_layout(v_shared),
-                    v_second_shared: make_swizzled_layout(v_second_shared),
-                    v_third_shared: make_swizzled_layout(v_third_shared),
-                    out_shared: make_swizzled_layout(out_shared),
-                    out_odd_shared: make_swizzled_layout(out_odd_shared),
-                    v_fragment: transposed_accumulator(columns),
-                    out_rows: transposed_accumulator(columns),
-                }
+                {buffer: make_swizzled_layout(buffer) for buffer in swizzled}
+                | {rows: transposed_accumulator(columns) for rows in (registers.v, output.rows)}
             )
+            tensors = Tensors(
+                q=q, k=k, v=v, state_indices=indices, final_state=final_state, final_state_indices=final_indices,
+                checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots, tiles=tiles, vectors=vectors,
+                null_slot=null_slot,
+            )  # fmt: skip
 
             take_turn(cu_seqlens, bounds, cut_above)
             if split:
-                find_segment(cu_seqlens, bounds, piece, segment, place)
+                find_segment(cu_seqlens, bounds, piece_slot, segment, place)
                 if has_checkpoints:
-                    # The sequence, and its tokens before this segment: in registers, they spill.
+                    # The sequence, and its tokens before this segment: kept in registers, they spill.
                     if tx == 0:
                         chosen[0] = place[0]
                         chosen[1] = place[1] * segment * CHUNK
                     T.sync_threads()
             else:
-                find_ranked(cu_seqlens, bounds, piece, lengths, chosen)
+                find_ranked(cu_seqlens, bounds, piece_slot, lengths, chosen)
             sequence = place[0] if split else chosen[0]
             index = place[1] if split else 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
             rest = whole_length - index * segment * CHUNK if split else whole_length
-            sequence_begin = whole_begin + index * segment * CHUNK if split else whole_begin
+            token_begin = whole_begin + index * segment * CHUNK if split else whole_begin
             length = T.min(rest, segment * CHUNK) if split else whole_length
             first_slot = whole_begin // CHUNK + sequence + index * segment if split else whole_begin // CHUNK + sequence
             only = whole_length <= segment * CHUNK if split else True  # the sequence is one segment
-            column_begin = v_slice * columns
             read_slot = T.cast(sequence, "int64")
             if pooled:
                 read_slot = T.cast(indices[sequence], "int64")
@@ -256,217 +372,47 @@ def chain(problem: ChunkProblem, columns: int, stages: int, split: bool = False,
             elif split:
                 live = index == 0 or length > 0  # else nobody's slot
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
+            piece = Piece(sequence, head, v_slice * columns, token_begin, length, first_slot, num_chunks)
 
-            if tx >= math_threads:
+            if tx >= MATH_THREADS:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if tx < math_threads + 32:
-                    for step in T.serial(num_chunks):
-                        stage = step % stages
-                        T.barrier_wait(empty[stage], ((step // stages) & 1) ^ 1)
-                        token = sequence_begin + step * CHUNK
-                        slot = first_slot + step
-                        T.tma_copy(
-                            k[token : token + CHUNK, head // heads_per_k, 0:HALF],
-                            k_shared[stage, :, :],
-                            barrier=full[stage],
-                            leader_scope_threads=32,
-                        )
-                        if wide:
-                            T.tma_copy(
-                                k[token : token + CHUNK, head // heads_per_k, HALF:head_k],
-                                k_high_shared[stage, :, :],
-                                barrier=full[stage],
-                                leader_scope_threads=32,
-                            )
-                        T.tma_copy(
-                            q[token : token + CHUNK, head // heads_per_q, 0:HALF],
-                            q_shared[stage, :, :],
-                            barrier=full[stage],
-                            leader_scope_threads=32,
-                        )
-                        if wide:
-                            T.tma_copy(
-                                q[token : token + CHUNK, head // heads_per_q, HALF:head_k],
-                                q_high_shared[stage, :, :],
-                                barrier=full[stage],
-                                leader_scope_threads=32,
-                            )
-                        if stage == 0:
-                            load_v(v, v_shared, full, 0, token, head, column_begin)
-                        elif stage == 1:
-                            load_v(v, v_second_shared, full, 1, token, head, column_begin)
-                        elif stages == 3:
-                            load_v(v, v_third_shared, full, 2, token, head, column_begin)
-                        T.tma_copy(
-                            vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
-                        )
-                        T.tma_copy(
-                            tiles[slot, head, TILE_Z, :, :], z_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
-                        )
-                        if wide:
-                            T.tma_copy(
-                                tiles[slot, head, TILE_Z_HIGH, :, :],
-                                z_high_shared[stage, :, :],
-                                barrier=full[stage],
-                                leader_scope_threads=32,
-                            )
-                        T.tma_copy(
-                            tiles[slot, head, TILE_R, :, :], r_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
-                        )
-                        # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
-                        T.barrier_arrive(full[stage])
-                elif tx < math_threads + 64:
-                    for step in T.serial(T.if_then_else(live, length // CHUNK, 0)):
-                        token = sequence_begin + step * CHUNK
-                        T.barrier_wait(out_full[step % 2], (step // 2) & 1)
-                        if step % 2 == 0:
-                            store(out_shared, out, token, head, column_begin)
-                        else:
-                            store(out_odd_shared, out, token, head, column_begin)
-                        T.tma_store_wait(0)
-                        T.barrier_arrive(out_empty[step % 2])
+                if tx < MATH_THREADS + 32:
+                    copies.load_chunks(tensors, shared, piece)
+                elif tx < MATH_THREADS + 64:
+                    copies.store_outputs(out, shared, piece, T.if_then_else(live, length // CHUNK, 0))
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
-                T.clear(state_fragment)
+                T.clear(registers.state)
                 if wide:
-                    T.clear(state_high_fragment)
+                    T.clear(registers.state_high)
                 if split:
                     if live and not only:
-                        for i, j in T.Parallel(columns, HALF):
-                            state_fragment[i, j] = segment_starts[piece, head, column_begin + i, j]
-                        if wide:
-                            for i, j in T.Parallel(columns, HALF):
-                                state_high_fragment[i, j] = segment_starts[piece, head, column_begin + i, HALF + j]
+                        load_start(segment_starts, piece_slot, piece, registers)
                 if has_initial:
                     starts = (live and only) if split else live
                     if has_mask:
                         if (live and only) if split else live:
                             starts = mask[sequence]
                     if starts:
-                        load_state(initial_state, read_slot, head, column_begin, state_fragment, state_high_fragment)
-
-                T.copy(state_fragment, state_operand)
-                if wide:
-                    T.copy(state_high_fragment, state_high_operand)
-                if num_chunks > 0:
-                    T.barrier_wait(full[0], 0)
-                read_ahead(0, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last)
-                T.wgmma_gemm(state_operand, k_shared[0, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS)
-                if wide:
-                    T.wgmma_gemm(state_high_operand, k_high_shared[0, :, :], u_fragment, transpose_B=True, policy=ROWS)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                        load_state(initial_state, read_slot, head, piece.column_begin, registers.state, registers.state_high)
+                math.begin(shared, piece, registers)
                 for step in T.serial(num_chunks):
-                    stage = step % stages
-                    following = (step + 1) % stages
                     valid = T.min(length - step * CHUNK, CHUNK)
-                    T.wgmma_gemm(
-                        state_operand, q_shared[stage, :, :], out_fragment, transpose_B=True, clear_accum=True, policy=ROWS
-                    )
-                    if wide:
-                        T.wgmma_gemm(state_high_operand, q_high_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        out_factor_fragment[i, j] = vector_shared[stage, ROW_STATE_QUERY, j]
-                    # Nothing to wait for. It tells so to the assembler, which would wait for Q S where U and S are read.
-                    T.wait_wgmma(halves)
-                    T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
-                    if valid == CHUNK:
-                        for i, j in T.Parallel(columns, CHUNK):
-                            w_operand[i, j] = (
-                                T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
-                                - factor_fragment[i, j] * u_fragment[i, j]
-                            )
-                    else:
-                        for i, j in T.Parallel(columns, CHUNK):
-                            w_operand[i, j] = T.if_then_else(
-                                j < valid,
-                                T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
-                                - factor_fragment[i, j] * u_fragment[i, j],
-                                0.0,
-                            )
-                    for i, j in T.Parallel(columns, HALF):
-                        state_fragment[i, j] *= last[0]
-                    if wide:
-                        for i, j in T.Parallel(columns, HALF):
-                            state_high_fragment[i, j] *= last[0]
-                    T.wgmma_gemm(w_operand, z_shared[stage, :, :], state_fragment, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(w_operand, z_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
-                    T.wait_wgmma(halves)  # Q S
-                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        out_fragment[i, j] *= out_factor_fragment[i, j]
-                    T.wgmma_gemm(w_operand, r_shared[stage, :, :], out_fragment, transpose_B=True, policy=ROWS)
-                    # What the next chunk reads from shared memory before its first product.
-                    if step + 1 < num_chunks:
-                        T.barrier_wait(full[following], ((step + 1) // stages) & 1)
-                    read_ahead(
-                        following, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last
-                    )
-                    # U of the next chunk; behind the last one, of whatever lies there, for nobody.
-                    T.wait_wgmma(halves)  # the lower half of the state
-                    T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
-                    T.copy(state_fragment, state_operand)
-                    T.wgmma_gemm(
-                        state_operand, k_shared[following, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS
-                    )
-                    if wide:
-                        T.wait_wgmma(2)  # the upper half
-                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
-                        T.copy(state_high_fragment, state_high_operand)
-                        T.wgmma_gemm(
-                            state_high_operand, k_high_shared[following, :, :], u_fragment, transpose_B=True, policy=ROWS
-                        )
-                    T.wait_wgmma(halves)  # W R^T
-                    T.warpgroup_fence_operand(out_fragment, num_regs=ACCUMULATOR)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        out_rows[i // PANEL * CHUNK + j, i % PANEL] = out_fragment[i, j]
-                    if valid == CHUNK:
-                        T.barrier_wait(out_empty[step % 2], ((step // 2) & 1) ^ 1)
-                        if step % 2 == 0:
-                            T.copy(out_rows, out_shared)
-                        else:
-                            T.copy(out_rows, out_odd_shared)
-                        T.fence_proxy_async()
-                        T.barrier_arrive(out_full[step % 2])
-                    if tx % 32 == 0:
-                        T.barrier_arrive(empty[stage])
-                    T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
+                    math.run_chunk(shared, piece, step, valid, registers, output)
                     if has_checkpoints:
                         if valid == CHUNK:
-                            row = chosen[0]
                             done = chosen[1] + (step + 1) * CHUNK if split else (step + 1) * CHUNK
-                            for column in T.serial(checkpoints):
-                                if checkpoint_offsets[row, column] == done:
-                                    write_slot = T.cast(checkpoint_slots[row, column], "int64")
-                                    if write_slot > T.cast(null_slot, "int64"):
-                                        store_state(
-                                            final_state, write_slot, head, column_begin, state_fragment, state_high_fragment
-                                        )
-
+                            stores.store_checkpoints(tensors, chosen[0], done, head, piece.column_begin, registers, write_slot)
                 if num_chunks > 0:
-                    begin = sequence_begin + (num_chunks - 1) * CHUNK
-                    valid_rows = length - (num_chunks - 1) * CHUNK
-                    if valid_rows < CHUNK:
-                        for i, j in T.Parallel(columns, CHUNK):
-                            if j < valid_rows:
-                                row = T.cast(begin + j, "int64")
-                                out[row, head, column_begin + i] = out_rows[i // PANEL * CHUNK + j, i % PANEL]
-
+                    begin = token_begin + (num_chunks - 1) * CHUNK
+                    valid = length - (num_chunks - 1) * CHUNK
+                    if valid < CHUNK:
+                        stores.store_tail(out, begin, valid, head, piece.column_begin, output)
                 if split:
                     live = live and rest <= segment * CHUNK  # the last segment
                 if has_final:
-                    # Once more from memory: the loop has no register to keep them in.
+                    # Read again: the loop has no register to keep the sequence in.
                     ending = place[0] if split and not has_checkpoints else chosen[0]
-                    write_slot = T.cast(ending, "int64")
-                    if pooled and not has_final_indices:
-                        write_slot = T.cast(indices[ending], "int64")
-                    if has_final_indices:
-                        if live:
-                            write_slot = T.cast(final_indices[ending], "int64")
-                            live = write_slot > T.cast(null_slot, "int64")
-                    if live:
-                        store_state(final_state, write_slot, head, column_begin, state_fragment, state_high_fragment)
+                    stores.store_final(tensors, ending, head, piece.column_begin, registers, live, write_slot)
 
     return chunk_chain

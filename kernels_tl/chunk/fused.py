@@ -43,9 +43,9 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
-from kernels_tl.chunk.chain import ACCUMULATOR, PANEL, ROWS, transposed_accumulator
 from kernels_tl.chunk.makers import CHAINS, KEY_BUFFERS, LOWER_PITCH, gate_role, inverse_role, product_role, ring_slot
 from kernels_tl.chunk.prepare import DIAGONAL_PITCH
+from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, transposed_accumulator
 from kernels_tl.chunk.types import (
     CHUNK,
     HALF,

@@ -19,21 +19,15 @@ Only whole segments are summarised, so there are no tails here. Barriers (`tl.di
 | empty[stage] | the copying warp | one lane of every math warp |
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
-from kernels_tl.chunk.chain import (
-    ACCUMULATOR,
-    MATH_REGISTERS,
-    PANEL,
-    PRODUCER_REGISTERS,
-    PRODUCER_THREADS,
-    ROWS,
-    transposed_accumulator,
-)
+from kernels_tl.chunk.chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS
+from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, chain_macros, transposed_accumulator
 from kernels_tl.chunk.types import (
     CHUNK,
     HALF,
@@ -43,6 +37,7 @@ from kernels_tl.chunk.types import (
     TILE_Z,
     TILE_Z_HIGH,
     TRANSITION_DTYPE,
+    Tensors,
     bounds_tensor,
     find_segment,
     row_tensor,
@@ -60,18 +55,194 @@ START_STAGES = 3
 START_THREADS = 128  # of the math warpgroup
 
 
+@dataclass(frozen=True)
+class SummaryShared:
+    """Shared memory and barriers of a summary block."""
+
+    k: Any  # [stages, 64 tokens, 64 key columns]
+    k_high: Any
+    v: tuple[Any, ...]  # one buffer per stage, in panels of 64 columns: matrix loads ignore the offset of a region
+    z: Any
+    z_high: Any
+    vectors: Any  # [stages, NUM_VECTORS, 64]
+    full: Any
+    empty: Any
+
+
+class Summary(NamedTuple):
+    """What a summary block works on."""
+
+    head: Any
+    is_state: Any  # h of the segment; else its transition P
+    token_begin: Any
+    first_slot: Any  # workspace slot of the first chunk
+    num_chunks: Any  # 0: nothing to do
+
+
+class SummaryMacros(NamedTuple):
+    """What the two warpgroups of a summary block do."""
+
+    allocate: Any
+    load_chunks: Any
+    begin: Any
+    run_chunk: Any
+    store_states: Any
+    store_transition: Any
+
+
+def _summary_copies(problem: ChunkProblem, columns: int) -> tuple[Any, Any]:
+    """Macros that allocate the shared memory and that load the chunks."""
+    head_k, heads, dtype = problem.head_k_dim, problem.num_state_heads, problem.dtype
+    heads_per_k, heads_per_v = heads // problem.num_k_heads, heads // problem.num_v_heads
+    wide = head_k > HALF
+    panels = columns // PANEL
+    rows = panels * CHUNK
+
+    @T.macro
+    def allocate():
+        k_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
+        k_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
+        v_shared = T.alloc_shared((rows, PANEL), dtype)
+        v_second_shared = T.alloc_shared((rows, PANEL), dtype)
+        v_third_shared = T.alloc_shared((rows, PANEL), dtype)
+        z_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
+        z_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
+        vector_shared = T.alloc_shared((SUMMARY_STAGES, NUM_VECTORS, CHUNK), "float32")
+        full = T.alloc_barrier([32] * SUMMARY_STAGES)
+        empty = T.alloc_barrier([columns * 2 // 32] * SUMMARY_STAGES)
+        return SummaryShared(
+            k_shared, k_high_shared, (v_shared, v_second_shared, v_third_shared), z_shared, z_high_shared, vector_shared,
+            full, empty,
+        )  # fmt: skip
+
+    @T.macro
+    def load(source, target, barriers, stage):
+        T.tma_copy(source, target, barrier=barriers[stage], leader_scope_threads=32)
+
+    @T.macro
+    def load_v(source, target, barriers, stage, token, head):
+        for panel in T.unroll(panels):
+            T.tma_copy(
+                source[token : token + CHUNK, head, panel * PANEL : (panel + 1) * PANEL],
+                target[panel * CHUNK : (panel + 1) * CHUNK, :],
+                barrier=barriers[stage],
+                leader_scope_threads=32,
+            )
+
+    @T.macro
+    def load_chunks(tensors, shared, summary):
+        head = summary.head
+        k_head, v_head = head // heads_per_k, head // heads_per_v
+        for step in T.serial(summary.num_chunks):
+            stage = step % SUMMARY_STAGES
+            T.barrier_wait(shared.empty[stage], ((step // SUMMARY_STAGES) & 1) ^ 1)
+            token = summary.token_begin + step * CHUNK
+            slot = summary.first_slot + step
+            load(tensors.k[token : token + CHUNK, k_head, 0:HALF], shared.k[stage, :, :], shared.full, stage)
+            if wide:
+                load(tensors.k[token : token + CHUNK, k_head, HALF:head_k], shared.k_high[stage, :, :], shared.full, stage)
+            if summary.is_state:
+                if stage == 0:
+                    load_v(tensors.v, shared.v[0], shared.full, 0, token, v_head)
+                elif stage == 1:
+                    load_v(tensors.v, shared.v[1], shared.full, 1, token, v_head)
+                else:
+                    load_v(tensors.v, shared.v[2], shared.full, 2, token, v_head)
+            load(tensors.vectors[slot, head, :, :], shared.vectors[stage, :, :], shared.full, stage)
+            load(tensors.tiles[slot, head, TILE_Z, :, :], shared.z[stage, :, :], shared.full, stage)
+            if wide:
+                load(tensors.tiles[slot, head, TILE_Z_HIGH, :, :], shared.z_high[stage, :, :], shared.full, stage)
+            # All lanes arrive: the lane that was elected for the copies has announced their bytes before its own arrival.
+            T.barrier_arrive(shared.full[stage])
+
+    return allocate, load_chunks
+
+
+def _summary_macros(problem: ChunkProblem, columns: int) -> SummaryMacros:
+    wide = problem.head_k_dim > HALF
+    steps = chain_macros(problem, columns)
+
+    @T.macro
+    def read_ahead(shared, stage, is_state, registers):
+        """What the next chunk reads from shared memory before its first product; P has V = 0."""
+        if is_state:
+            if stage == 0:
+                T.copy(shared.v[0], registers.v)
+            elif stage == 1:
+                T.copy(shared.v[1], registers.v)
+            else:
+                T.copy(shared.v[2], registers.v)
+        for i, j in T.Parallel(columns, CHUNK):
+            registers.factor[i, j] = shared.vectors[stage, ROW_STATE_KEY, j]
+        registers.last[0] = shared.vectors[stage, ROW_LAST, 0]
+
+    @T.macro
+    def begin(shared, summary, registers):
+        steps.round_state(registers)
+        if summary.num_chunks > 0:
+            T.barrier_wait(shared.full[0], 0)
+        read_ahead(shared, 0, summary.is_state, registers)
+
+    @T.macro
+    def run_chunk(shared, summary, step, registers):
+        stage = step % SUMMARY_STAGES
+        steps.multiply_state(registers, shared.k[stage, :, :], shared.k_high[stage, :, :], registers.u)
+        steps.decay_state(registers)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR)
+        steps.make_values(registers)
+        steps.add_values(registers, shared.z[stage, :, :], shared.z_high[stage, :, :])
+        if step + 1 < summary.num_chunks:
+            T.barrier_wait(shared.full[(step + 1) % SUMMARY_STAGES], ((step + 1) // SUMMARY_STAGES) & 1)
+        read_ahead(shared, (step + 1) % SUMMARY_STAGES, summary.is_state, registers)
+        if wide:
+            T.wait_wgmma(1)
+            T.warpgroup_fence_operand(registers.state, num_regs=ACCUMULATOR)
+            T.copy(registers.state, registers.state_operand)
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(registers.state_high, num_regs=ACCUMULATOR)
+            T.copy(registers.state_high, registers.state_high_operand)
+        else:
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(registers.state, num_regs=ACCUMULATOR)
+            T.copy(registers.state, registers.state_operand)
+        if T.get_thread_binding() % 32 == 0:
+            T.barrier_arrive(shared.empty[stage])
+
+    @T.macro
+    def store_states(segment_starts, slot, head, registers):
+        for i, j in T.Parallel(columns, HALF):
+            segment_starts[slot, head, i, j] = registers.state[i, j]
+        if wide:
+            for i, j in T.Parallel(columns, HALF):
+                segment_starts[slot, head, i, HALF + j] = registers.state_high[i, j]
+
+    @T.macro
+    def store_summands(transitions, slot, head, state, first):
+        """Half of P's key columns, from `first` on, as two summands."""
+        for i, j in T.Parallel(columns, HALF):
+            transitions[slot, head, 0, i, first + j] = T.cast(state[i, j], TRANSITION_DTYPE)
+        for i, j in T.Parallel(columns, HALF):
+            transitions[slot, head, 1, i, first + j] = T.cast(
+                state[i, j] - T.cast(T.cast(state[i, j], TRANSITION_DTYPE), "float32"), TRANSITION_DTYPE
+            )
+
+    @T.macro
+    def store_transition(transitions, slot, head, registers):
+        store_summands(transitions, slot, head, registers.state, 0)
+        if wide:
+            store_summands(transitions, slot, head, registers.state_high, HALF)
+
+    return SummaryMacros(*_summary_copies(problem, columns), begin, run_chunk, store_states, store_transition)
+
+
 def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
-    """The prim_func `chunk_summaries`; decides: as of `prepare`."""
-    head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
-    heads_per_k = heads // problem.num_k_heads
-    heads_per_v = heads // problem.num_v_heads
-    dtype = problem.dtype
+    """The prim_func `chunk_summaries`; decides: as for `prepare`."""
+    head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
     pooled, has_initial, has_mask = problem.pooled, problem.has_initial_state, problem.has_mask
     columns = head_v  # V columns for h, or as many columns of the identity: both halves of a head share the copies
     math_threads = columns * 2
     wide = head_k > HALF
-    panels = columns // PANEL
-    rows = panels * CHUNK
 
     num_tokens, bounds, slots = T.dynamic("num_tokens"), T.dynamic("num_bounds"), T.dynamic("num_slots")
     segment_slots = T.dynamic("num_segment_slots")
@@ -83,29 +254,8 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
     bounds_type = bounds_tensor(bounds, problem)
     take_turn = turn(decides, cuts=True)
     load_state = state_loader(problem, columns)
-
-    @T.macro
-    def load_v(source, target, barriers, stage, token, head):
-        for panel in T.unroll(panels):
-            T.tma_copy(
-                source[token : token + CHUNK, head // heads_per_v, panel * PANEL : (panel + 1) * PANEL],
-                target[panel * CHUNK : (panel + 1) * CHUNK, :],
-                barrier=barriers[stage],
-                leader_scope_threads=32,
-            )
-
-    @T.macro
-    def read_ahead(stage, is_state, v_first_stage, v_second_stage, v_third_stage, vectors, v_fragment, factor_fragment, last):
-        if is_state:
-            if stage == 0:
-                T.copy(v_first_stage, v_fragment)
-            elif stage == 1:
-                T.copy(v_second_stage, v_fragment)
-            else:
-                T.copy(v_third_stage, v_fragment)
-        for i, j in T.Parallel(columns, CHUNK):
-            factor_fragment[i, j] = vectors[stage, ROW_STATE_KEY, j]
-        last[0] = vectors[stage, ROW_LAST, 0]
+    steps = chain_macros(problem, columns)
+    roles = _summary_macros(problem, columns)
 
     @T.prim_func
     def chunk_summaries(
@@ -124,38 +274,15 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
         cut_above: T.int32,
     ):
         with T.Kernel(2, segment_slots, heads, threads=math_threads + PRODUCER_THREADS) as (kind, piece, head):
-            k_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-            k_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-            # One buffer a stage: matrix loads ignore the offset of a region.
-            v_shared = T.alloc_shared((rows, PANEL), dtype)
-            v_second_shared = T.alloc_shared((rows, PANEL), dtype)
-            v_third_shared = T.alloc_shared((rows, PANEL), dtype)
-            z_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-            z_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-            vector_shared = T.alloc_shared((SUMMARY_STAGES, NUM_VECTORS, CHUNK), "float32")
-            full = T.alloc_barrier([32] * SUMMARY_STAGES)
-            empty = T.alloc_barrier([math_threads // 32] * SUMMARY_STAGES)
-            state_fragment = T.alloc_fragment((columns, HALF), "float32")
-            state_high_fragment = T.alloc_fragment((columns, HALF), "float32")
-            state_operand = T.alloc_fragment((columns, HALF), dtype)
-            state_high_operand = T.alloc_fragment((columns, HALF), dtype)
-            u_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            v_fragment = T.alloc_fragment((rows, PANEL), dtype)
-            w_operand = T.alloc_fragment((columns, CHUNK), dtype)
-            factor_fragment = T.alloc_fragment((columns, CHUNK), "float32")
-            last = T.alloc_local((1,), "float32")
+            shared = roles.allocate()
+            registers = steps.allocate()
             place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
             live = T.alloc_var("bool", init=True)
             starts = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
             T.annotate_layout(
-                {
-                    v_shared: make_swizzled_layout(v_shared),
-                    v_second_shared: make_swizzled_layout(v_second_shared),
-                    v_third_shared: make_swizzled_layout(v_third_shared),
-                    v_fragment: transposed_accumulator(columns),
-                }
+                {buffer: make_swizzled_layout(buffer) for buffer in shared.v} | {registers.v: transposed_accumulator(columns)}
             )
 
             take_turn(cu_seqlens, bounds, cut_above)
@@ -165,7 +292,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
             is_state = kind == 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
-            begin = whole_begin + index * segment * CHUNK
+            token_begin = whole_begin + index * segment * CHUNK
             first_slot = whole_begin // CHUNK + sequence + index * segment
             read_slot = T.cast(sequence, "int64")
             live = whole_length - index * segment * CHUNK > segment * CHUNK and (is_state or index > 0)
@@ -173,147 +300,37 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
                 read_slot = T.cast(indices[sequence], "int64")
                 live = live and read_slot > T.cast(null_slot, "int64")
             num_chunks = T.if_then_else(live, segment, 0)
+            summary = Summary(head, is_state, token_begin, first_slot, num_chunks)
 
             if tx >= math_threads:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if tx < math_threads + 32:
-                    for step in T.serial(num_chunks):
-                        stage = step % SUMMARY_STAGES
-                        T.barrier_wait(empty[stage], ((step // SUMMARY_STAGES) & 1) ^ 1)
-                        token = begin + step * CHUNK
-                        slot = first_slot + step
-                        T.tma_copy(
-                            k[token : token + CHUNK, head // heads_per_k, 0:HALF],
-                            k_shared[stage, :, :],
-                            barrier=full[stage],
-                            leader_scope_threads=32,
-                        )
-                        if wide:
-                            T.tma_copy(
-                                k[token : token + CHUNK, head // heads_per_k, HALF:head_k],
-                                k_high_shared[stage, :, :],
-                                barrier=full[stage],
-                                leader_scope_threads=32,
-                            )
-                        if is_state:
-                            if stage == 0:
-                                load_v(v, v_shared, full, 0, token, head)
-                            elif stage == 1:
-                                load_v(v, v_second_shared, full, 1, token, head)
-                            else:
-                                load_v(v, v_third_shared, full, 2, token, head)
-                        T.tma_copy(
-                            vectors[slot, head, :, :], vector_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
-                        )
-                        T.tma_copy(
-                            tiles[slot, head, TILE_Z, :, :], z_shared[stage, :, :], barrier=full[stage], leader_scope_threads=32
-                        )
-                        if wide:
-                            T.tma_copy(
-                                tiles[slot, head, TILE_Z_HIGH, :, :],
-                                z_high_shared[stage, :, :],
-                                barrier=full[stage],
-                                leader_scope_threads=32,
-                            )
-                        # By all lanes: whichever lane was elected for the copies announced their bytes before its own arrival.
-                        T.barrier_arrive(full[stage])
+                    roles.load_chunks(Tensors(k=k, v=v, tiles=tiles, vectors=vectors), shared, summary)
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
-                T.clear(v_fragment)
+                T.clear(registers.v)
                 for i, j in T.Parallel(columns, HALF):
-                    state_fragment[i, j] = T.if_then_else(i == j and not is_state, 1.0, 0.0)
+                    registers.state[i, j] = T.if_then_else(i == j and not is_state, 1.0, 0.0)
                 if wide:
                     for i, j in T.Parallel(columns, HALF):
-                        state_high_fragment[i, j] = T.if_then_else(i == j + HALF and not is_state, 1.0, 0.0)
+                        registers.state_high[i, j] = T.if_then_else(i == j + HALF and not is_state, 1.0, 0.0)
                 if has_initial:
                     starts = live and is_state and index == 0
                     if has_mask:
                         if starts:
                             starts = mask[sequence]
                     if starts:
-                        load_state(initial_state, read_slot, head, 0, state_fragment, state_high_fragment)
+                        load_state(initial_state, read_slot, head, 0, registers.state, registers.state_high)
                 if live and is_state and index == 0:
-                    for i, j in T.Parallel(columns, HALF):
-                        segment_starts[piece, head, i, j] = state_fragment[i, j]
-                    if wide:
-                        for i, j in T.Parallel(columns, HALF):
-                            segment_starts[piece, head, i, HALF + j] = state_high_fragment[i, j]
-
-                T.copy(state_fragment, state_operand)
-                if wide:
-                    T.copy(state_high_fragment, state_high_operand)
-                if num_chunks > 0:
-                    T.barrier_wait(full[0], 0)
-                read_ahead(
-                    0, is_state, v_shared, v_second_shared, v_third_shared, vector_shared, v_fragment, factor_fragment, last
-                )
+                    roles.store_states(segment_starts, piece, head, registers)
+                roles.begin(shared, summary, registers)
                 for step in T.serial(num_chunks):
-                    stage = step % SUMMARY_STAGES
-                    T.wgmma_gemm(
-                        state_operand, k_shared[stage, :, :], u_fragment, transpose_B=True, clear_accum=True, policy=ROWS
-                    )
-                    if wide:
-                        T.wgmma_gemm(state_high_operand, k_high_shared[stage, :, :], u_fragment, transpose_B=True, policy=ROWS)
-                    for i, j in T.Parallel(columns, HALF):
-                        state_fragment[i, j] *= last[0]
-                    if wide:
-                        for i, j in T.Parallel(columns, HALF):
-                            state_high_fragment[i, j] *= last[0]
-                    T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(u_fragment, num_regs=ACCUMULATOR)
-                    for i, j in T.Parallel(columns, CHUNK):
-                        w_operand[i, j] = (
-                            T.cast(v_fragment[i // PANEL * CHUNK + j, i % PANEL], "float32")
-                            - factor_fragment[i, j] * u_fragment[i, j]
-                        )
-                    T.wgmma_gemm(w_operand, z_shared[stage, :, :], state_fragment, policy=ROWS)
-                    if wide:
-                        T.wgmma_gemm(w_operand, z_high_shared[stage, :, :], state_high_fragment, policy=ROWS)
-                    # What the next chunk reads from shared memory before its first product.
-                    if step + 1 < num_chunks:
-                        T.barrier_wait(full[(step + 1) % SUMMARY_STAGES], ((step + 1) // SUMMARY_STAGES) & 1)
-                    read_ahead(
-                        (step + 1) % SUMMARY_STAGES, is_state, v_shared, v_second_shared, v_third_shared, vector_shared,
-                        v_fragment, factor_fragment, last,
-                    )  # fmt: skip
-                    if wide:
-                        T.wait_wgmma(1)
-                        T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
-                        T.copy(state_fragment, state_operand)
-                        T.wait_wgmma(0)
-                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
-                        T.copy(state_high_fragment, state_high_operand)
-                    else:
-                        T.wait_wgmma(0)
-                        T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
-                        T.copy(state_fragment, state_operand)
-                    if tx % 32 == 0:
-                        T.barrier_arrive(empty[stage])
-
+                    roles.run_chunk(shared, summary, step, registers)
                 if live:
                     if is_state:
-                        for i, j in T.Parallel(columns, HALF):
-                            segment_starts[piece + 1, head, i, j] = state_fragment[i, j]
-                        if wide:
-                            for i, j in T.Parallel(columns, HALF):
-                                segment_starts[piece + 1, head, i, HALF + j] = state_high_fragment[i, j]
+                        roles.store_states(segment_starts, piece + 1, head, registers)
                     else:
-                        for i, j in T.Parallel(columns, HALF):
-                            transitions[piece, head, 0, i, j] = T.cast(state_fragment[i, j], TRANSITION_DTYPE)
-                        for i, j in T.Parallel(columns, HALF):
-                            transitions[piece, head, 1, i, j] = T.cast(
-                                state_fragment[i, j] - T.cast(T.cast(state_fragment[i, j], TRANSITION_DTYPE), "float32"),
-                                TRANSITION_DTYPE,
-                            )
-                        if wide:
-                            for i, j in T.Parallel(columns, HALF):
-                                transitions[piece, head, 0, i, HALF + j] = T.cast(state_high_fragment[i, j], TRANSITION_DTYPE)
-                            for i, j in T.Parallel(columns, HALF):
-                                transitions[piece, head, 1, i, HALF + j] = T.cast(
-                                    state_high_fragment[i, j]
-                                    - T.cast(T.cast(state_high_fragment[i, j], TRANSITION_DTYPE), "float32"),
-                                    TRANSITION_DTYPE,
-                                )
+                        roles.store_transition(transitions, piece, head, registers)
 
     return chunk_summaries
 

@@ -5,6 +5,7 @@ never overlap, `ceil(L / 64) + N` slots are enough, and finding the sequence of 
 Segment slots are the same thing with the tokens of a segment in place of 64.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
@@ -22,6 +23,37 @@ ROW_STATE_QUERY = 1  # exp(c) * |q|^-1 * scale: factor of Q S
 ROW_LAST = 2  # element 0: exp(c_last), the decay of the whole chunk
 MOST_RANKED = 256  # sequences that a block of so many threads ranks by length
 TRANSITION_DTYPE = "bfloat16"  # of a segment's transition, whatever the tokens are: keys that are not normalised make it large
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A kernel's parameters under their public names, handed to its roles; None: the kernel has no such parameter.
+
+    Parameters that the problem leaves out are stand-ins (`cu_seqlens_tensor`) and are not read.
+    """
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    g: Any = None
+    beta: Any = None
+    A_log: Any = None
+    dt_bias: Any = None
+    initial_state: Any = None
+    state_indices: Any = None
+    has_initial_state: Any = None
+    final_state: Any = None
+    final_state_indices: Any = None
+    cu_seqlens: Any = None
+    checkpoint_offsets: Any = None
+    checkpoint_slots: Any = None
+    out: Any = None
+    tiles: Any = None  # workspace: R and Z of every chunk
+    vectors: Any = None  # workspace: row factors of every chunk
+    segment_starts: Any = None  # workspace: the state that each segment starts from
+    transitions: Any = None  # workspace: each segment's transition
+    scale: Any = None
+    null_slot: Any = None
 
 
 def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:

@@ -18,7 +18,7 @@ def mix(x: T.Ref):
 
 @T.macro
 def mix_seed(rounding_seed, seed: T.Ref):
-    """seed = what all keys of a launch begin with."""
+    """seed = the first part of all keys of a launch."""
     seed = T.cast(rounding_seed[0], "uint32")
     mix(seed)
     seed = seed ^ T.cast(rounding_seed[0] >> T.int64(32), "uint32")
@@ -27,7 +27,7 @@ def mix_seed(rounding_seed, seed: T.Ref):
 
 @T.macro
 def make_key(seed, slot, head, key: T.Ref):
-    """key = that of a head's state in a slot; seed: mixed."""
+    """key = the key of a head's state in a slot; seed: mixed."""
     key = seed ^ T.cast(slot, "uint32")
     mix(key)
     key = key ^ T.cast(head, "uint32")
@@ -36,7 +36,7 @@ def make_key(seed, slot, head, key: T.Ref):
 
 @T.macro
 def round_value(value, key, element, noise: T.Ref, result: T.Ref):
-    """result = value as a float32 that is a bfloat16; an infinity or NaN as it is. noise: of no meaning outside."""
+    """result = value as a float32 that is a bfloat16; an infinity or NaN as it is. noise: scratch."""
     noise = key ^ T.cast(element, "uint32")
     mix(noise)
     noise = (noise >> T.uint32(16)) + T.reinterpret(value, "uint32")

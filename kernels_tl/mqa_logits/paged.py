@@ -18,7 +18,6 @@ is gathered from pages in pieces of gcd(page_size, tile) tokens. A sequence with
 The loader posts each item (a run of tiles of one sequence) beside its queries; an item of no tiles ends the math warpgroups.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, gcd
 from typing import Any
@@ -27,7 +26,7 @@ import tilelang.language as T
 import torch
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import PagedMqaLogitsProblem
+from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.mqa_logits import shared as _logits
 
@@ -518,33 +517,15 @@ def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
     return {ENTRY: build.library(program(problem, config), pass_configs=_logits.PASS_CONFIGS)}
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_tables: Any,
-    out: Any,
-    scale: float,
-    least: int = 0,
-) -> None:
-    # `least` allows rows to be left out; here all are scored.
+def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:
+    # skip_rows_up_to only permits rows to be left out; this kernel scores every row.
+    q, cache, weights, context_lens, block_tables, out, scale, _ = params
     problem = compiled.problem
-    if out.shape[0] == 0 or out.shape[1] == 0:
-        return
-    if cache.shape[0] == 0 or block_tables.shape[1] == 0:  # no page, so no key: a TMA descriptor cannot describe an empty tensor
-        if problem.clean:
-            out.fill_(float("-inf"))
-        return
-    kv_heads, dim, page_size = problem.num_kv_heads, problem.head_dim, problem.page_size
     shape = _logits.shape_of(problem)
-    q = q.view(-1, dim) if _logits.flat(shape) else q.view(-1, kv_heads, shape.group, dim)
-    optional = [] if weights is None else [weights]
-    values = cache
-    if problem.has_k_scale:
-        values = cache.view(q.dtype)
-        optional.insert(0, cache.view(torch.float32))
-    values = values.as_strided((values.shape[0], page_size, kv_heads * dim), (values.stride(0), kv_heads * dim, 1))
-    function: Callable[..., Any] = compiled.functions[ENTRY]
-    function(q, values, *optional, context_lens.view(-1), block_tables, out, scale)
+    q = q.view(-1, shape.dim) if _logits.flat(shape) else q.view(-1, shape.kv_heads, shape.group, shape.dim)
+    scales = cache.view(torch.float32) if problem.has_k_scale else None
+    values = cache.view(q.dtype) if problem.has_k_scale else cache
+    row = shape.kv_heads * shape.dim
+    values = values.as_strided((values.shape[0], problem.page_size, row), (values.stride(0), row, 1))
+    optional = [tensor for tensor in (scales, weights) if tensor is not None]
+    compiled.functions[ENTRY](q, values, *optional, context_lens.view(-1), block_tables, out, scale)

@@ -16,14 +16,13 @@ one sums over heads, the tensor cores work for another.
 The loader puts row ranges and weights of an item beside its queries, two items deep, so math warps read no index from memory.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import MqaLogitsProblem
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.mqa_logits import shared as _logits
 
@@ -448,31 +447,13 @@ def chunk_tiles(num_queries: int, num_columns: int, config: Config) -> int:
     return max(1, min(config.chunk_tiles, tiles * query_blocks // (4 * config.blocks)))
 
 
-def launch(
-    compiled: Any,
-    q: Any,
-    k: Any,
-    k_scale: Any,
-    weights: Any,
-    cu_seqlen_ks: Any,
-    cu_seqlen_ke: Any,
-    out: Any,
-    scale: float,
-    least: int = 0,
-) -> None:
-    # `least` allows rows to be left out; here all are scored.
-    problem, config = compiled.problem, compiled.config
-    num_queries, num_columns = out.shape
-    if num_queries == 0 or num_columns == 0:
-        return
-    if k.shape[0] == 0:  # a packed row without keys; a TMA descriptor cannot describe an empty tensor
-        if problem.clean:
-            out.fill_(float("-inf"))
-        return
-    kv_heads, dim = problem.num_kv_heads, problem.head_dim
+def launch(compiled: Any, params: MqaLogitsParams) -> None:
+    # skip_rows_up_to only permits rows to be left out; this kernel scores every row.
+    q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, out, scale, _ = params
+    problem = compiled.problem
     shape = _logits.shape_of(problem)
-    q = q.view(-1, dim) if _logits.flat(shape) else q.view(-1, kv_heads, shape.group, dim)
-    k = k.view(-1, kv_heads * dim)
+    q = q.view(-1, shape.dim) if _logits.flat(shape) else q.view(-1, shape.kv_heads, shape.group, shape.dim)
+    k = k.view(-1, shape.kv_heads * shape.dim)
     optional = [tensor for tensor in (k_scale, weights) if tensor is not None]
-    function: Callable[..., Any] = compiled.functions[ENTRY]
-    function(q, k, *optional, cu_seqlen_ks, cu_seqlen_ke, out, scale, chunk_tiles(num_queries, num_columns, config))
+    tiles = chunk_tiles(*out.shape, compiled.config)
+    compiled.functions[ENTRY](q, k, *optional, cu_seqlen_ks, cu_seqlen_ke, out, scale, tiles)

@@ -1,7 +1,7 @@
 """Draft trees in the recurrent kernel: every node continues the state after its parent.
 
-The starting state stays in registers beside the current one. A node whose parent is the node before it goes on from
-there; otherwise its path is computed anew from the start, ancestor by ancestor: their q, k, v are few and in cache, while
+The starting state stays in registers next to the current one. A node whose parent is the node before it goes on from
+there; otherwise its path is computed again from the start, ancestor by ancestor: their q, k, v are few and in cache, while
 the states between are not kept anywhere that is sure to be written, or in full precision.
 """
 
@@ -9,7 +9,7 @@ import tilelang.language as T
 
 
 def parent_of(node, begin, parents):
-    """-1 for the start. Always below the node, whatever the tensor holds: every walk ends."""
+    """The parent of a node, -1 for the start. Always less than the node, whatever the tensor holds: every walk ends."""
     return T.min(parents[begin + node], node - 1)
 
 
@@ -23,7 +23,7 @@ def ancestor(node, steps, begin, parents, found: T.Ref):
 
 @T.macro
 def start_path(node, begin, parents, start, state, above: T.Ref, walker: T.Ref):
-    """above = how far above the node its path must begin, with state as it is there. walker: of no meaning outside."""
+    """above = how far above the node its path must begin, with state as it is there. walker: scratch."""
     walker = parent_of(node, begin, parents)
     above = 0
     if walker != node - 1:

@@ -62,18 +62,18 @@ def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _mqa(tensors: tuple[Any, ...], problem: Any) -> None:
-    q, k, k_scale, weights, starts, ends, out, scale = tensors
+    q, k, k_scale, weights, starts, ends, out, scale, _ = tensors
     reference.mqa_logits(q, k, weights, starts, ends, k_scale=k_scale, scale=scale, out=out)
 
 
 def _paged(tensors: tuple[Any, ...], problem: Any) -> None:
-    q, cache, weights, context_lens, block_tables, out, scale = tensors
+    q, cache, weights, context_lens, block_tables, out, scale, _ = tensors
     pages = cache.unflatten(1, (problem.page_size, problem.num_kv_heads, -1))
     reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
 
 
 def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
-    logits, starts, ends, out = tensors
+    logits, starts, ends, out, *_ = tensors
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
 
 
@@ -159,6 +159,7 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
     """A "kernel" that is the reference, and afterwards does what spoil does."""
 
     def launch(*tensors: Any) -> None:
+        tensors = tensors[0] if hasattr(tensors[0], "_fields") else tensors
         _BY_OP[shape.op](tensors, shape.problem)
         spoil(tensors)
 

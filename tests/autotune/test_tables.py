@@ -143,6 +143,18 @@ def test_unchanged_machine_code_is_stamped_anew(folder: Path, readable: None) ->
     assert _restamp(path) == tables.Restamped()  # nothing to do
 
 
+def test_machine_code_that_was_not_recorded_is_recorded(folder: Path, readable: None) -> None:
+    """Where an entry was timed there may be no disassembler."""
+    path = _write(folder, _winner(SHAPE, 7, 49.0))
+    before = _entries(path)
+    table = tuned.read(path)
+    table.groups[0].entries[0].machine_code = None
+    tuned.write(path, table)
+    found = _restamp(path)
+    assert (found.stamped, found.recorded, found.left) == (0, 1, [])
+    assert _entries(path) == before
+
+
 def test_changed_machine_code_stays_stale(folder: Path, readable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _write(folder, _winner(SHAPE, 7, 49.0), _winner(OTHER, 6, 20.0))
     _stale(path)

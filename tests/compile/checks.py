@@ -20,6 +20,9 @@ def compiles(tasks: Callable[..., Sequence[session.Task]]) -> pytest.MarkDecorat
     return pytest.mark.compiles.with_args(tasks)
 
 
+quick = pytest.mark.quick  # a test that compiles little enough for the test command; all others that compile are cover tests
+
+
 def tasks_of(module_name: str, variants: Sequence[tuple[Problem, Any]]) -> list[session.Task]:
     return [(module_name, problem, config) for problem, config in variants]
 

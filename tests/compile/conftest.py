@@ -1,4 +1,5 @@
-"""Gathers what the session's tests compile and starts the pool; the tests that wait for it run last."""
+"""Gathers what the session's tests compile and starts the pool; the tests that wait for it run last, and those of them that are
+not quick run with the cover."""
 
 from typing import Any
 
@@ -11,7 +12,11 @@ from tests.compile.session import Task
 MARK = "compiles"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker(MARK) is not None and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.cover)
     items.sort(key=lambda item: item.get_closest_marker(MARK) is not None)  # stable
 
 

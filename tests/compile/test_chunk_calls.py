@@ -19,10 +19,13 @@ from tests.compile import fake_cuda
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
 
-WIDE = {"makers": 2, "stages": 3, "prefetch": 0, "places": 1, "ringed": 10}
+FOUR_SM = {"stages": 3, "prefetch": 0, "num_persistent_clusters": 0, "num_four_sm_clusters": 1, "max_l2_ring_groups": 10}
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the problem, and of the configuration
     "whole": ({"index_dtype": "int32", "has_mask": True, "use_gate": True, "gate_dtype": "bfloat16"}, {}),
-    "either": ({"index_dtype": "int64", "dtype": "float16", "beta_dtype": None}, WIDE | {"segment": 2, "cut_above": 150}),
+    "either": (
+        {"index_dtype": "int64", "dtype": "float16", "beta_dtype": None},
+        FOUR_SM | {"split_chunks": 2, "split_if_longest_exceeds": 150},
+    ),
     "padded": ({"head_k_dim": 60, "head_v_dim": 60, "has_final_state": False}, {}),
     "token by token": ({"head_k_dim": 132, "head_v_dim": 132, "has_initial_state": False, "has_final_state": False}, {}),
 }
@@ -55,5 +58,5 @@ def test_launch_fails_for_want_of_a_device_alone(call: str, tmp_path: Path) -> N
 
     kernel = compiled.Compiled({name: calling(name) for name in functions}, problem, config)
     arguments = chunk_inputs(problem, "cpu", 1, lengths=[100, 200], strided=True)
-    chunk.launch(kernel, *chunk_tensors(problem, arguments, fake_cuda.workspace(chunk.workspace_bytes(problem, config))))
+    chunk.launch(kernel, chunk_tensors(problem, arguments, fake_cuda.workspace(chunk.workspace_bytes(problem, config))))
     assert sorted(refused) == sorted(functions)

@@ -23,17 +23,17 @@ def problem_of(heads: int, num_tokens: int, num_sequences: int, **changes: Any) 
 
 
 @pytest.mark.parametrize(
-    ("heads", "num_tokens", "num_sequences", "makers"),
-    [(8, 16384, 4, 2), (8, 16100, 4, 2), (4, 65536, 8, 2), (16, 8192, 4, 0), (8, 65536, 8, 0)],
+    ("heads", "num_tokens", "num_sequences", "is_four_sm"),
+    [(8, 16384, 4, True), (8, 16100, 4, True), (4, 65536, 8, True), (16, 8192, 4, False), (8, 65536, 8, False)],
 )
-def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_sequences: int, makers: int) -> None:
+def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_sequences: int, is_four_sm: bool) -> None:
     problem = problem_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
-    assert config.segment > 0 and config.makers == makers and chunk.fits(problem, config, H100)
-    assert num_tokens / num_sequences <= config.cut_above < num_tokens
+    assert config.split_chunks > 0 and bool(config.num_four_sm_clusters) == is_four_sm and chunk.fits(problem, config, H100)
+    assert num_tokens / num_sequences <= config.split_if_longest_exceeds < num_tokens
     found = chunk.configs(problem, H100)
     # No table may decide for lengths that it was not tuned on.
-    assert config in found and len(found) == len(set(found)) and all(one.cut_above for one in found)
+    assert config in found and len(found) == len(set(found)) and all(one.split_if_longest_exceeds for one in found)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,25 @@ def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_seque
 )  # fmt: skip
 def test_nothing_to_decide(heads: int, num_tokens: int, num_sequences: int, is_cut: bool) -> None:
     config = chunk.default_config(problem_of(heads, num_tokens, num_sequences), H100)
-    assert config.cut_above == 0 and bool(config.segment) == is_cut
+    assert config.split_if_longest_exceeds == 0 and bool(config.split_chunks) == is_cut
 
 
 def test_what_does_not_fit() -> None:
     problem = problem_of(8, 16384, 4)
     config = chunk.default_config(problem, H100)
-    assert chunk.fits(problem, config, H100) and chunk.fits(problem, replace(config, makers=0, places=0, ringed=0), H100)
-    for changes in ({"cut_above": -1}, {"segment": 0}, {"stages": 4}, {"ringed": -1}, {"makers": 0}):
+    narrow = replace(config, stages=4, num_four_sm_clusters=0, max_l2_ring_groups=0)
+    assert chunk.fits(problem, config, H100) and chunk.fits(problem, narrow, H100)
+    wrong: list[dict[str, int]] = [{"split_if_longest_exceeds": -1}, {"split_chunks": 0}, {"stages": 4}, {"prefetch": 4}]
+    wrong += [{"max_l2_ring_groups": -1}, {"num_four_sm_clusters": 0}, {"num_persistent_clusters": 3}]
+    for changes in wrong:
         assert not chunk.fits(problem, replace(config, **changes), H100)
 
 
 def test_workspace_is_what_either_way_needs() -> None:
     problem = problem_of(8, 16384, 4)
     config = chunk.default_config(problem, H100)
-    whole = replace(config, segment=0, cut_above=0)
-    cut = replace(config, cut_above=0, makers=0, places=0, ringed=0, stages=4)
+    whole = replace(config, split_chunks=0, split_if_longest_exceeds=0)
+    cut = replace(config, split_if_longest_exceeds=0, num_four_sm_clusters=0, max_l2_ring_groups=0, stages=4)
     wanted = [chunk.workspace_bytes(problem, one) for one in (whole, cut)]
     assert all(wanted) and chunk.workspace_bytes(problem, config) == max(wanted)
 
@@ -70,8 +73,8 @@ def test_only_whether_lengths_decide_is_compiled_in() -> None:
     problem = problem_of(8, 16384, 4)
     config = chunk.default_config(problem, H100)
     keys = [
-        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, segment=segment, cut_above=tokens))
-        for segment, tokens in ((16, 5000), (32, 6000), (32, 0))
+        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, split_chunks=length, split_if_longest_exceeds=tokens))
+        for length, tokens in ((16, 5000), (32, 6000), (32, 0))
     ]
     assert keys[0] == keys[1] != keys[2]
 
@@ -85,6 +88,6 @@ VARIANTS = [
 
 @checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", VARIANTS))
 def test_both_ways_compile() -> None:
-    assert all(config.makers and config.cut_above for _, config in VARIANTS)
+    assert all(config.num_four_sm_clusters and config.split_if_longest_exceeds for _, config in VARIANTS)
     failed = checks.failures("kernels_cute.chunk", "cute", VARIANTS, H100)
     assert not failed, "\n".join(failed)

@@ -19,7 +19,8 @@ from gdn.testing.compare import error, same_bits, token_error
 from gdn.testing.inputs import chunk_inputs, chunk_problem
 from gdn.testing.oracle import oracle_of
 from kernels_cute import chunk
-from kernels_cute.chunk.head_dims import padding, stand_in
+from kernels_cute.chunk import head_dims
+from kernels_cute.chunk.head_dims import padding
 from tests.compile import checks
 from tests.ops.contract_kernel import WORKSPACE_BYTES, ContractKernel
 
@@ -96,7 +97,7 @@ class Composed(ContractKernel):
 
     def prepare(self, problem: Any, device: torch.device, backend: str | None) -> Prepared:
         copies = {padding.PAD: functools.partial(torch_pad, problem), padding.UNPAD: functools.partial(torch_unpad, problem)}
-        dim = stand_in.stand_in(problem).head_k_dim
+        dim = head_dims.stand_in(problem).head_k_dim
         present = self.copies = _copies(problem, dim)
         compiled = SimpleNamespace(problem=problem, config=None, functions={name: copies[name] for name in present})
         launch = functools.partial(chunk.launch, compiled)
@@ -106,9 +107,10 @@ class Composed(ContractKernel):
         return WORKSPACE_BYTES if isinstance(problem, ChunkProblem) else 0
 
     def launch(self, inner: Any, *tensors: Any) -> None:
-        q, *_, scale, null_slot = tensors
-        offsets = next(x for x in tensors[11:14] if x is not None)
-        sizes = {"num_tokens": q.shape[-3], "num_sequences": offsets.shape[0] - 1}
+        params = tensors[0] if len(tensors) == 1 else ()
+        q, *_, scale, null_slot = params or tensors
+        cu_seqlens = (params or tensors)[12]
+        sizes = {"num_tokens": q.shape[-3], "num_sequences": cu_seqlens.shape[0] - 1}
         self.problem = type(inner.problem)(**inner.problem.static_fields(), **sizes)
         assert null_slot == -1 and isinstance(scale, float)
         (self.chunk if isinstance(self.problem, ChunkProblem) else self.recurrent)(*tensors)
@@ -123,7 +125,7 @@ def _copies(problem: ChunkProblem, dim: int) -> tuple[str, ...]:
 def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
     kernel = Composed()
     monkeypatch.setattr(operator, "prepare", kernel.prepare)
-    monkeypatch.setattr(stand_in, "kernel", lambda problem: kernel)
+    monkeypatch.setattr(head_dims, "kernel", lambda problem: kernel)
     return kernel
 
 

@@ -19,40 +19,41 @@ def problem_of(num_sequences: int, head_dim: int = 128) -> ChunkProblem:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("head_dim", "places"), [(128, 66), (64, 132)])
-def test_a_cluster_for_every_place(head_dim: int, places: int) -> None:
+@pytest.mark.parametrize(("head_dim", "clusters"), [(128, 66), (64, 132)])
+def test_a_cluster_for_every_place(head_dim: int, clusters: int) -> None:
     problem = problem_of(8, head_dim)
     config = chunk.default_config(problem, H100)
-    assert config.places == places
+    assert config.num_persistent_clusters == clusters
     for wrong in (-1, 1000):
-        assert not chunk.fits(problem, replace(config, places=wrong), H100)
+        assert not chunk.fits(problem, replace(config, num_persistent_clusters=wrong), H100)
 
 
 def test_a_cluster_an_item_where_all_have_room() -> None:
     problem = problem_of(1)
-    assert chunk.default_config(replace(problem, num_tokens=0), H100).places == 0
+    assert chunk.default_config(replace(problem, num_tokens=0), H100).num_persistent_clusters == 0
     full, more = (replace(problem, num_sequences=count) for count in (2, 3))
-    assert (chunk.default_config(full, H100).places, chunk.default_config(more, H100).places) == (0, 66)
+    assert [chunk.default_config(one, H100).num_persistent_clusters for one in (full, more)] == [0, 66]
     assert chunk.default_config(replace(more, num_tokens=1 << 20), H100).prefetch == 0
 
 
 def test_configurations_fill_the_device() -> None:
     problem = problem_of(8)
-    found = {(config.paired, config.places) for config in chunk.configs(problem, H100) if not config.makers}
-    assert found == {(True, 0), (True, 66), (False, 0), (False, 132)}
+    found = {config.num_persistent_clusters for config in chunk.configs(problem, H100) if not config.num_four_sm_clusters}
+    assert found == {0, 66}
 
 
-def test_odd_stages_of_pairs_have_one_item() -> None:
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_stages_are_fixed(stages: int) -> None:
     problem = problem_of(8)
-    config = replace(chunk.default_config(problem, H100), stages=3)
-    assert not chunk.fits(problem, config, H100)
-    assert chunk.fits(problem, replace(config, places=0), H100)
-    assert chunk.fits(problem, replace(config, paired=False), H100)
+    assert not chunk.fits(problem, replace(chunk.default_config(problem, H100), stages=stages), H100)
 
 
 def test_places_compile_nothing_new() -> None:
     problem = problem_of(8)
     config = chunk.default_config(problem, H100)
-    keys = {compiled.entry_key("chunk", "cute", chunk, problem, replace(config, places=places)) for places in (1, 3, 66)}
+    keys = {
+        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, num_persistent_clusters=count))
+        for count in (1, 3, 66)
+    }
     assert len(keys) == 1
-    assert compiled.entry_key("chunk", "cute", chunk, problem, replace(config, places=0)) not in keys
+    assert compiled.entry_key("chunk", "cute", chunk, problem, replace(config, num_persistent_clusters=0)) not in keys

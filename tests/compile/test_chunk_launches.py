@@ -37,7 +37,7 @@ def _problem(
 def test_default(sizes: tuple[int, ...], cluster: int | None, segment: int) -> None:
     """cluster None: not in one launch."""
     config = chunk.default_config(_problem(*sizes), H100)
-    assert (config.fused, config.cluster, config.segment) == (cluster is not None, cluster or chunk.CHAINS, segment)
+    assert (config.cluster, config.segment) == (cluster or chunk.CHAINS, segment)
 
 
 def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,22 +45,21 @@ def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.M
         return b""
 
     monkeypatch.setattr(chunk.build, "library", script)
-    config = dataclasses.replace(chunk.default_config(_problem(4, 8, 8192), H100), fused=True)
     two = {"chunk_prepare", "chunk_chain"}
-    assert set(chunk.compile(_problem(4, 8, 8192), dataclasses.replace(config, segment=0))) == {"chunk_fused"}
-    assert set(chunk.compile(_problem(4, 8, 8192), config)) > two
-    assert set(chunk.compile(_problem(4, 8, 8192, 1, 64), dataclasses.replace(config, segment=0))) == two
+    assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(segment=0))) == {"chunk_fused"}
+    assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(segment=16))) > two
+    assert set(chunk.compile(_problem(4, 8, 8192, 1, 64), chunk.Config(segment=0))) == two
 
 
 def test_one_launch_has_no_workspace_and_needs_room() -> None:
     problem = _problem(16, 32, 8192)
-    config = dataclasses.replace(chunk.default_config(problem, H100), fused=True, segment=0)
+    config = chunk.Config(segment=0, cluster=3)
     assert chunk.workspace_bytes(problem, config) == 0 and chunk.fits(problem, config, H100)
     small = dataclasses.replace(H100, shared_bytes_per_block=chunk.FUSED_BYTES - 1)
-    assert not chunk.fits(problem, config, small) and not chunk.default_config(problem, small).fused
+    assert not chunk.fits(problem, config, small)
     assert not chunk.fits(_problem(16, 32, 8192, 1, 64), config, H100)
     assert not chunk.fits(problem, dataclasses.replace(config, cluster=chunk.MOST_MAKERS + 1), H100)
-    assert not chunk.fits(problem, dataclasses.replace(config, cluster=3, fused=False), H100)
+    assert not chunk.fits(problem, dataclasses.replace(config, segment=16), H100)
 
 
 def test_clusters_are_what_few_sms_hold() -> None:
@@ -70,16 +69,20 @@ def test_clusters_are_what_few_sms_hold() -> None:
     assert chunk.default_config(_problem(16, 32, 8192), few).cluster == chunk.CHAINS
 
 
-def test_configs_hold_both() -> None:
-    for problem in (_problem(16, 32, 8192), _problem(4, 8, 8192)):
-        assert {config.fused for config in chunk.configs(problem, H100) if config.segment == 0} == {False, True}
+def test_configs_hold_every_cluster_of_the_one_launch() -> None:
+    for problem, clusters in (
+        (_problem(16, 32, 8192), {2, 3, 4}),
+        (_problem(4, 8, 8192), {2, 3, 4}),
+        (_problem(4, 8, 8192, 1, 64), {2}),
+    ):
+        assert {config.cluster for config in chunk.configs(problem, H100) if config.segment == 0} == clusters
 
 
 @pytest.mark.parametrize("sizes", [(4, 8, 16384, 4), (4, 8, 16100, 4), (2, 4, 65536, 8), (8, 16, 8192, 2)])
 def test_lengths_that_nobody_knows_decide(sizes: tuple[int, ...]) -> None:
     problem = _problem(*sizes)
     config = chunk.default_config(problem, H100)
-    assert config.fused and config.segment > 0 and chunk.fits(problem, config, H100)
+    assert config.cut_above > 0 and config.segment > 0 and chunk.fits(problem, config, H100)
     assert problem.num_tokens / problem.num_sequences <= config.cut_above < problem.num_tokens
     found = chunk.configs(problem, H100)
     # No table may decide for lengths that it was not tuned on.
@@ -101,14 +104,14 @@ def test_nothing_to_decide(sizes: tuple[int, ...]) -> None:
 def test_what_of_both_does_not_fit() -> None:
     problem = _problem(4, 8, 16384, 4)
     config = chunk.default_config(problem, H100)
-    for changes in ({"cut_above": -1}, {"segment": 0}, {"fused": False}, {"cluster": 1}, {"stages": 4}):
+    for changes in ({"cut_above": -1}, {"segment": 0}, {"cluster": 1}, {"cluster": 5}):
         assert not chunk.fits(problem, dataclasses.replace(config, **changes), H100)
 
 
 def test_workspace_of_both_is_what_segments_need() -> None:
     problem = _problem(4, 8, 16384, 4)
     config = chunk.default_config(problem, H100)
-    cut = dataclasses.replace(config, fused=False, cluster=chunk.CHAINS, cut_above=0)
+    cut = dataclasses.replace(config, cluster=chunk.CHAINS, cut_above=0)
     assert chunk.workspace_bytes(problem, config) == chunk.workspace_bytes(problem, cut) > 0
 
 
@@ -129,6 +132,6 @@ VARIANTS = [(_CHECKPOINTS, chunk.default_config(_CHECKPOINTS, H100))]
 
 @checks.compiles(lambda: checks.tasks_of("kernels_tl.chunk", VARIANTS))
 def test_both_ways_compile() -> None:
-    assert all(config.fused and config.segment and config.cut_above for _, config in VARIANTS)
+    assert all(config.segment and config.cut_above for _, config in VARIANTS)
     failed = checks.failures("kernels_tl.chunk", "tilelang", VARIANTS, H100)
     assert not failed, "\n".join(failed)

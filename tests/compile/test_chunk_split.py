@@ -54,7 +54,7 @@ MEASURED = {
 @pytest.mark.parametrize("sizes", MEASURED, ids=str)
 def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) -> None:
     times = MEASURED[sizes]
-    segment = chunk.default_config(problem_of(*sizes), H100).segment
+    segment = chunk.default_config(problem_of(*sizes), H100).split_chunks
     assert times[segment] <= 1.1 * min(times.values())
 
 
@@ -70,13 +70,13 @@ def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) 
 def test_the_default_splits_where_it_pays(heads: int, num_tokens: int, num_sequences: int, is_split: bool) -> None:
     problem = problem_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
-    assert bool(config.segment) == is_split and chunk.fits(problem, config, H100)
+    assert bool(config.split_chunks) == is_split and chunk.fits(problem, config, H100)
     found = chunk.configs(problem, H100)
-    assert config in found and len(found) == len(set(found)) and any(one.segment == 0 for one in found)
+    assert config in found and len(found) == len(set(found)) and any(one.split_chunks == 0 for one in found)
 
 
 def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
-    assert len({config.segment for config in chunk.configs(problem_of(8, 16100, 4), H100)}) > 3
+    assert len({config.split_chunks for config in chunk.configs(problem_of(8, 16100, 4), H100)}) > 3
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_batch_invariance_fixes_the_length() -> None:
     """Whatever the batch: the default of one sequence of 32768 tokens."""
     switches = Switches(batch_invariant=True, tuned="off")
     wanted = chunk.default_config(problem_of(8, 32768, 1), H100)
-    assert wanted.segment > 0
+    assert wanted.split_chunks > 0
     for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
         choice = select.choose(problem_of(8, *sizes), H100, runtime.candidates("chunk"), switches, "cute")
         assert choice.config == wanted
@@ -108,8 +108,10 @@ def test_batch_invariance_fixes_the_length() -> None:
 
 def test_workspace() -> None:
     problem = problem_of(8, 8192, 3)
-    config = replace(chunk.default_config(problem, H100), segment=16, makers=0, cut_above=0)
-    assert chunk.workspace_bytes(problem, replace(config, segment=0)) == 0
+    config = replace(
+        chunk.default_config(problem, H100), stages=4, split_chunks=16, num_four_sm_clusters=0, split_if_longest_exceeds=0
+    )
+    assert chunk.workspace_bytes(problem, replace(config, split_chunks=0)) == 0
     assert chunk.workspace_bytes(problem, config) == (8 + 3) * 8 * 2 * 128 * 128 * 4
 
 
@@ -117,7 +119,7 @@ def test_a_length_compiles_nothing_new() -> None:
     problem = problem_of(8, 8192, 1)
     config = chunk.default_config(problem, H100)
     keys = {
-        segment: compiled.entry_key("chunk", "cute", chunk, problem, replace(config, segment=segment)) for segment in (0, 8, 16)
+        length: compiled.entry_key("chunk", "cute", chunk, problem, replace(config, split_chunks=length)) for length in (0, 8, 16)
     }
     assert keys[8] == keys[16] != keys[0]
 
@@ -126,5 +128,5 @@ def test_a_length_compiles_nothing_new() -> None:
 def test_a_call_that_needs_no_segments_has_a_default(num_tokens: int) -> None:
     problem = problem_of(4, num_tokens, 1)
     config = chunk.default_config(problem, H100)
-    assert config.segment == 0 and config in chunk.configs(problem, H100)
-    assert chunk.workspace_bytes(problem, replace(config, segment=2)) >= 0
+    assert config.split_chunks == 0 and config in chunk.configs(problem, H100)
+    assert chunk.workspace_bytes(problem, replace(config, split_chunks=2)) >= 0

@@ -15,6 +15,7 @@ from tests.compile import checks
 from tests.compile.variants import delta_rule
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+kernel = pytest.importorskip("kernels_cute.chunk.kernel", reason="needs the CuTe DSL")
 plan = pytest.importorskip("kernels_cute.chunk.plan", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.four_sm.shape", reason="needs the CuTe DSL")
 
@@ -28,8 +29,8 @@ def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 
 
 def wide_config(problem: ChunkProblem) -> Any:
     return replace(
-        chunk.default_config(problem, H100), paired=True, stages=3, prefetch=0, segment=0, makers=2, places=30, ringed=3,
-        cut_above=0,
+        chunk.default_config(problem, H100), stages=3, prefetch=0, split_chunks=0, split_if_longest_exceeds=0,
+        num_persistent_clusters=0, num_four_sm_clusters=30, max_l2_ring_groups=3,
     )  # fmt: skip
 
 
@@ -46,25 +47,24 @@ def wide_config(problem: ChunkProblem) -> Any:
 def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_wide: bool) -> None:
     problem = problem_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
-    assert bool(config.makers) == is_wide and chunk.fits(problem, config, H100)
+    assert bool(config.num_four_sm_clusters) == is_wide and chunk.fits(problem, config, H100)
     found = chunk.configs(problem, H100)
-    assert config in found and {one.makers for one in found} == {0, 2}
+    assert config in found and {bool(one.num_four_sm_clusters) for one in found} == {False, True}
 
 
 @pytest.mark.parametrize(
-    ("heads", "num_sequences", "ringed"),
+    ("heads", "num_sequences", "groups"),
     [(1, 1, 0), (16, 1, 0), (30, 1, 0), (31, 1, 1), (32, 1, 2), (33, 1, 3), (8, 4, 2), (34, 1, 0), (32, 64, 0)],
 )
-def test_what_goes_through_the_ring(heads: int, num_sequences: int, ringed: int) -> None:
+def test_what_goes_through_the_ring(heads: int, num_sequences: int, groups: int) -> None:
     """The rest beside the clusters of four, unless it is more than there is room for: then nothing."""
     problem = problem_of(heads, 4096, num_sequences)
     config = wide_config(problem)
-    assert chunk._ringed(heads * num_sequences, config) == ringed
-    assert chunk._ringed(heads * num_sequences, replace(config, places=0)) == heads * num_sequences
-    assert chunk._ringed(heads * num_sequences, replace(config, ringed=0)) == 0
+    assert kernel.num_l2_ring_groups(heads * num_sequences, config) == groups
+    assert kernel.num_l2_ring_groups(heads * num_sequences, replace(config, max_l2_ring_groups=0)) == 0
     # A place of counts more than there are rings of tiles.
     tile, vectors = 64 * 64 * 2, 4 * 64 * 4
-    expected = 256 * (ringed + 1) + ringed * shape.RING * (3 * tile + vectors)
+    expected = 256 * (groups + 1) + groups * shape.RING * (3 * tile + vectors)
     assert chunk.workspace_bytes(problem, config) == expected
 
 
@@ -84,13 +84,21 @@ def test_what_does_not_fit() -> None:
     problem = problem_of(32, 8192, 1)
     config = wide_config(problem)
     assert chunk.fits(problem, config, H100)
-    for changes in ({"segment": 16}, {"makers": 1}, {"stages": 1}, {"stages": 4}, {"places": 0, "ringed": 0}, {"ringed": -1}):
+    for changes in (
+        {"split_chunks": 16},
+        {"stages": 1},
+        {"stages": 4},
+        {"num_persistent_clusters": 1},
+        {"num_four_sm_clusters": -1},
+        {"max_l2_ring_groups": -1},
+        {"prefetch": 4},
+    ):
         assert not chunk.fits(problem, replace(config, **changes), H100)
     narrow = problem_of(32, 8192, 1, head_dim=64)
     assert not chunk.fits(narrow, wide_config(narrow), H100)
-    assert all(one.makers == 0 for one in chunk.configs(narrow, H100))
-    assert not chunk.fits(problem, replace(config, makers=0, places=0, stages=4), H100)  # a ring of nobody
-    assert chunk.fits(problem, replace(config, makers=0, places=0, ringed=0, stages=4), H100)
+    assert all(one.num_four_sm_clusters == 0 for one in chunk.configs(narrow, H100))
+    assert not chunk.fits(problem, replace(config, num_four_sm_clusters=0, stages=4), H100)  # a ring of nobody
+    assert chunk.fits(problem, replace(config, num_four_sm_clusters=0, max_l2_ring_groups=0, stages=4), H100)
 
 
 def test_batch_invariance_fixes_the_form() -> None:
@@ -98,16 +106,17 @@ def test_batch_invariance_fixes_the_form() -> None:
     switches = Switches(batch_invariant=True, tuned="off")
     for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
         choice = select.choose(problem_of(32, *sizes), H100, runtime.candidates("chunk"), switches, "cute")
-        assert choice.config.makers == 2
+        assert choice.config.num_four_sm_clusters > 0
 
 
 def test_places_compile_nothing_new() -> None:
     problem = problem_of(32, 8192, 1)
     config = wide_config(problem)
     keys = [
-        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, places=p, ringed=r)) for p, r in ((30, 3), (1, 9))
+        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, num_four_sm_clusters=clusters, max_l2_ring_groups=r))
+        for clusters, r in ((30, 3), (1, 9), (2, 0))
     ]
-    assert keys[0] == keys[1]
+    assert len(set(keys)) == 1
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -123,6 +132,6 @@ def test_room(stages: int, parts: int) -> None:
 @checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", delta_rule.wide_cover(chunk)))
 def test_variants_compile_as_they_should() -> None:
     cover = delta_rule.wide_cover(chunk)
-    assert all(chunk.fits(problem, config, H100) and config.makers for problem, config in cover)
+    assert all(chunk.fits(problem, config, H100) and config.num_four_sm_clusters for problem, config in cover)
     failed = checks.failures("kernels_cute.chunk", "cute", cover, H100)
     assert not failed, "\n".join(failed)

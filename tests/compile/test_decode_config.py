@@ -39,7 +39,7 @@ DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_columns=True, has_accepted=
 )
 def test_measured_tiles(problem: GdnDecodeProblem, batch: int, tiles: tuple[int, int, int]) -> None:
     config = gdn_decode.default_config(replace(problem, num_sequences=batch, num_tokens=batch), H100)
-    assert (config.threads, config.lanes, config.rows) == tiles
+    assert (config.threads, config.threads_per_column, config.v_per_thread) == tiles
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3, 8, 16, 64, 256, 4096])

@@ -11,12 +11,12 @@ from gdn.device import H100
 from gdn.problems import GdnDecodeProblem, RecurrentProblem
 from gdn.recurrent_tiles import Config, Tiles
 from kernels_cute import gdn_decode
-from kernels_cute.common.state_sums import StateSums
+from kernels_cute.common.state_sums import part_floats, parts_floats
 from kernels_cute.common.state_tile import StateTile
 from tests.compile import checks, session
 from tests.compile.test_decode_config import DRAFTS as DECODE_DRAFTS
 from tests.compile.test_decode_config import MAIN as DECODE
-from tests.compile.test_recurrent_in_turn import MAIN
+from tests.compile.test_recurrent_prefetch import MAIN
 
 SINGLE = replace(MAIN, state_v_first=False)
 DRAFTS = replace(SINGLE, write_every_token=True, has_accepted=True)
@@ -24,30 +24,27 @@ BF16: dict[str, Any] = {"state_dtype": "bfloat16"}
 QUARTER: dict[str, Any] = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8}
 
 
-class Tile(StateTile, StateSums):
-    """The index maps of the recurrent kernels."""
-
-
-def _dealt(x: np.ndarray, tile: Tile, block: int, threads: np.ndarray) -> np.ndarray:
-    """[threads, rows * entries]: which elements of x (a state as it lies in memory) the threads of a block load; -1 for none."""
+def _dealt(x: np.ndarray, tile: StateTile, block: int, threads: np.ndarray) -> np.ndarray:
+    """[threads, values]: which elements of x (a state as it lies in memory) the threads of a block load; -1 for none."""
     lane, group = tile.lane_and_group(threads)
-    v_start = (block * tile.groups + group) * tile.rows
-    first = lane * tile.vec * tile.V + v_start
-    found = np.full((len(threads), tile.rows * tile.entries), -1)
-    for r in range(tile.entries):
-        for c in range(tile.rows // tile.width):
-            step, start, chunk = tile.state_place(r, c, tile.width)
-            live = ((chunk * tile.lanes + lane) * tile.vec < tile.K) & (v_start < tile.V)
-            for e in range(tile.width):
-                found[:, start + e] = np.where(live, first + step + e, -1)
+    v_start = (block * tile.groups + group) * tile.v_per_thread
+    first = lane * tile.vector * tile.head_v_dim + v_start
+    found = np.full((len(threads), tile.v_per_thread * tile.k_per_thread), -1)
+    for r, c in tile.accesses(tile.width):
+        step, start, chunk = tile.place_of_access(r, c, tile.width)
+        live = ((chunk * tile.threads_per_column + lane) * tile.vector < tile.head_k_dim) & (v_start < tile.head_v_dim)
+        for e in range(tile.width):
+            found[:, start + e] = np.where(live, first + step + e, -1)
     return found
 
 
-def _exchanged(tile: Tile, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`StateSums.exchange`, word by word: parts [threads, 2 * rows + 1] -> S k of all columns, S q of the own, the token's."""
-    rows, width, groups = tile.rows, min(tile.rows, 4), tile.groups_per_warp
-    size, step, at_token = tile.part_floats, width * groups, 2 * rows * groups
-    memory = np.full(tile.parts_floats(1), np.nan)
+def _exchanged(tile: StateTile, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`state_sums.exchange_sums`, word by word.
+
+    parts [threads, 2 * columns + 1] -> S k of all columns, S q of the thread's own column, the token's sum."""
+    rows, width, groups = tile.v_per_thread, min(tile.v_per_thread, 4), tile.groups_per_warp
+    size, step, at_token = part_floats(tile), width * groups, 2 * rows * groups
+    memory = np.full(parts_floats(tile, 1), np.nan)
     for thread in range(tile.threads):
         warp, of_group = thread // 32, thread % groups * width
         target = (warp // tile.k_warps * tile.k_warps + warp % tile.k_warps) * size
@@ -86,37 +83,43 @@ TILES = [
 
 @pytest.mark.parametrize(("k", "v", "dtype", "shape"), TILES, ids=str)
 def test_every_element_and_every_sum(k: int, v: int, dtype: str, shape: tuple[int, int, int]) -> None:
-    tile = Tile(k, v, False, dtype, *shape, False)
+    tile = StateTile(k, v, False, dtype, *shape, False)
     source = np.random.default_rng(0)
     state, key, query = source.standard_normal((k, v)), source.standard_normal(k), source.standard_normal(k)
     threads = np.arange(tile.threads)
     lane, group = tile.lane_and_group(threads)
     seen, stored = np.zeros(k * v, int), np.zeros(v, int)
-    for block in range(-(-v // (tile.groups * tile.rows))):
+    for block in range(-(-v // (tile.groups * tile.v_per_thread))):
         places = _dealt(state, tile, block, threads)
         np.add.at(seen, places[places >= 0], 1)
         values = np.where(places >= 0, state.ravel()[places], 0.0)
-        parts = np.zeros((tile.threads, 2 * tile.rows + 1))
-        for entry in range(tile.entries):
-            at = (entry // tile.vec * tile.lanes + lane) * tile.vec + entry % tile.vec  # as q and k are loaded
+        parts = np.zeros((tile.threads, 2 * tile.v_per_thread + 1))
+        for entry in range(tile.k_per_thread):
+            at = (
+                entry // tile.vector * tile.threads_per_column + lane
+            ) * tile.vector + entry % tile.vector  # as q and k are loaded
             k_value = np.where(at < k, key[np.minimum(at, k - 1)], 0.0)
             q_value = np.where(at < k, query[np.minimum(at, k - 1)], 0.0)
-            parts[:, 2 * tile.rows] += k_value * q_value
-            for r in range(tile.rows):
+            parts[:, 2 * tile.v_per_thread] += k_value * q_value
+            for r in range(tile.v_per_thread):
                 parts[:, 2 * r] += values[:, tile.at(r, entry)] * k_value
                 parts[:, 2 * r + 1] += values[:, tile.at(r, entry)] * q_value
         for step in range(tile.warp_lanes.bit_length() - 1):
             parts = parts + parts[threads // 32 * 32 + (threads % 32 ^ tile.lane_step << step)]
-        v_start = (block * tile.groups + group) * tile.rows
-        own = np.minimum(lane, tile.rows - 1)
-        k_sums, q_sums, token_sums = parts[:, 0 : 2 * tile.rows : 2], parts[threads, 2 * own + 1], parts[:, 2 * tile.rows]
+        v_start = (block * tile.groups + group) * tile.v_per_thread
+        own = np.minimum(lane, tile.v_per_thread - 1)
+        k_sums, q_sums, token_sums = (
+            parts[:, 0 : 2 * tile.v_per_thread : 2],
+            parts[threads, 2 * own + 1],
+            parts[:, 2 * tile.v_per_thread],
+        )
         if tile.k_warps > 1:
             k_sums, q_sums, token_sums = _exchanged(tile, parts)
         is_live = v_start < v
         np.testing.assert_allclose(token_sums, key @ query)
-        for r in range(tile.rows):
+        for r in range(tile.v_per_thread):
             np.testing.assert_allclose(k_sums[is_live, r], (key @ state)[v_start[is_live] + r])
-        stores = is_live & (lane < tile.rows)
+        stores = is_live & (lane < tile.v_per_thread)
         np.testing.assert_allclose(q_sums[stores], (query @ state)[v_start[stores] + lane[stores]])
         np.add.at(stored, v_start[stores] + lane[stores], 1)
     assert (seen == 1).all() and (stored == 1).all()
@@ -156,15 +159,15 @@ def test_shared_by_whole_warps(v: int, threads: int) -> None:
 @pytest.mark.parametrize(
     ("problem", "batch", "config"),
     [
-        (SINGLE, 8, Config(128, 8, 4, 512, ahead=False)),
+        (SINGLE, 8, Config(128, 8, 4, 512, prefetch_next_token=False)),
         (SINGLE, 32, Config(128, 8, 4, 384)),
         (SINGLE, 512, Config(128, 8, 4, 384)),
-        (replace(SINGLE, **QUARTER), 32, Config(128, 8, 4, 512, ahead=False)),
-        (replace(SINGLE, **BF16), 8, Config(128, 8, 4, 512, ahead=False)),
-        (replace(SINGLE, **BF16), 32, Config(256, 16, 8, 512, ahead=False)),
-        (replace(SINGLE, **BF16), 512, Config(256, 16, 8, 512, ahead=False)),
-        (SINGLE, 1, Config(64, 16, 4, 512, ahead=False)),
-        (replace(SINGLE, **QUARTER), 8, Config(64, 16, 4, 512, ahead=False)),
+        (replace(SINGLE, **QUARTER), 32, Config(128, 8, 4, 512, prefetch_next_token=False)),
+        (replace(SINGLE, **BF16), 8, Config(128, 8, 4, 512, prefetch_next_token=False)),
+        (replace(SINGLE, **BF16), 32, Config(256, 16, 8, 512, prefetch_next_token=False)),
+        (replace(SINGLE, **BF16), 512, Config(256, 16, 8, 512, prefetch_next_token=False)),
+        (SINGLE, 1, Config(64, 16, 4, 512, prefetch_next_token=False)),
+        (replace(SINGLE, **QUARTER), 8, Config(64, 16, 4, 512, prefetch_next_token=False)),
     ],
 )
 def test_measured_tiles(problem: RecurrentProblem, batch: int, config: Config) -> None:
@@ -177,9 +180,9 @@ def test_measured_tiles(problem: RecurrentProblem, batch: int, config: Config) -
     ("problem", "batch", "config"),
     [
         (DRAFTS, 128, Config(128, 8, 4, 384)),
-        (replace(DRAFTS, **BF16), 8, Config(256, 16, 8, 512, ahead=False)),
-        (replace(DRAFTS, **BF16), 512, Config(256, 16, 8, 512, ahead=False)),
-        (replace(DRAFTS, **BF16, **QUARTER), 32, Config(256, 16, 8, 512, ahead=False)),
+        (replace(DRAFTS, **BF16), 8, Config(256, 16, 8, 512, prefetch_next_token=False)),
+        (replace(DRAFTS, **BF16), 512, Config(256, 16, 8, 512, prefetch_next_token=False)),
+        (replace(DRAFTS, **BF16, **QUARTER), 32, Config(256, 16, 8, 512, prefetch_next_token=False)),
         (replace(DRAFTS, **BF16, **QUARTER), 8, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **BF16), 1, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **QUARTER), 1, Config(64, 16, 4, 512)),
@@ -191,16 +194,16 @@ def test_tiles_of_drafts(problem: RecurrentProblem, batch: int, config: Config) 
     call = replace(problem, num_sequences=batch, num_tokens=4 * batch)
     assert recurrent_tiles.default_config(call, H100) == config
     assert config in recurrent_tiles.configs(call, H100)
-    assert recurrent_tiles.default_ahead(call, H100).ahead
+    assert recurrent_tiles.default_prefetching(call, H100).prefetch_next_token
 
 
 @pytest.mark.parametrize("changes", [{"state_dtype": "float32"}, {"use_beta_sigmoid": False}, {"has_rounding": True}], ids=str)
-def test_drafts_in_turn_that_would_spill_do_not_fit(changes: dict[str, Any]) -> None:
-    whole = Config(256, 16, 8, 512, ahead=False)
+def test_drafts_without_prefetch_that_would_spill_do_not_fit(changes: dict[str, Any]) -> None:
+    whole = Config(256, 16, 8, 512, prefetch_next_token=False)
     drafts = replace(DRAFTS, **BF16)
     assert recurrent_tiles.fits(drafts, whole, H100)
     assert not recurrent_tiles.fits(replace(drafts, **changes), whole, H100)
-    assert not recurrent_tiles.fits(drafts, Config(128, 8, 4, 512, ahead=False), H100)
+    assert not recurrent_tiles.fits(drafts, Config(128, 8, 4, 512, prefetch_next_token=False), H100)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +232,14 @@ def test_what_lost_is_no_choice(state_dtype: str) -> None:
     many: dict[str, Any] = {"state_dtype": state_dtype, "num_sequences": 128, "num_tokens": 128}
     spaces: list[Any] = [
         recurrent_tiles.configs(replace(SINGLE, **many), H100),
-        recurrent_tiles.configs_ahead(replace(DRAFTS, **many), H100),
+        recurrent_tiles.configs_prefetching(replace(DRAFTS, **many), H100),
         gdn_decode.configs(replace(DECODE, state_v_first=False, **many), H100),
     ]
     for space in spaces:
         assert space
         for config in space:
             warps = recurrent_tiles.k_warps(False, 128, config)
-            assert 4 <= config.rows <= widest and warps == 4 and config.resident > 256, config
+            assert 4 <= config.v_per_thread <= widest and warps == 4 and config.min_threads_per_sm > 256, config
             assert recurrent_tiles.columns_of_warp(128, config) >= 64
 
 

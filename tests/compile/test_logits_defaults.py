@@ -29,7 +29,8 @@ def paged(num_heads: int, batch: int, context: int, next_n: int = 1, **changed: 
     return replace(problem, **changed)
 
 
-# (sets, handoff, even, tiles_per_item, columns), the fastest or within 2.3 % of it where nothing else is said
+# (accumulator_sets, steps in flight when the turn is passed, balanced_fraction, tiles_per_item, columns): the fastest, or within
+# 2.3 % of it where nothing else is said
 RAGGED = [
     (ragged(64, 4096, 32768), (2, 0, 8, 2133, 256)),
     (ragged(64, 1024, 131072), (2, 0, 8, 2133, 256)),
@@ -64,9 +65,10 @@ RAGGED = [
 @pytest.mark.parametrize(("problem", "expected"), RAGGED)
 def test_ragged_defaults_are_what_was_measured(problem: MqaLogitsProblem, expected: tuple[int, ...]) -> None:
     config = mqa_logits.default_config(problem, H100)
-    assert (config.halves, config.handoff, config.even, config.tiles_per_item, config.columns) == expected
-    assert config.relu_sum == (problem.dtype == "float8_e4m3fn")
-    assert config.segment == (32 if config.columns <= 128 else 8)
+    in_flight = config.steps_in_flight_at_turn + config.pass_turn_at_issue
+    assert (config.accumulator_sets, in_flight, config.balanced_fraction, config.tiles_per_item, config.columns) == expected
+    assert config.relu_as_add_abs == (problem.dtype == "float8_e4m3fn")
+    assert config.store_width == (32 if config.columns <= 128 else 8)
     assert config in mqa_logits.configs(problem, H100)
 
 
@@ -132,4 +134,4 @@ def test_no_configuration_that_was_never_the_fastest() -> None:
         blocks = {(config.math_warpgroups, config.blocks_per_sm) for config in paged_mqa_logits.configs(problem, H100)}
         assert blocks == {(1, 2), (2, 1), (2, 2)}
     for problem in (ragged(4, 4096, 16384, **BF16), ragged(16, 4096, 16384, **BF16)):
-        assert {config.handoff for config in mqa_logits.configs(problem, H100)} == {0, 1}
+        assert {config.steps_in_flight_at_turn for config in mqa_logits.configs(problem, H100)} == {0, 1}

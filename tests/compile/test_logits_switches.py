@@ -21,12 +21,24 @@ def problem_of(num_heads: int, num_kv_heads: int = 1, dtype: str = "float8_e4m3f
 
 
 CHANGED = [
-    (problem_of(64), {"halves": 1, "relu_sum": False, "even": 0, "tiles_per_item": 1}),
-    (problem_of(64), {"even": 8, "tiles_per_item": 1, "segment": 32, "key_stages": 6}),
-    (problem_of(32, packed=True), {"halves": 2, "handoff": 0, "even": 1, "segment": 32, "key_stages": 6}),
-    (problem_of(4), {"even": 8, "segment": 32, "key_stages": 6, "relu_sum": True}),
-    (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 0, "even": 0}),
-    (problem_of(64, 4), {"even": 0, "segment": 32, "key_stages": 3}),
+    (
+        problem_of(64),
+        {
+            "accumulator_sets": 1,
+            "pass_turn_at_issue": False,
+            "relu_as_add_abs": False,
+            "balanced_fraction": 0,
+            "tiles_per_item": 1,
+        },
+    ),
+    (problem_of(64), {"balanced_fraction": 8, "tiles_per_item": 1, "store_width": 32, "key_stages": 6}),
+    (
+        problem_of(32, packed=True),
+        {"accumulator_sets": 2, "pass_turn_at_issue": False, "balanced_fraction": 1, "store_width": 32, "key_stages": 6},
+    ),
+    (problem_of(4), {"balanced_fraction": 8, "store_width": 32, "key_stages": 6, "relu_as_add_abs": True}),
+    (problem_of(16, dtype="bfloat16"), {"accumulator_sets": 1, "pass_turn_at_issue": False, "balanced_fraction": 0}),
+    (problem_of(64, 4), {"balanced_fraction": 0, "store_width": 32, "key_stages": 3}),
 ]
 
 
@@ -44,13 +56,14 @@ def test_changed_configurations_compile_without_spills() -> None:
 @pytest.mark.parametrize(
     ("problem", "fields"),
     [
-        (problem_of(64, 2), {"halves": 2}),  # several key heads
-        (problem_of(63), {"halves": 2}),  # an odd number of heads
-        (problem_of(16, dtype="bfloat16"), {"relu_sum": True}),  # a product may be infinite
-        (problem_of(64), {"even": 2}),
-        (problem_of(64), {"handoff": 2}),
-        (problem_of(16, dtype="bfloat16"), {"halves": 1, "handoff": 2}),
-        (problem_of(64), {"segment": 16}),
+        (problem_of(64, 2), {"accumulator_sets": 2, "steps_in_flight_at_turn": 0}),  # several key heads
+        (problem_of(63), {"accumulator_sets": 2, "steps_in_flight_at_turn": 0}),  # an odd number of heads
+        (problem_of(16, dtype="bfloat16"), {"relu_as_add_abs": True}),  # a product may be infinite
+        (problem_of(64), {"balanced_fraction": 2}),
+        (problem_of(64), {"steps_in_flight_at_turn": 1}),  # of one set
+        (problem_of(64), {"accumulator_sets": 1, "pass_turn_at_issue": True}),  # of two sets
+        (problem_of(16, dtype="bfloat16"), {"accumulator_sets": 1, "pass_turn_at_issue": False, "steps_in_flight_at_turn": 2}),
+        (problem_of(64), {"store_width": 16}),
     ],
 )
 def test_what_does_not_fit(problem: MqaLogitsProblem, fields: dict[str, int]) -> None:

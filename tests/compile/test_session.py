@@ -50,8 +50,8 @@ def test_the_same_kernel_has_one_key() -> None:
 
     problem = problem_of(8)
     config = chunk.default_config(problem, H100)
-    keys = [key_of(("kernels_cute.chunk", problem, replace(config, places=places))) for places in (1, 66, 0)]
-    assert keys[0] == keys[1] != keys[2]  # only whether there are places is compiled
+    keys = [key_of(("kernels_cute.chunk", problem, replace(config, num_persistent_clusters=count))) for count in (1, 66, 0)]
+    assert keys[0] == keys[1] != keys[2]  # only whether the grid is persistent is compiled
 
 
 def test_the_longest_go_first_and_a_pool_has_one_dsl() -> None:
@@ -116,7 +116,11 @@ def test_a_variant_that_does_not_compile_is_a_finding(compiled: list[list[Task]]
 def _item(tasks: Callable[..., list[Task]] | None, **params: Any) -> Any:
     marks = [] if tasks is None else [checks.compiles(tasks).mark]
     return SimpleNamespace(
-        callspec=SimpleNamespace(params=params), iter_markers=lambda name: marks, get_closest_marker=lambda name: marks or None
+        callspec=SimpleNamespace(params=params),
+        iter_markers=lambda name: marks,
+        get_closest_marker=lambda name: marks if marks and name == "compiles" else None,
+        added=(added := []),
+        add_marker=added.append,
     )
 
 
@@ -129,3 +133,4 @@ def test_what_tests_announce_is_gathered_and_they_run_last() -> None:
     waiting, quick, failing, other = items
     conftest.pytest_collection_modifyitems(items)
     assert [id(item) for item in items] == [id(item) for item in (quick, other, waiting, failing)]
+    assert [[mark.name for mark in item.added] for item in items] == [[], [], ["cover"], ["cover"]]

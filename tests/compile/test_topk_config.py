@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.problems import TopkProblem
+from gdn.problems import TopkParams, TopkProblem
 
 topk = pytest.importorskip("kernels_cute.topk", reason="needs the CuTe DSL")
 
@@ -53,13 +53,13 @@ def test_the_tensors_decide_which_entry_runs(columns: int, entry: str) -> None:
     functions = {name: lambda *tensors, name=name: called.append((name, tensors)) for name in names}
     compiled = SimpleNamespace(functions=functions, problem=PROBLEM, config=topk.default_config(PROBLEM, H100))
     logits, ends, out = torch.zeros(3, columns), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
-    topk.launch(compiled, logits, None, ends, out)
+    topk.launch(compiled, TopkParams(logits, None, ends, out))
     ((name, tensors),) = called
-    assert name == entry and [id(one) for one in tensors[:4]] == [id(one) for one in (logits, out, ends, out)]
+    assert name == entry and [id(one) for one in tensors[:4]] == [id(one) for one in (logits, None, ends, out)]
     assert tensors[4:] == (0, -1, 1)
 
 
 def test_nothing_to_read_is_written_without_a_launch() -> None:
     out = torch.zeros(3, 5, dtype=torch.int32)
-    topk.launch(SimpleNamespace(functions={}), torch.zeros(3, 0), None, None, out)
+    topk.launch(SimpleNamespace(functions={}), TopkParams(torch.zeros(3, 0), None, None, out))
     assert bool((out == -1).all())

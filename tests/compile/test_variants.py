@@ -1,4 +1,5 @@
-"""Every kernel compiles to sm_90a for a pairwise cover of its variants, and the machine code is what was meant."""
+"""Every kernel compiles to sm_90a, and the machine code is what was meant: one variant with the test command, a pairwise cover
+of the variants with `.ci/run`, their product on demand."""
 
 import importlib
 
@@ -17,6 +18,18 @@ KERNELS = [
 
 def _cover(op: str, backend: str, module_name: str) -> list[session.Task]:
     return checks.tasks_of(module_name, variants.cover(op, importlib.import_module(module_name)))
+
+
+def _first(op: str, backend: str, module_name: str) -> list[session.Task]:
+    return _cover(op, backend, module_name)[:1]
+
+
+@checks.quick
+@checks.compiles(_first)
+@pytest.mark.parametrize(("op", "backend", "module_name"), KERNELS)
+def test_one_variant(op: str, backend: str, module_name: str) -> None:
+    first = variants.cover(op, importlib.import_module(module_name))[:1]
+    assert checks.failures(module_name, backend, first, H100) == []
 
 
 @checks.compiles(_cover)

@@ -27,6 +27,9 @@ def device() -> torch.device:
     return found
 
 
+_TILELANG = {"split_chunks": "segment", "split_if_longest_exceeds": "cut_above"}  # its names of the same fields
+
+
 def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     def prepare(problem: ChunkProblem, device: torch.device, backend: str) -> runtime.Prepared:
         spec, _ = devices.describe(device)
@@ -34,13 +37,13 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         module = runtime.candidates(problem.op)[backend].module
         default = module.default_config(problem, spec)
         plain: dict[str, Any] = {}  # the form without what only one of the designs has
-        if getattr(default, "makers", 0):
-            plain = {"makers": 0, "stages": 4, "places": 0, "ringed": 0}
-        if getattr(default, "fused", False):
-            plain = {"fused": False, "cluster": 2}
-        if getattr(default, "cut_above", 0):
-            plain |= {"cut_above": 0}
-        config = replace(default, **(plain | fields))
+        if getattr(default, "num_four_sm_clusters", 0):
+            plain = {"stages": 4, "num_persistent_clusters": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0}
+        if hasattr(default, "cluster"):
+            plain = {"cluster": 2}
+        plain |= {"split_if_longest_exceeds": 0}
+        own = {name if hasattr(default, name) else _TILELANG[name]: value for name, value in (plain | fields).items()}
+        config = replace(default, **own)
         assert module.fits(problem, config, spec)
         return runtime.prepare(problem, device, backend, config=config)
 
@@ -51,5 +54,5 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """force(segment=2): the chunk operator runs in its plain form with these fields, and remembers no call."""
+    """force(split_chunks=2): the chunk operator runs in its plain form with these fields, and remembers no call."""
     return functools.partial(force_fields, monkeypatch)

@@ -149,20 +149,21 @@ GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
     "chunk-cute-wide": {form: _wide(form) for form in test_chunk_wide.FORMS} | {"many": _wide("both", CHUNKS["many"])},
     "chunk-cute-choice": {
-        name: _wide("both", segment=2, cut_above=tokens) for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
+        name: _wide("both", split_chunks=2, split_if_longest_exceeds=tokens)
+        for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
     },
     "chunk-tilelang": {
-        "pool": partial(chunk, "tilelang", _POOL, fused=False, segment=0),
+        "pool": partial(chunk, "tilelang", _POOL, segment=2),
         "64": partial(chunk, "tilelang", CHUNKS["64"]),
         "long": partial(chunk, "tilelang", CHUNKS["long"], segment=3),
-        "checkpoints": partial(chunk, "tilelang", CHUNKS["checkpoints"], fused=False, segment=0),
+        "checkpoints": partial(chunk, "tilelang", CHUNKS["checkpoints"], segment=2),
     },
     "chunk-tilelang-one": {
-        name: partial(chunk, "tilelang", CHUNKS[name], fused=True, segment=0, cluster=cluster)
+        name: partial(chunk, "tilelang", CHUNKS[name], segment=0, cluster=cluster)
         for name, cluster in (("pool", 3), ("many", 4), ("checkpoints", 2))
     }
     | {
-        name: partial(chunk, "tilelang", _POOL, fused=True, segment=2, cluster=3, cut_above=tokens)
+        name: partial(chunk, "tilelang", _POOL, segment=2, cluster=3, cut_above=tokens)
         for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))
     },
     "decode": {

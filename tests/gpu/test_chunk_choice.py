@@ -23,17 +23,17 @@ SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 700, 128, 0, 257, 384]
 LONGEST = max(LENGTHS)
 RAGGED: dict[str, Any] = {"lengths": LENGTHS, "null_sequences": [6], "padded_tokens": 200}
-WIDE = {"makers": 2, "stages": 3, "paired": True, "prefetch": 0}
-# What whole sequences are computed by. CuTe: four SMs a head, in clusters of four, beside those in pairs, or in pairs alone; two
-# SMs, a cluster an item or clusters that take items in turn. TileLang: one launch, two or four SMs a head.
+FOUR_SM = {"stages": 3, "prefetch": 0, "num_persistent_clusters": 0}
+# What whole sequences are computed by. CuTe: four SMs a head, in clusters of four, next to pairs too, or nearly all in pairs; two
+# SMs, one cluster per work tile or persistent clusters. TileLang: one launch, two or four SMs a head.
 WHOLE: dict[str, dict[str, Any]] = {
-    "fours": WIDE | {"places": 1, "ringed": 1},
-    "both": WIDE | {"places": 7, "ringed": 1000},
-    "ring": WIDE | {"places": 0, "ringed": 1},
+    "fours": FOUR_SM | {"num_four_sm_clusters": 1, "max_l2_ring_groups": 1},
+    "both": FOUR_SM | {"num_four_sm_clusters": 7, "max_l2_ring_groups": 1000},
+    "ring": FOUR_SM | {"num_four_sm_clusters": 1, "max_l2_ring_groups": 1000},
     "clusters": {},
-    "items": {"places": 3},
-    "tilelang-2": {"fused": True, "cluster": 2},
-    "tilelang-4": {"fused": True, "cluster": 4},
+    "items": {"num_persistent_clusters": 3},
+    "tilelang-2": {"cluster": 2},
+    "tilelang-4": {"cluster": 4},
 }
 each_form = pytest.mark.parametrize("form", WHOLE)
 
@@ -59,14 +59,14 @@ def are_same(found: Results, expected: Results) -> bool:
 def test_the_longest_decides(form: str, device: torch.device, force: Force) -> None:
     """The bits of either way alone, which are not the same."""
     arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
-    force(**WHOLE[form], segment=0)
+    force(**WHOLE[form], split_chunks=0)
     whole = results(form, arguments)
-    force(segment=SEGMENT)
+    force(split_chunks=SEGMENT)
     cut = results(form, arguments)
     assert not are_same(whole, cut)
-    for cut_above, expected in ((1, cut), (LONGEST - 1, cut), (LONGEST, whole), (10**6, whole)):
-        force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
-        assert are_same(results(form, arguments), expected), cut_above
+    for longest, expected in ((1, cut), (LONGEST - 1, cut), (LONGEST, whole), (10**6, whole)):
+        force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
+        assert are_same(results(form, arguments), expected), longest
 
 
 # TileLang's launches read lengths in one place for all problems: a pool, as in the other tests, and none.
@@ -74,19 +74,19 @@ VARIANTS = [(problem, "both" if problem.head_v_dim == 128 else "clusters") for p
 VARIANTS += [(next(one for one, form in VARIANTS if form == "both" and not one.pooled), "tilelang-2")]
 
 
-@pytest.mark.parametrize("cut_above", [100, 10**6], ids=["cut", "whole"])
+@pytest.mark.parametrize("longest", [100, 10**6], ids=["split", "whole"])
 @pytest.mark.parametrize(("problem", "form"), VARIANTS, ids=[f"{form}-{cases.name(problem)}" for problem, form in VARIANTS])
 def test_variants(
-    problem: ChunkProblem, form: str, cut_above: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
+    problem: ChunkProblem, form: str, longest: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
+    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
     check(arguments_of(problem, device, **RAGGED), by(backend_of(form)), monkeypatch)
 
 
-@pytest.mark.parametrize("cut_above", [100, 10**6], ids=["cut", "whole"])
+@pytest.mark.parametrize("longest", [100, 10**6], ids=["split", "whole"])
 @pytest.mark.parametrize("form", ["both", "clusters", "tilelang-4"])
-def test_checkpoints(form: str, cut_above: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
+def test_checkpoints(form: str, longest: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
+    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
     problem = chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True)
     check(arguments_of(problem, device, **RAGGED), by(backend_of(form)), monkeypatch)
 
@@ -98,25 +98,25 @@ def test_a_long_one_among_many(position: int, form: str, device: torch.device, f
     lengths = [130] * 70
     lengths[position] = 300
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths)
-    force(segment=SEGMENT)
+    force(split_chunks=SEGMENT)
     cut = results(form, arguments)
-    force(**WHOLE[form], segment=SEGMENT, cut_above=299)
+    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=299)
     assert are_same(results(form, arguments), cut)
-    force(**WHOLE[form], segment=SEGMENT, cut_above=300)
+    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=300)
     assert not are_same(results(form, arguments), cut)
 
 
 @each_form
 def test_repeats_give_the_same_bits(form: str, device: torch.device, force: Force) -> None:
-    for cut_above in (LONGEST - 1, LONGEST):
-        force(**WHOLE[form], segment=SEGMENT, cut_above=cut_above)
+    for longest in (LONGEST - 1, LONGEST):
+        force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
         check_repeats(arguments_of(cases.MAIN_CHUNK, device, **RAGGED), by(backend_of(form)))
 
 
 @each_form
 def test_graph_replay_with_other_lengths(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     """One way in one replay, the other in the next."""
-    force(**WHOLE[form], segment=SEGMENT, cut_above=400)
+    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=400)
     lengths = ([65, 0, 1, 363, 64, 200, 0, 130], [0, 800, 3, 0, 0, 0, 20, 0], [400] + [0] * 7, [401] + [0] * 7, [0] * 8)
     options = {"lengths": lengths[0], "null_sequences": [6], "padded_tokens": 200}
     check_replays(arguments_of(cases.MAIN_CHUNK, device, **options), public(backend_of(form)), lengths, monkeypatch)
@@ -132,5 +132,6 @@ def test_the_default_serves_few_sequences(
     assert spec is not None
     sized = replace(problem, num_tokens=16384, num_sequences=4)
     config = runtime.candidates("chunk")[backend].module.default_config(sized, spec)
-    assert config.cut_above > 0 and config.segment > 0
+    names = ("split_if_longest_exceeds", "split_chunks") if backend == "cute" else ("cut_above", "segment")
+    assert all(getattr(config, name) > 0 for name in names)
     check(arguments_of(problem, device, lengths=lengths), by(backend), monkeypatch)

@@ -1,4 +1,4 @@
-"""The TileLang chunk kernel in one launch, with clusters of two to four blocks, and in two: all forms serve all sizes."""
+"""The TileLang chunk kernel in one launch, with clusters of two to four blocks: all of them serve all sizes."""
 
 from typing import Any
 
@@ -24,44 +24,36 @@ RAGGED: dict[str, Any] = {
 WIDE = [problem for problem in cases.chunk_problems() if problem.head_k_dim == 128]  # what the one launch serves
 
 
-def form(cluster: int | None) -> dict[str, Any]:
-    """Fields of the configuration: clusters of so many blocks in one launch, or None: two launches."""
-    return {"segment": 0, "fused": False} if cluster is None else {"segment": 0, "fused": True, "cluster": cluster}
-
-
 any_cluster = pytest.mark.parametrize("cluster", [2, 3, 4])
-any_form = pytest.mark.parametrize("cluster", [None, 2, 3, 4])
 
 
-@any_form
+@any_cluster
 @pytest.mark.parametrize("problem", WIDE, ids=cases.name)
 def test_variants(
-    problem: ChunkProblem, cluster: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
+    problem: ChunkProblem, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     arguments = arguments_of(problem, device, **RAGGED)
     if problem.has_final_indices:
         arguments["final_state_indices"][3] = 0  # not stored
     check(arguments, by(BACKEND), monkeypatch)
 
 
-@any_form
+@any_cluster
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-def test_checkpoints(
-    index_dtype: str, cluster: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
-) -> None:
-    force(**form(cluster))
+def test_checkpoints(index_dtype: str, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
+    force(segment=0, cluster=cluster)
     problem = chunk_problem(**cases.MAIN | {"index_dtype": index_dtype}, has_mask=True, has_checkpoints=True)
     check(arguments_of(problem, device, **RAGGED), by(BACKEND), monkeypatch)
 
 
-@any_form
+@any_cluster
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_norms_of_all_sizes(
-    dtype: str, cluster: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
+    dtype: str, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
     """Neighbouring keys up to a thousandfold apart: where the inverse is rounded, norms stand at its rows and at its columns."""
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     problem = chunk_problem(**cases.MAIN | {"dtype": dtype}, has_mask=True)
     arguments = arguments_of(problem, device, **RAGGED)
     sizes = torch.logspace(-1.5, 1.5, 7, device=device)[torch.arange(arguments["k"].shape[1], device=device) % 7]
@@ -72,7 +64,7 @@ def test_norms_of_all_sizes(
 @any_cluster
 @pytest.mark.parametrize("case", CASES)
 def test_hard_inputs(case: Any, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     check(arguments_of(cases.MAIN_CHUNK, device, case=case, **RAGGED), by(BACKEND), monkeypatch)
 
 
@@ -82,7 +74,7 @@ def test_hard_inputs(case: Any, cluster: int, device: torch.device, monkeypatch:
 )
 def test_lengths(lengths: list[int], cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     """Few chunks and many: every buffer and barrier is used for the first time, again, and more often than there are phases."""
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     check(arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, padded_tokens=70), by(BACKEND), monkeypatch)
 
 
@@ -90,7 +82,7 @@ def test_lengths(lengths: list[int], cluster: int, device: torch.device, monkeyp
 def test_more_clusters_than_fit_at_a_time(
     cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[65] * 3 + [1] * 290 + [700] + [2] * 5)
     check(arguments, by(BACKEND), monkeypatch)
 
@@ -98,13 +90,13 @@ def test_more_clusters_than_fit_at_a_time(
 @any_cluster
 def test_repeats(cluster: int, device: torch.device, force: Force) -> None:
     """Also of chunks that are partial, where the inverse comes later than the product."""
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     check_repeats(arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 129, 64, 700, 1, 63, 100] * 9), by(BACKEND))
 
 
 @any_cluster
 def test_a_sequence_is_the_same_alone(cluster: int, device: torch.device, force: Force) -> None:
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[64 * 9, 300, 1, 64, 0, 129], padded_tokens=70)
     before = copied(arguments)
     check_alone(before, run(FUNCTION, arguments, BACKEND), by(BACKEND))
@@ -114,7 +106,7 @@ def test_a_sequence_is_the_same_alone(cluster: int, device: torch.device, force:
 def test_graph_replay_with_other_lengths(
     cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     lengths = ([65, 0, 1, 363, 64, 200, 0, 130], [0, 700, 3, 0, 0, 0, 20, 100], [823, 0, 0, 0, 0, 0, 0, 0], [0] * 8)
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths[0], null_sequences=[4])
     check_replays(arguments, public(BACKEND), lengths, monkeypatch)
@@ -122,7 +114,7 @@ def test_graph_replay_with_other_lengths(
 
 @any_cluster
 def test_a_checkpoint_is_the_state_of_a_shorter_call(cluster: int, device: torch.device, force: Force) -> None:
-    force(**form(cluster))
+    force(segment=0, cluster=cluster)
     problem = chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True)
     arguments = arguments_of(problem, device, lengths=[640], padded_tokens=0)
     arguments["checkpoint_offsets"] = torch.tensor([[192, 640]], dtype=torch.int32, device=device)

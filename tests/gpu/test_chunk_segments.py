@@ -50,16 +50,16 @@ class Call:
         module = runtime.candidates("chunk")["tilelang"].module
         tokens, sequences = arguments["q"].shape[1], arguments["cu_seqlens"].shape[0] - 1
         problem = dataclasses.replace(problem, num_tokens=tokens, num_sequences=sequences)
-        config = dataclasses.replace(module.default_config(problem, H100), segment=segment, fused=False, cluster=2, cut_above=0)
+        config = dataclasses.replace(module.default_config(problem, H100), segment=segment, cluster=2, cut_above=0)
         device = arguments["q"].device
         self.prepared = runtime.prepare(problem, device, "tilelang", config=config)
         workspace = torch.full((self.prepared.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-        self.tensors = chunk_tensors(problem, arguments, workspace)
+        self.params = chunk_tensors(problem, arguments, workspace)
 
     def __call__(self) -> Results:
         assert self.prepared.launch is not None
-        self.prepared.launch(*self.tensors)
-        return self.tensors[15], self.tensors[10]
+        self.prepared.launch(self.params)
+        return self.params.out, self.params.final_state
 
 
 def segmented(problem: ChunkProblem, segment: int) -> Callable[[Arguments], Results]:
@@ -89,12 +89,13 @@ def test_repeats_give_the_same_bits(device: torch.device) -> None:
 
 
 def test_one_segment_is_the_whole_sequence(device: torch.device) -> None:
-    """The same bits as without segments, whether or not a call could hold two."""
-    arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 0, 3, 577], null_sequences=[2], padded_tokens=70)
+    """The same bits as without segments, whether or not a call could hold two; D = 64, where both run the same chain."""
+    problem = chunk_problem(**cases.MAIN | {"head_k_dim": 64, "head_v_dim": 64}, has_mask=True)
+    arguments = arguments_of(problem, device, lengths=[640, 0, 3, 577], null_sequences=[2], padded_tokens=70)
     results = []
     for segment in (0, 10, 1000):
         call = copied(arguments)
-        results.append(Call(cases.MAIN_CHUNK, call, segment)())
+        results.append(Call(problem, call, segment)())
     for o, pool in results[1:]:
         assert pool is not None and results[0][1] is not None
         assert same_bits(o, results[0][0]) and same_bits(pool, results[0][1])

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.gpu
 
 FUNCTION = "chunk_gated_delta_rule"
 BACKEND = "cute"
-WIDE = {"makers": 2, "stages": 3, "segment": 0, "paired": True, "prefetch": 0}
-# Most sequences and heads in clusters of four, and beside them: all in fours, and more of them than run at once; some in either
-# form; as many in fours as the GPU has room for; none in fours.
-FORMS = {"fours": (1, 1), "both": (7, 1000), "full": (30, 1000), "ring": (0, 1)}
+FOUR_SM = {"stages": 3, "split_chunks": 0, "prefetch": 0, "num_persistent_clusters": 0}
+# Most sequences and heads in clusters of four, and next to them: all in fours, and more of them than run at once; some in
+# either form; as many in fours as the GPU has room for; one alone in a four.
+FORMS = {"fours": (1, 1), "both": (7, 1000), "full": (30, 1000), "ring": (1, 1000)}
 # 0 to 6 chunks and some: no chunk, and each set's first chunk, is the last one somewhere.
 LENGTHS = [0, 1, 63, 64, 65, 128, 129, 192, 200, 256, 257, 0, 320, 384, 700]
 NULL_SEQUENCES = [6]
@@ -30,8 +30,8 @@ PROBLEMS = [problem for problem in cases.chunk_problems() if problem.head_v_dim 
 
 
 def wide(form: str, **changes: int) -> dict[str, Any]:
-    places, ringed = FORMS[form]
-    return WIDE | {"places": places, "ringed": ringed} | changes
+    clusters, groups = FORMS[form]
+    return FOUR_SM | {"num_four_sm_clusters": clusters, "max_l2_ring_groups": groups} | changes
 
 
 def arguments_of(problem: ChunkProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def test_repeats_and_forms_give_the_same_bits(device: torch.device, force: Force
 
 @pytest.mark.parametrize("heads", [30, 31, 33, 34, 66])
 def test_as_many_as_run_at_once_and_more(heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    """With the places that the plan gives them, and tokens enough that both launches run at the same time."""
-    force(**WIDE | {"places": 30, "ringed": 3})
+    """With the clusters that the plan gives them, and tokens enough that both launches run at the same time."""
+    force(**FOUR_SM | {"num_four_sm_clusters": 30, "max_l2_ring_groups": 3})
     problem = replace(cases.MAIN_CHUNK, num_q_heads=1, num_k_heads=1, num_v_heads=heads)
     arguments = arguments_of(problem, device, lengths=[2500], null_sequences=[])
     before = copied(arguments)

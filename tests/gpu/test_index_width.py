@@ -213,7 +213,7 @@ def chunk_arguments(problem: ChunkProblem, device: torch.device) -> Arguments:
 def test_chunk_pool(
     v_first: bool, segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(segment=segment)
+    force(split_chunks=segment)
     problem = chunk_problem(**CHUNK | {"state_v_first": v_first})
     chunk.check(widen_chunk(chunk_arguments(problem, device)), chunk.by(backend), monkeypatch)
 
@@ -242,7 +242,7 @@ def test_chunk_padded_head_dims(dim: int, device: torch.device, monkeypatch: pyt
 def test_chunk_with_indices_of_two_dtypes(
     wide: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(segment=0)
+    force(split_chunks=0)
     arguments = chunk_arguments(chunk_problem(**CHUNK), device)
     if wide == "final_state_indices":
         arguments[wide][2] = -1

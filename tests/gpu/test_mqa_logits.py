@@ -14,7 +14,7 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import MqaLogitsProblem
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
 from gdn.testing.inputs_logits import MqaInputs, make_mqa_inputs
 from gdn.testing.oracle_logits import exact_mqa_logits, logits_error
@@ -133,24 +133,25 @@ def test_all_ranges_empty(backend):
     assert bool((out == -torch.inf).all())
 
 
-OLD = {"halves": 1, "handoff": 1, "relu_sum": False, "even": 0, "tiles_per_item": 32}
+ONE_SET = {"accumulator_sets": 1, "pass_turn_at_issue": False}
+OLD = ONE_SET | {"steps_in_flight_at_turn": 1, "relu_as_add_abs": False, "balanced_fraction": 0, "tiles_per_item": 32}
 
 
 @pytest.mark.parametrize(
     ("variant", "fields"),
     [
         ("h64-fp8", OLD | {"tiles_per_item": 1}),
-        ("h64-fp8", {"halves": 2, "handoff": 1, "even": 8, "tiles_per_item": 1}),
-        ("h64-fp8", {"halves": 2, "handoff": 0, "even": 1, "tiles_per_item": 3}),
-        ("h32-fp8-packed-bf16", {"halves": 2, "even": 1, "segment": 32, "key_stages": 6}),
-        ("h16-bf16", OLD | {"handoff": 0, "even": 8, "tiles_per_item": 2}),
-        ("h16-fp8-unclean", {"even": 1, "relu_sum": True, "tiles_per_item": 2}),
-        ("h4-cast-packed", OLD | {"even": 8, "tiles_per_item": 2133, "segment": 32, "key_stages": 6}),
-        ("h4-cast-packed", OLD | {"relu_sum": True}),
-        ("h64-fp8", {"even": 8, "handoff": 0, "tiles_per_item": 3}),
-        ("h4-bf16-linear-d64", OLD | {"even": 1, "segment": 32, "key_stages": 4}),
-        ("h64-kv4-fp8", {"even": 8, "tiles_per_item": 3}),
-        ("h5-bf16-linear-packed-d64", {"even": 8, "segment": 32, "key_stages": 4}),
+        ("h64-fp8", {"accumulator_sets": 2, "pass_turn_at_issue": True, "balanced_fraction": 8, "tiles_per_item": 1}),
+        ("h64-fp8", {"accumulator_sets": 2, "pass_turn_at_issue": False, "balanced_fraction": 1, "tiles_per_item": 3}),
+        ("h32-fp8-packed-bf16", {"accumulator_sets": 2, "balanced_fraction": 1, "store_width": 32, "key_stages": 6}),
+        ("h16-bf16", OLD | {"steps_in_flight_at_turn": 0, "balanced_fraction": 8, "tiles_per_item": 2}),
+        ("h16-fp8-unclean", {"balanced_fraction": 1, "relu_as_add_abs": True, "tiles_per_item": 2}),
+        ("h4-cast-packed", OLD | {"balanced_fraction": 8, "tiles_per_item": 2133, "store_width": 32, "key_stages": 6}),
+        ("h4-cast-packed", OLD | {"relu_as_add_abs": True}),
+        ("h64-fp8", {"balanced_fraction": 8, "pass_turn_at_issue": False, "tiles_per_item": 3}),
+        ("h4-bf16-linear-d64", OLD | {"balanced_fraction": 1, "store_width": 32, "key_stages": 4}),
+        ("h64-kv4-fp8", {"balanced_fraction": 8, "tiles_per_item": 3}),
+        ("h5-bf16-linear-packed-d64", {"balanced_fraction": 8, "store_width": 32, "key_stages": 4}),
     ],
 )
 def test_configurations_of_cute(variant, fields):
@@ -166,7 +167,7 @@ def test_configurations_of_cute(variant, fields):
         weights = inputs.weights.contiguous() if inputs.weights is not None else None
         prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
         ranges_of = (inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
-        prepared.launch(inputs.q, inputs.k, inputs.k_scale, weights, *ranges_of, out, SCALE)
+        prepared.launch(MqaLogitsParams(inputs.q, inputs.k, inputs.k_scale, weights, *ranges_of, out, SCALE))
         assert error_of(problem, inputs, out) is None, (num_queries, num_keys, ranges)
         assert bool(margin.isnan().all()), "wrote beyond a row"
 
@@ -219,8 +220,8 @@ def test_more_than_2_31_scores(backend):
     assert masked == out.numel() - visible
 
 
-@pytest.mark.parametrize("even", [1, 8])
-def test_more_tiles_than_costs_can_count(even):
+@pytest.mark.parametrize("balanced_fraction", [1, 8])
+def test_more_tiles_than_costs_can_count(balanced_fraction):
     """From 2**30 tiles on nothing is dealt by cost. Each row sees keys of its own, so parts of the problem give its scores."""
     rows, num_keys, columns, apart = 2**17, 2**22, 128, 250
     problem = MqaLogitsProblem(64, 1, 128, FP8, False, None, True, True, "float32", True, rows, num_keys, columns)
@@ -236,10 +237,11 @@ def test_more_tiles_than_costs_can_count(even):
     starts = row // 8 * apart + row % 8
     ends = starts + row % (columns + 1)
     module = importlib.import_module(registry.operator("mqa_logits").modules["cute"])
-    config = dataclasses.replace(module.default_config(problem, H100), even=even, tiles_per_item=64)
+    config = dataclasses.replace(module.default_config(problem, H100), balanced_fraction=balanced_fraction, tiles_per_item=64)
     out, margin = poisoned(problem)
     prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
-    prepared.launch(q.view(torch.float8_e4m3fn), k.view(torch.float8_e4m3fn), None, None, starts, ends, out, SCALE)
+    fp8 = torch.float8_e4m3fn
+    prepared.launch(MqaLogitsParams(q.view(fp8), k.view(fp8), None, None, starts, ends, out, SCALE))
     assert bool(margin.isnan().all()), "wrote beyond a row"
     for first in range(0, rows, 1024):
         part, low = slice(first, first + 1024), first // 8 * apart

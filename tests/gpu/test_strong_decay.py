@@ -22,7 +22,7 @@ from tests.gpu import (
     test_chunk_launches,
     test_gdn_decode,
     test_recurrent,
-    test_recurrent_in_turn,
+    test_recurrent_prefetch,
     test_recurrent_tree,
 )
 from tests.gpu.conftest import Force
@@ -66,17 +66,17 @@ def check_chunk(arguments: Arguments, backend: str, monkeypatch: pytest.MonkeyPa
 
 # What computes whole sequences, sequences in segments, and one or the other by the lengths.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (test_chunk_choice.backend_of(name), test_chunk_choice.WHOLE[name] | {"segment": 0})
+    name: (test_chunk_choice.backend_of(name), test_chunk_choice.WHOLE[name] | {"split_chunks": 0})
     for name in ("clusters", "items", "fours", "both", "ring", "tilelang-2", "tilelang-4")
 }
 FORMS |= {
-    "tilelang-apart": ("tilelang", {"segment": 0}),
-    "segments": ("cute", {"segment": SEGMENT}),
-    "tilelang-segments": ("tilelang", {"segment": SEGMENT}),
+    "tilelang-apart": ("tilelang", {"split_chunks": 0}),
+    "segments": ("cute", {"split_chunks": SEGMENT}),
+    "tilelang-segments": ("tilelang", {"split_chunks": SEGMENT}),
 }
 for _name in ("both", "clusters", "tilelang-4"):
     for _kind, _cut_above in (("cut", 100), ("whole", 10**6)):
-        _fields = test_chunk_choice.WHOLE[_name] | {"segment": SEGMENT, "cut_above": _cut_above}
+        _fields = test_chunk_choice.WHOLE[_name] | {"split_chunks": SEGMENT, "split_if_longest_exceeds": _cut_above}
         FORMS[f"{_name}, {_kind}"] = (test_chunk_choice.backend_of(_name), _fields)
 
 
@@ -97,7 +97,7 @@ def test_chunk_of_the_reference(device: torch.device, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("backend", backends("chunk"))
 @pytest.mark.parametrize("segment", [0, SEGMENT])
 def test_chunk_of_64(segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    force(segment=segment)
+    force(split_chunks=segment)
     problem = test_chunk_checkpoints.PROBLEMS[2]
     assert problem.head_k_dim == 64
     check_chunk(chunk.arguments_of(problem, device, **RAGGED), backend, monkeypatch)
@@ -108,7 +108,7 @@ def test_chunk_of_64(segment: int, backend: str, device: torch.device, monkeypat
 def test_chunk_of_padded_dims(
     dim: int, segment: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(segment=segment)
+    force(split_chunks=segment)
     fields = {"index_dtype": "int32", "has_mask": True, "has_checkpoints": True, "state_dtype": "bfloat16"}
     problem = test_chunk_head_dims.problem_of(dim, **fields)
     check_chunk(chunk.arguments_of(problem, device, **RAGGED), "cute", monkeypatch)
@@ -126,9 +126,9 @@ RAW = next(problem for problem in test_chunk_launches.WIDE if problem.use_gate a
 @pytest.mark.parametrize(
     ("backend", "fields"),
     [
-        ("cute", {"segment": 0, "places": 3}),
-        ("tilelang", {"segment": 0, "fused": True, "cluster": 2}),
-        ("tilelang", {"segment": 0}),
+        ("cute", {"split_chunks": 0, "num_persistent_clusters": 3}),
+        ("tilelang", {"split_chunks": 0, "fused": True, "cluster": 2}),
+        ("tilelang", {"split_chunks": 0}),
         ("reference", {}),
     ],
     ids=str,
@@ -170,9 +170,9 @@ def test_recurrent_tree_states(backend: str, v_first: bool, device: torch.device
     check_recurrent(arguments, backend, monkeypatch)
 
 
-@pytest.mark.parametrize("problem", [test_recurrent_in_turn.MAIN, test_recurrent_in_turn.DRAFTS], ids=["pool", "drafts"])
+@pytest.mark.parametrize("problem", [test_recurrent_prefetch.MAIN, test_recurrent_prefetch.DRAFTS], ids=["pool", "drafts"])
 def test_recurrent_of_raw_gates(problem: RecurrentProblem, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_recurrent_in_turn.force(monkeypatch, 0)
+    test_recurrent_prefetch.force(monkeypatch, 0)
     check_recurrent(test_recurrent.arguments_of(problem, device, **STEPS), "cute", monkeypatch)
 
 

@@ -50,7 +50,7 @@ SHARED = [
     ),
     Bad("scale", lambda a: {"scale": "1"}, TypeError, r"^scale: expected a number, got str"),
     Bad("scale of nothing", lambda a: {"scale": float("nan")}, ValueError, r"^scale: expected a finite number, got nan"),
-    Bad("null_slot", lambda a: {"null_slot": -2}, ValueError, r"^null_slot: expected an int >= -1 that int32 holds, got -2"),
+    Bad("null_slot", lambda a: {"null_slot": -2}, ValueError, r"^null_slot: expected an int >= -1 that fits int32, got -2"),
     Bad("cu_dtype", lambda a: {"cu_seqlens": a["cu_seqlens"].float()}, TypeError, r"^cu_seqlens: expected dtype int32 or int64"),
     Bad("cu_rank", lambda a: {"cu_seqlens": a["cu_seqlens"][None]}, ValueError, r"^cu_seqlens: expected shape \[N \+ 1\]"),
     Bad("cu_empty", lambda a: {"cu_seqlens": a["cu_seqlens"][:0]}, ValueError, r"^cu_seqlens: expected at least one offset"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gdn import reference
-from gdn.problems import ChunkProblem, Problem, RecurrentProblem
+from gdn.problems import ChunkParams, ChunkProblem, Problem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared
 
 WORKSPACE_BYTES = 1024
@@ -32,13 +32,13 @@ class ContractKernel:
 
         return Prepared("tilelang", None, WORKSPACE_BYTES, launch, Choice(problem.op, "tilelang"))
 
-    def chunk(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, state_indices: Any,
-        has_initial_state: Any, final_state: Any, final_state_indices: Any, cu_seqlens: Any, checkpoint_offsets: Any,
-        checkpoint_slots: Any, out: Any, workspace: Any, scale: Any, null_slot: Any,
-    ) -> None:  # fmt: skip
+    def chunk(self, params: ChunkParams) -> None:
         problem = self.problem
-        assert isinstance(problem, ChunkProblem)
+        assert isinstance(problem, ChunkProblem) and isinstance(params, ChunkParams)
+        (
+            q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state, final_state_indices,
+            cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
+        ) = params  # fmt: skip
         assert workspace.dtype == torch.uint8 and workspace.numel() >= WORKSPACE_BYTES
         assert problem.has_mask == (has_initial_state is not None)
         assert problem.has_checkpoints == (checkpoint_offsets is not None) == (checkpoint_slots is not None)
@@ -59,12 +59,12 @@ class ContractKernel:
         )  # fmt: skip
         self._finish(o, state, out, final_state)
 
-    def recurrent(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, state_indices: Any,
-        num_accepted_tokens: Any, final_state: Any, final_state_indices: Any, cu_seqlens: Any, parent_token: Any,
-        rounding_seed: Any, out: Any, scale: Any, null_slot: Any,
-    ) -> None:  # fmt: skip
+    def recurrent(self, params: RecurrentParams) -> None:
         problem = self.problem
+        (
+            q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state, final_state_indices,
+            cu_seqlens, parent_token, rounding_seed, out, scale, null_slot,
+        ) = params  # fmt: skip
         assert isinstance(problem, RecurrentProblem)
         assert problem.has_accepted == (num_accepted_tokens is not None)
         assert problem.has_parent == (parent_token is not None)
@@ -73,7 +73,9 @@ class ContractKernel:
             assert problem.write_every_token == (state_indices.dim() == 2)
         if num_accepted_tokens is not None:
             assert num_accepted_tokens.dtype == torch.int32
-        self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
+        assert not (problem.pooled and final_state is not None)
+        written = initial_state if problem.pooled and problem.has_final_state else final_state
+        self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, written, final_state_indices,
                      cu_seqlens, out, scale, null_slot)  # fmt: skip
         o, state = reference.fused_recurrent_gated_delta_rule(
             q, k, v, g, beta, scale,

@@ -146,8 +146,9 @@ class StandIn:
         self.problems.append(problem)
         kernel = next(kernel for kernel in KERNELS if kernel.__name__ == problem.op)
 
-        def launch(*tensors: Any) -> None:
+        def launch(params: Any) -> None:
+            assert type(params).__name__ == type(problem).__name__.replace("Problem", "Params")
             self.launches += 1
-            kernel(problem, *tensors)
+            kernel(problem, *params)
 
         return runtime.Prepared("cute", None, 0, launch, runtime.Choice(problem.op, "cute"))

@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import GdnDecodeProblem
+from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 
@@ -30,11 +30,11 @@ class Kernel:
         self.problem = problem
         return Prepared("cute", None, 0, self.launch, Choice(problem.op, "cute"))
 
-    def launch(
-        self, mixed_qkv: Any, z: Any, b: Any, a: Any, conv_state: Any, conv_weight: Any, conv_bias: Any, A_log: Any,
-        dt_bias: Any, norm_weight: Any, ssm_state: Any, state_indices: Any, num_accepted_tokens: Any, cu_seqlens: Any,
-        rounding_seed: Any, out: Any, scale: Any, eps: Any, null_slot: Any,
-    ) -> None:  # fmt: skip
+    def launch(self, params: GdnDecodeParams) -> None:
+        (
+            mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state, state_indices,
+            num_accepted_tokens, cu_seqlens, rounding_seed, out, scale, eps, null_slot,
+        ) = params  # fmt: skip
         problem = self.problem
         assert problem is not None
         self.launches += 1

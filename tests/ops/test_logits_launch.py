@@ -1,4 +1,4 @@
-"""What the logits operators hand to a kernel, held against gdn/problems.py by a stand-in kernel on the CPU.
+"""The Params that the logits operators hand to a kernel, held against gdn/problems/logits.py by a stand-in kernel on the CPU.
 
 The stand-in checks the launch contract (form, order, alignment of every argument) and computes the scores from exactly
 those arguments, so that a swapped or missing argument gives wrong scores.
@@ -11,7 +11,7 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
@@ -44,9 +44,15 @@ class StandIn:
         kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
         launch = kinds[type(problem)]
         choice = runtime.Choice(problem.op, "tilelang")
-        return runtime.Prepared("tilelang", None, 0, lambda *tensors: launch(problem, *tensors), choice)
 
-    def ragged(self, p, q, k, k_scale, weights, starts, ends, out, scale, least=0):
+        def unpack(*given):
+            launch(problem, *(given[0] if hasattr(given[0], "_fields") else given))
+
+        return runtime.Prepared("tilelang", None, 0, unpack, choice)
+
+    def ragged(self, p, params):
+        assert isinstance(params, MqaLogitsParams)
+        q, k, k_scale, weights, starts, ends, out, scale, least = params
         self.launches += 1
         assert least == 0 or not p.clean
         assert p.num_queries and p.num_keys and p.num_columns
@@ -93,7 +99,9 @@ class StandIn:
         if list_short:
             out.copy_(list_short_rows(out, last - first))
 
-    def paged(self, p, q, cache, weights, context_lens, block_tables, out, scale, least=0):
+    def paged(self, p, params):
+        assert isinstance(params, PagedMqaLogitsParams)
+        q, cache, weights, context_lens, block_tables, out, scale, least = params
         self.launches += 1
         assert least == 0 or not p.clean
         contiguous(q, (p.batch, p.next_n, p.num_heads, p.head_dim), getattr(torch, p.dtype))
@@ -223,7 +231,7 @@ def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
     starts = torch.tensor([3, -9, 0, 70, 20, 50])
     ends = torch.tensor([19, 99, 17, 3, 37, 66])  # 16, 75 (clamped), 17, none, 17, 16 keys
     ranges, plain = [], stand_in.ragged
-    monkeypatch.setattr(stand_in, "ragged", lambda p, *tensors: (ranges.append(tensors[-1]), plain(p, *tensors)))
+    monkeypatch.setattr(stand_in, "ragged", lambda p, params: (ranges.append(params.skip_rows_up_to), plain(p, params)))
     arguments = (inputs.q, inputs.k, None, starts, ends, 16)
     for dtype in (torch.int64, torch.int32):
         given = (*arguments[:3], starts.to(dtype), ends.to(dtype), 16)
@@ -249,7 +257,7 @@ def test_paged_rows_that_see_few_keys_are_not_scored(stand_in, next_n, per_draft
     lengths = [96, 16, 0, 17, 50]
     inputs = make_paged_inputs(problem, lengths=[[n] * next_n for n in lengths] if per_draft else lengths)
     seen, plain = [], stand_in.paged
-    monkeypatch.setattr(stand_in, "paged", lambda p, *tensors: (seen.append(tensors[-1]), plain(p, *tensors)))
+    monkeypatch.setattr(stand_in, "paged", lambda p, params: (seen.append(params.skip_rows_up_to), plain(p, params)))
     arguments = (inputs.q, inputs.cache, None, inputs.context_lens, inputs.block_tables)
     for dtype in (torch.int64, torch.int32):
         given = (*arguments[:3], inputs.context_lens.to(dtype), inputs.block_tables)

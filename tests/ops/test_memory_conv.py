@@ -30,9 +30,9 @@ class Kernels:
     def prepare(self, problem: Problem, device: torch.device, backend: str | None = None) -> Prepared:
         kernel = {"conv1d": self.prefill, "conv1d_update": self.update}[problem.op]
 
-        def launch(*tensors: Any) -> None:
+        def launch(params: Any) -> None:
             self.launches += 1
-            kernel(problem, *tensors)
+            kernel(problem, *params)
 
         return Prepared("cute", None, 0, launch, Choice(problem.op, "cute"))
 

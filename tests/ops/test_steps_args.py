@@ -186,7 +186,7 @@ CALLS: list[tuple[str, Callable[[], Arguments], Bad]] = [
     ),
     ("rms_norm_gated", norm, Bad("z", lambda a: {"z": a["z"][1:]}, ValueError, r"^z: expected shape \[3, 4, 8\]")),
     ("rms_norm_gated", norm, Bad("weight", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^weight: expected shape \[8\]")),
-    ("rms_norm_gated", norm, Bad("eps", lambda a: {"eps": -1.0}, ValueError, r"^eps: expected a number of at least 0, got -1")),
+    ("rms_norm_gated", norm, Bad("eps", lambda a: {"eps": -1.0}, ValueError, r"^eps: expected a number >= 0, got -1")),
     ("rms_norm_gated", norm, Bad("eps size", lambda a: {"eps": 10**400}, ValueError, r"^eps: expected a finite number, got inf")),
     ("rms_norm_gated", norm, Bad("eps type", lambda a: {"eps": "1e-6"}, TypeError, r"^eps: expected a number, got str")),
     ("rms_norm_gated", norm, Bad("activation", lambda a: {"activation": "gelu"}, ValueError, r"^activation: .*got 'gelu'")),

@@ -10,7 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from gdn.problems import ChunkParams
 from kernels_cute.chunk import layouts
+from kernels_cute.chunk.arguments import TokenCopies
 from kernels_cute.chunk.four_sm.chain import ChainRoles
 from kernels_cute.chunk.four_sm.copies import MakerCopies
 from kernels_cute.chunk.four_sm.shape import (
@@ -31,6 +33,7 @@ from kernels_cute.chunk.four_sm.shape import (
 )
 from kernels_cute.chunk.four_sm.tiles import MakerRoles
 from kernels_cute.chunk.fused import FusedChunk
+from kernels_cute.chunk.scheduler import Item
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, WARPGROUP
 from kernels_cute.common import ptx
 
@@ -38,7 +41,7 @@ _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
 
 
 class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
-    """options: FusedChunk's; `paired` and `registers` are not used. A form (`_chunk_wide_cluster`, `_chunk_wide_ring`) says
+    """options: FusedChunk's; `registers` is not used. A form (`_chunk_wide_cluster`, `_chunk_wide_ring`) says
     where a block belongs and how tiles go from makers to chains:
 
     cluster_blocks, first_maker     blocks of a cluster, and the rank of its first maker
@@ -50,7 +53,7 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        assert self.dim == DIM and self.num_state == 1
+        assert self.dim == DIM
         self.threads = WARPGROUPS * WARPGROUP
         self.parts = scaled_parts(self.dtype is cutlass.BFloat16)
 
@@ -114,46 +117,12 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         return Maker
 
     @cute.kernel
-    def kernel(
-        self,
-        out_atom: cute.CopyAtom,
-        out_tensor: cute.Tensor,
-        q_atom: cute.CopyAtom,
-        q_tensor: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        k_tensor: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v_tensor: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        a_log: cute.Tensor,
-        dt_bias: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        final: cute.Tensor,
-        final_indices: cute.Tensor,
-        offsets: cute.Tensor,
-        targets: cute.Tensor,
-        bounds: cute.Tensor,
-        out: cute.Tensor,
-        workspace: cute.Tensor,
-        scale: Float32,
-        null_slot: Int64,
-        first_group: Int32,
-        cut_above: Int32,
-    ):
-        if self.works(bounds, cut_above):
-            self.run_block(
-                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-                indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, first_group,
-            )  # fmt: skip
+    def kernel(self, params: ChunkParams, copies: TokenCopies, first_group: Int32, split_if_longest_exceeds: Int32):
+        if self.works(params.cu_seqlens, split_if_longest_exceeds):
+            self.run_block(params, copies, first_group)
 
     @cute.jit
-    def run_block(
-        self, out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-        indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, first_group,
-    ):  # fmt: skip
+    def run_block(self, params, copies, first_group):
         """The whole of a block."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared_bytes = max(chain_bytes(self.stages), maker_bytes(self.parts))
@@ -162,25 +131,26 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         assert max(chain_type.size_in_bytes(), maker_type.size_in_bytes()) <= shared_bytes
         chain, maker = chain_type(room), maker_type(room)  # the block's own; and where things are in one of the other kind
         # The number among the form's groups; whether a chain; which of the two.
-        own_group, is_chain, number = self.place(chain, workspace, warp)
+        own_group, is_chain, number = self.place(chain, params.workspace, warp)
         # Asked for before the barriers below, which take as long as the answer.
         group = first_group + own_group
         head = group % self.heads
         sequence = group // self.heads
-        begin = Int32(bounds[sequence])
-        length = cutlass.max(Int32(bounds[sequence + 1]) - begin, 0)
+        begin = Int32(params.cu_seqlens[sequence])
+        length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
         read_slot = Int64(sequence)
         live_length = length
         if cutlass.const_expr(self.pooled):
-            read_slot = Int64(indices[sequence])
-            if read_slot <= null_slot:
+            read_slot = Int64(params.state_indices[sequence])
+            if read_slot <= params.null_slot:
                 live_length = Int32(0)
+        item = Item(sequence, head, number, None, begin, length, live_length, read_slot)
         # The warp that copies in makes the barriers: a maker's begins to load before the other blocks are there.
         if warp == _COPIER:
-            cpasync.prefetch_descriptor(q_atom)
-            cpasync.prefetch_descriptor(k_atom)
-            cpasync.prefetch_descriptor(v_atom)
-            cpasync.prefetch_descriptor(out_atom)
+            cpasync.prefetch_descriptor(copies.q_atom)
+            cpasync.prefetch_descriptor(copies.k_atom)
+            cpasync.prefetch_descriptor(copies.v_atom)
+            cpasync.prefetch_descriptor(copies.out_atom)
             with cute.arch.elect_one():
                 if is_chain == 1:
                     self.init_chain(chain)
@@ -198,22 +168,19 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
         if (warp != _COPIER) | (is_chain == 1):
             cute.arch.cluster_wait()
 
-        route = self.route(chain, maker, workspace, own_group)
+        route = self.route(chain, maker, params.workspace, own_group)
         if is_chain == 1:
             if warp < 4:
                 self.set_registers(STATE_REGISTERS)
-                self.chain_warpgroup(
-                    chain, route, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin,
-                    length, live_length, sequence, head, number, read_slot, warp,
-                )  # fmt: skip
+                self.chain_warpgroup(chain, route, params, item, warp)
             elif warp < 16:
                 self.set_registers(IDLE_REGISTERS)
             else:
                 self.set_registers(COPY_REGISTERS)
                 if warp == _COPIER:
-                    self.chain_copy_warp(chain, q_atom, q_tensor, k_atom, k_tensor, begin, live_length, head, number)
+                    self.chain_copy_warp(chain, copies, item)
                 if warp == 17:
-                    self.value_warp(chain, v_atom, v_tensor, out_atom, out_tensor, out, begin, live_length, head, number)
+                    self.value_warp(chain, copies, params.out, item)
                 if warp == 18:
                     self.tile_warp(chain, route, live_length, number)
         else:
@@ -222,15 +189,15 @@ class WideBlock(ChainRoles, MakerRoles, MakerCopies, FusedChunk):
                 self.wide_inverse_warpgroup(maker, live_length, number, warp // 4, warp % 4)
             elif warp < 16:
                 self.set_registers(SCORE_REGISTERS)
-                self.wide_score_warpgroup(maker, scale, live_length, number, warp // 4 % 2, warp % 4)
+                self.wide_score_warpgroup(maker, params.scale, live_length, number, warp // 4 % 2, warp % 4)
             else:
                 self.set_registers(COPY_REGISTERS)
                 if warp == _COPIER:
-                    self.maker_copy_warp(maker, q_atom, q_tensor, k_atom, k_tensor, begin, live_length, head, number)
+                    self.maker_copy_warp(maker, copies, item)
                     # Nothing of another block was touched; the barrier at the end needs this one done.
                     cute.arch.cluster_wait()
                 if warp == 17:
-                    self.maker_gate_warp(maker, g, beta, a_log, dt_bias, begin, live_length, head, number)
+                    self.maker_gate_warp(maker, params, item)
                 if warp >= 18:
                     self.hand_over_set(maker, route, live_length, number, warp - 18)
         # Others may still write to this block's shared memory, or arrive there.

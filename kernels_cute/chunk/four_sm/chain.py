@@ -20,10 +20,9 @@ class ChainRoles:
     """Methods of a chain block's warps; `self` is a WideBlock."""
 
     @cute.jit
-    def chain_warpgroup(
-        self, storage, route, initial, mask, final, final_indices, offsets, targets, bounds, out, null_slot, begin, length,
-        live_length, sequence, head, piece, read_slot, warp,
-    ):  # fmt: skip
+    def chain_warpgroup(self, storage, route, params, item, warp):
+        begin, length, live_length, sequence = item.begin, item.length, item.live_length, item.sequence
+        head, piece = item.head, item.piece
         lane = cute.arch.lane_idx()
         dim, stages = self.dim, self.stages
         by_key = self.product(CHUNK, True)
@@ -49,7 +48,7 @@ class ChainRoles:
         # Of the chain that loads for both.
         k_empty = ptx.in_block(storage.k_empty.data_ptr().toint(), Int32(self.key_loader))
         q_empty = ptx.in_block(storage.q_empty.data_ptr().toint(), Int32(self.query_loader))
-        self.load_state(initial, mask, state, sequence, head, read_slot, live_length, column0 + row, pair)
+        self.load_state(params, state, item, head, column0 + row, pair)
 
         # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
         # work on a step while the next is made ready. Q S fills their pause before S, O is finished while the next U runs. One
@@ -111,15 +110,16 @@ class ChainRoles:
                 # Before the state decays to the end of the next chunk.
                 warpgroup.wait_group(0)
                 if (step + 1) * CHUNK <= live_length:
-                    done = begin - Int32(bounds[sequence]) + (step + 1) * CHUNK
-                    self.store_checkpoints(final, offsets, targets, state, sequence, head, done, null_slot, column0 + row, pair)
+                    done = begin - Int32(params.cu_seqlens[sequence]) + (step + 1) * CHUNK
+                    self.store_checkpoints(params, state, sequence, head, done, column0 + row, pair)
             self.expect_chunk(storage, state, values, factors, step + 1, num_chunks, warp, lane)
             warpgroup.wait_group(0)
 
-        self.store_state(final, final_indices, state, sequence, head, read_slot, live_length, null_slot, column0 + row, pair)
-        self.zero_rows(out, begin, length, live_length, head, piece * self.columns, warp, lane)
-        sequences = cute.size(bounds, mode=[0]) - 1
-        self.zero_rows_beyond(out, Int32(bounds[sequences]), sequences, sequence, head, piece * self.columns, warp, lane)
+        self.store_state(params, state, item, column0 + row, pair)
+        self.zero_rows(params.out, begin, length, live_length, head, piece * self.columns, warp, lane)
+        sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
+        end = Int32(params.cu_seqlens[sequences])
+        self.zero_rows_beyond(params.out, end, sequences, sequence, head, piece * self.columns, warp, lane)
 
     @cute.jit
     def mask_words(self, words, i: cutlass.Constexpr, valid, pair):
@@ -190,15 +190,16 @@ class ChainRoles:
         return storage.vectors.data_ptr().toint() + slot * VECTOR_BYTES + pair * 8
 
     @cute.jit
-    def chain_copy_warp(self, storage, q_atom, q_tensor, k_atom, k_tensor, begin, length, head, rank):
+    def chain_copy_warp(self, storage, copies, item):
         """K and Q: one chain loads for both, the other arms its own barriers."""
-        to_q, from_q = self.tiles(storage.q, q_atom, q_tensor, self.dim, self.stages, begin, head // self.q_group, 0)
-        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
+        begin, length, head, rank = item.begin, item.live_length, item.head, item.piece
+        to_q, from_q = self.tiles(storage.q, copies.q_atom, copies.q, self.dim, self.stages, begin, head // self.q_group, 0)
+        to_k, from_k = self.tiles(storage.k, copies.k_atom, copies.k, self.dim, self.stages, begin, head // self.k_group, 0)
         for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
             stage, parity = step % self.stages, step // self.stages & 1
-            self.bring(k_atom, from_k[None, step], to_k[None, stage], storage.k_full.data_ptr() + stage,
+            self.bring(copies.k_atom, from_k[None, step], to_k[None, stage], storage.k_full.data_ptr() + stage,
                        storage.k_empty.data_ptr() + stage, parity, rank, self.key_loader)  # fmt: skip
-            self.bring(q_atom, from_q[None, step], to_q[None, stage], storage.q_full.data_ptr() + stage,
+            self.bring(copies.q_atom, from_q[None, step], to_q[None, stage], storage.q_full.data_ptr() + stage,
                        storage.q_empty.data_ptr() + stage, parity, rank, self.query_loader)  # fmt: skip
 
     @cute.jit
@@ -215,14 +216,16 @@ class ChainRoles:
             self.copy_keys(atom, source, target, full, Int32((1 << CHAINS) - 1))
 
     @cute.jit
-    def value_warp(self, storage, v_atom, v_tensor, out_atom, out_tensor, out, begin, length, head, piece):
+    def value_warp(self, storage, copies, out, item):
         """V in, and O out of the same places; once an O is read, the place takes another V."""
+        begin, length, head, piece = item.begin, item.live_length, item.head, item.piece
         lane = cute.arch.lane_idx()
-        to_v, from_v = self.tiles(storage.v, v_atom, v_tensor, self.columns, self.stages, begin, head // self.v_group, piece)
-        from_o, to_o = self.tiles(storage.v, out_atom, out_tensor, self.columns, self.stages, begin, head, piece)
+        v_head = head // self.v_group
+        to_v, from_v = self.tiles(storage.v, copies.v_atom, copies.v, self.columns, self.stages, begin, v_head, piece)
+        from_o, to_o = self.tiles(storage.v, copies.out_atom, copies.out, self.columns, self.stages, begin, head, piece)
         num_chunks = (length + (CHUNK - 1)) // CHUNK
         for step in cutlass.range(cutlass.min(num_chunks, self.stages), unroll=1):
-            self.load_values(storage, v_atom, from_v, to_v, step, num_chunks)
+            self.load_values(storage, copies.v_atom, from_v, to_v, step, num_chunks)
         for step in cutlass.range(num_chunks, unroll=1):
             stage = step % self.stages
             cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, step // self.stages & 1)
@@ -230,7 +233,7 @@ class ChainRoles:
             cute.arch.fence_proxy("async.shared", space="cta")
             valid = length - step * CHUNK
             if valid >= CHUNK:
-                cute.copy(out_atom, from_o[None, stage], to_o[None, step])
+                cute.copy(copies.out_atom, from_o[None, stage], to_o[None, step])
             else:
                 tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
                 column = piece * self.columns + lane % 8 * 8
@@ -241,7 +244,7 @@ class ChainRoles:
             cute.arch.cp_async_bulk_commit_group()
             if step + self.stages < num_chunks:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                self.load_values(storage, v_atom, from_v, to_v, step + self.stages, num_chunks)
+                self.load_values(storage, copies.v_atom, from_v, to_v, step + self.stages, num_chunks)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit

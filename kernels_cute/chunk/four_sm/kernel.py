@@ -58,68 +58,48 @@ them. No block of a cluster leaves before all are done.
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 
+from kernels_cute.chunk.arguments import packed_params
 from kernels_cute.chunk.four_sm.cluster import ClusterForm
 from kernels_cute.chunk.four_sm.l2_ring import CLEAR_THREADS, RingForm
 from kernels_cute.chunk.four_sm.shape import BLOCKS, WORDS_BYTES
 from kernels_cute.chunk.fused import FusedChunk
-from kernels_cute.common.memory import without_batch
 
 
 class WideChunk(FusedChunk):
-    """options: FusedChunk's; `paired` and `registers` are not used. fours, ringed: which forms are compiled."""
+    """options: FusedChunk's; `registers` is not used."""
 
-    def __init__(self, *, fours: bool, ringed: bool, **options: Any):
+    def __init__(self, **options: Any):
         super().__init__(**options)
-        self.four = ClusterForm(**options) if fours else None
-        self.ring = RingForm(beside=fours, **options) if ringed else None
+        self.four, self.ring = ClusterForm(**options), RingForm(**options)
 
     @cute.jit
-    def launch(
-        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        workspace, scale: Float32, null_slot: Int64, ringed: Int32, cut_above: Int32, stream,
-    ):  # fmt: skip
-        """ringed: sequences and heads whose tiles go through the ring, the last ones."""
-        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
-        first_form = self.four if cutlass.const_expr(self.four is not None) else self.ring
-        q_atom, q_tensor = first_form.copy_in(q, self.dim)
-        k_atom, k_tensor = first_form.copy_in(k, self.dim)
-        v_atom, v_tensor = first_form.copy_in(v, self.columns)
-        out_atom, out_tensor = first_form.copy_out(out)
-        fours = self.heads * (cute.size(bounds, mode=[0]) - 1) - ringed
-        words_bytes = (ringed + 1) * WORDS_BYTES
+    def launch(self, *values):
+        """values: Params, groups of the L2 ring (the last ones), split_if_longest_exceeds, stream."""
+        params, (ring_groups, split_if_longest_exceeds, stream) = packed_params(values)
+        copies = self.four.token_copies(params)
+        first_ring_group = self.heads * (cute.size(params.cu_seqlens, mode=[0]) - 1) - ring_groups
+        words_bytes = (ring_groups + 1) * WORDS_BYTES
         cleared = 16 * CLEAR_THREADS  # by a block
-        if cutlass.const_expr(self.ring is not None):
-            if ringed > 0:
-                self.ring.clear(workspace, words_bytes).launch(
-                    grid=((words_bytes + (cleared - 1)) // cleared, 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
-                )
-        if cutlass.const_expr(self.four is not None):
-            self.four.kernel(
-                out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-                indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, Int32(0),
-                cut_above,
-            ).launch(
-                grid=(BLOCKS * fours, 1, 1),
-                block=(self.four.threads, 1, 1),
-                cluster=(self.four.cluster_blocks, 1, 1),
+        if ring_groups > 0:
+            self.ring.clear(params.workspace, words_bytes).launch(
+                grid=((words_bytes + (cleared - 1)) // cleared, 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
+            )
+        self.four.kernel(params, copies, Int32(0), split_if_longest_exceeds).launch(
+            grid=(BLOCKS * first_ring_group, 1, 1),
+            block=(self.four.threads, 1, 1),
+            cluster=(self.four.cluster_blocks, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+        if ring_groups > 0:
+            self.ring.kernel(params, copies, first_ring_group, split_if_longest_exceeds).launch(
+                grid=(BLOCKS * ring_groups, 1, 1),
+                block=(self.ring.threads, 1, 1),
+                cluster=(self.ring.cluster_blocks, 1, 1),
                 min_blocks_per_mp=1,
+                use_pdl=True,
                 stream=stream,
-            )  # fmt: skip
-        if cutlass.const_expr(self.ring is not None):
-            if ringed > 0:
-                self.ring.kernel(
-                    out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias,
-                    initial, indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot,
-                    fours, cut_above,
-                ).launch(
-                    grid=(BLOCKS * ringed, 1, 1),
-                    block=(self.ring.threads, 1, 1),
-                    cluster=(self.ring.cluster_blocks, 1, 1),
-                    min_blocks_per_mp=1,
-                    use_pdl=self.ring.beside,
-                    stream=stream,
-                )  # fmt: skip
+            )

@@ -54,15 +54,11 @@ class _Route(NamedTuple):
 
 
 class RingForm(WideBlock):
-    """beside: the launch runs beside another one, which began before it."""
+    """The launch runs next to that of the clusters of four, which began before it."""
 
     cluster_blocks, first_maker, taken_arrivals = 2, 0, 1
     # The other chain loads the tiles.
     key_loader = query_loader = 1 - TILE_LOADER
-
-    def __init__(self, *, beside: bool, **options: Any):
-        super().__init__(**options)
-        self.beside = beside
 
     @cute.kernel
     def clear(self, workspace: cute.Tensor, num_bytes: Int32):
@@ -87,10 +83,9 @@ class RingForm(WideBlock):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_place, Int32(0))))
-        if cutlass.const_expr(self.beside):
-            if warp == 0:
-                # For the end, where it would have cost a register all the way.
-                ptx.store_word(ticket_place + 4, ticket)
+        if warp == 0:
+            # For the end, where it would have cost a register all the way.
+            ptx.store_word(ticket_place + 4, ticket)
         return ticket // 2, ticket % 2, rank
 
     @cute.jit
@@ -104,10 +99,9 @@ class RingForm(WideBlock):
     def leave(self, chain):
         """What follows in the stream waits for this launch alone, which therefore waits for the other one. The last group's
         blocks do: the others' SMs are free for what has not begun."""
-        if cutlass.const_expr(self.beside):
-            blocks, _, _ = cute.arch.grid_dim()
-            if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // BLOCKS - 1:
-                cute.arch.griddepcontrol_wait()
+        blocks, _, _ = cute.arch.grid_dim()
+        if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // BLOCKS - 1:
+            cute.arch.griddepcontrol_wait()
 
     def free_slot(self, route: Any, slot: Any) -> None:
         ptx.arrive_in_cluster(route.free + slot * 8)

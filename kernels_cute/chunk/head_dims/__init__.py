@@ -1,0 +1,179 @@
+"""Head dims other than 64 and 128: what is computed in their place, and the buffers around it.
+
+    4 to 124    the chunk kernel with head dim 64 or 128 on q, k, v and states padded with zeros. That is exact: entries of
+                k and q that are 0 leave norms, products and the other rows of a state alone, columns of v that are 0 stay
+                0. The scale is the true head dim's.
+    132 to 256  the recurrent kernel, token by token: there is no chunk kernel for a state of that size
+
+States go through copies of their own, [states, HS, P, P] float32, in a pool whose slots are the sequences and after them the
+checkpoints: there a mask is a zero state, and padding sequences have no slot. The copies: padding.py.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
+from kernels_cute import recurrent
+from kernels_cute.chunk import kernel as chunk
+from kernels_cute.chunk.head_dims import padding
+
+LARGEST = 256
+_ALIGNMENT = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A compiled kernel's attributes, of the stand-in."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    problem: DeltaRuleProblem
+    config: Any
+
+
+def stand_in(problem: ChunkProblem) -> ChunkProblem | RecurrentProblem:
+    """The problem that is computed instead."""
+    has_states = padding.has_state_copies(problem)
+    states = {
+        "state_dtype": "float32",
+        "index_dtype": "int32" if has_states else None,
+        "has_initial_state": has_states,
+        "has_final_state": has_states,
+        "has_final_indices": False,
+    }
+    if problem.head_k_dim <= 128:
+        dim = 64 if problem.head_k_dim <= 64 else 128
+        return replace(problem, **states, has_mask=False, head_k_dim=dim, head_v_dim=dim)
+    shared = {f.name: getattr(problem, f.name) for f in fields(DeltaRuleProblem)} | problem.sizes() | states
+    none = {"write_every_token": False, "has_accepted": False, "has_parent": False, "has_rounding": False}
+    return RecurrentProblem(**shared, **none)
+
+
+def kernel(problem: ChunkProblem) -> Any:
+    """The module that serves the stand-in."""
+    return chunk if problem.head_k_dim <= 128 else recurrent
+
+
+def refusal(problem: ChunkProblem) -> str | None:
+    """None where the problem is served, else why not."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if k != v or k % 4 or not 4 <= k <= LARGEST:
+        return f"requires K = V, a multiple of 4 up to {LARGEST}, got K={k}, V={v}"
+    if k > 128 and problem.has_checkpoints:
+        return f"requires head dims up to 128 with checkpoints, got {k}"
+    padded = replace(problem, head_k_dim=128, head_v_dim=128)
+    return chunk.refusal(padded)  # dtypes and heads
+
+
+def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
+    return bool(kernel(problem).fits(stand_in(problem), config, device))
+
+
+def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
+    """The configuration of the kernel that runs: a chunk Config, or the recurrent kernel's."""
+    return kernel(problem).default_config(stand_in(problem), device)
+
+
+def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
+    return list(kernel(problem).configs(stand_in(problem), device))
+
+
+def note(problem: ChunkProblem) -> str:
+    instead = stand_in(problem)
+    if isinstance(instead, RecurrentProblem):
+        return f"head dim {problem.head_k_dim}: computed token by token, by the recurrent kernel"
+    return f"computed with head dim {instead.head_k_dim}: q, k, v and states are padded with zeros"
+
+
+def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
+    """Bytes without the padded checkpoints, which `launch` allocates: the problem does not say how many a call has."""
+    parts = _parts(problem, problem.num_tokens, problem.num_sequences).values()
+    inner: int = kernel(problem).workspace_bytes(stand_in(problem), config)
+    return sum(_bytes(dtype, shape) for dtype, shape in parts) + inner
+
+
+def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
+    instead = stand_in(problem)
+    libraries: dict[str, bytes] = kernel(problem).compile(instead, config)
+    return libraries | padding.compile(problem, instead.head_k_dim)
+
+
+def launch(compiled: Any, params: ChunkParams) -> None:
+    problem: ChunkProblem = compiled.problem
+    instead = _of_any_size(problem)
+    num_sequences = params.cu_seqlens.shape[0] - 1
+    parts, rest = _carve(_parts(problem, params.q.shape[1], num_sequences), params.workspace)
+    states, slots, checkpoint_slots = parts.get("states"), parts.get("slots"), None
+    if problem.has_checkpoints:
+        # The one allocation in a launch: their number is known here only, see workspace_bytes.
+        columns = params.checkpoint_offsets.shape[1]
+        states = states.new_empty((num_sequences * (1 + columns), *states.shape[1:]))
+        checkpoint_slots = slots.new_empty((num_sequences, columns))
+    inner = params._replace(
+        **{name: parts.get(name, getattr(params, name)) for name in ("q", "k", "v", "out")},
+        initial_state=states,
+        state_indices=slots,
+        has_initial_state=None,
+        final_state=states,
+        final_state_indices=None,
+        checkpoint_slots=checkpoint_slots,
+        workspace=rest if rest is not None and rest.numel() else None,
+        null_slot=-1,
+    )
+    null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
+    if padding.PAD in compiled.functions:
+        compiled.functions[padding.PAD](*padding.pad_values(params, inner, null_slot))
+    inner_kernel = Inner(compiled.functions, instead, compiled.config)
+    if isinstance(instead, RecurrentProblem):
+        kernel(problem).launch(inner_kernel, _recurrent_params(inner))
+    else:
+        kernel(problem).launch(inner_kernel, inner)
+    if padding.UNPAD in compiled.functions:
+        compiled.functions[padding.UNPAD](*padding.unpad_values(params, inner, null_slot))
+
+
+def _recurrent_params(p: ChunkParams) -> RecurrentParams:
+    """Arguments of the recurrent kernel: no drafts, no rounding; a pool is its own final state."""
+    final_state = None if p.state_indices is not None else p.final_state
+    return RecurrentParams(
+        *(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.state_indices, None, final_state, None),
+        *(p.cu_seqlens, None, None, p.out, p.scale, p.null_slot),
+    )
+
+
+_of_any_size = functools.lru_cache(maxsize=256)(stand_in)  # its static fields are those of every call
+
+
+def _parts(problem: ChunkProblem, num_tokens: int, num_sequences: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype and shape of the buffers in the workspace; the stand-in's own workspace follows them."""
+    instead = _of_any_size(problem)
+    dim, heads = instead.head_k_dim, problem.num_state_heads
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if dim != problem.head_k_dim:
+        counts = {"q": problem.num_q_heads, "k": problem.num_k_heads, "v": problem.num_v_heads, "out": heads}
+        parts |= {name: (problem.dtype, (1, num_tokens, count, dim)) for name, count in counts.items()}
+    if instead.pooled:
+        places = 0 if problem.has_checkpoints else num_sequences
+        parts |= {"states": ("float32", (places, heads, dim, dim)), "slots": ("int32", (num_sequences,))}
+    return parts
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) * DTYPE_BYTES[dtype] // _ALIGNMENT) * _ALIGNMENT
+
+
+def _carve(parts: dict[str, tuple[str, tuple[int, ...]]], workspace: Any) -> tuple[dict[str, Any], Any]:
+    """The buffers as tensors, and what is left of the workspace; None where the call needs none."""
+    if workspace is None:
+        return {}, None
+    tensors, offset = {}, 0
+    for name, (dtype, shape) in parts.items():
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        tensors[name] = workspace[offset : offset + size].view(getattr(torch, dtype)).view(shape)
+        offset += _bytes(dtype, shape)
+    return tensors, workspace[offset:]

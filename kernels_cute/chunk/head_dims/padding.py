@@ -12,14 +12,13 @@ a state are padded alike, so nothing here depends on which of K and V comes firs
 A block copies a piece of 8 columns a thread, in 4 tokens each, or 8 pieces of 4 values a thread of a state.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.problems import ChunkProblem
+from gdn.problems import ChunkParams, ChunkProblem
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, load, pointer, store
@@ -46,56 +45,103 @@ def has_state_copies(problem: ChunkProblem) -> bool:
     return problem.pooled or problem.has_initial_state or problem.has_final_state
 
 
-def _offsets(problem: ChunkProblem) -> Any:
-    """cu_seqlens; it also stands in for every tensor that the problem's flags leave out."""
-    return fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1)
+class PadParams(NamedTuple):
+    """Arguments of the copies in."""
+
+    q: Any  # [L, heads, D], as k and v
+    k: Any
+    v: Any
+    padded_q: Any  # [L, heads, P], as padded_k and padded_v
+    padded_k: Any
+    padded_v: Any
+    cu_seqlens: Any
+    initial_state: Any
+    state_indices: Any
+    has_initial_state: Any
+    states: Any  # [N or more, HS, P, P] float32; None without states
+    slots: Any  # [N] int32: of the sequences in `states`; None without states
+    state_slots: Any  # [N, C] int32: of the checkpoints in `states`; None without checkpoints
+    null_slot: Any
+
+
+class UnpadParams(NamedTuple):
+    """Arguments of the copies out."""
+
+    padded_out: Any  # [L, HS, P]
+    out: Any  # [L, HS, D]
+    cu_seqlens: Any
+    states: Any  # [N + N C, HS, P, P] float32; None where none is stored
+    final_state: Any
+    state_indices: Any
+    final_state_indices: Any
+    checkpoint_offsets: Any
+    checkpoint_slots: Any
+    null_slot: Any
+
+
+def pad_values(params: ChunkParams, inner: ChunkParams, null_slot: int) -> PadParams:
+    """The launch of the copies in. inner: the call that is computed instead."""
+    return PadParams(
+        *(params.q[0], params.k[0], params.v[0], inner.q[0], inner.k[0], inner.v[0], params.cu_seqlens, params.initial_state),
+        *(params.state_indices, params.has_initial_state, inner.initial_state, inner.state_indices, inner.checkpoint_slots),
+        null_slot,
+    )
+
+
+def unpad_values(params: ChunkParams, inner: ChunkParams, null_slot: int) -> UnpadParams:
+    """The launch of the copies out."""
+    stores = params.final_state is not None
+    return UnpadParams(
+        *(inner.out[0], params.out[0], params.cu_seqlens, inner.final_state if stores else None, params.final_state),
+        *(params.state_indices, params.final_state_indices, params.checkpoint_offsets, params.checkpoint_slots, null_slot),
+    )
 
 
 def _tokens(problem: ChunkProblem, count: Any, heads: int, dim: int) -> Any:
     return fake(problem.dtype, count, heads, dim, last=1)
 
 
-def _states(problem: ChunkProblem, dtype: str, dim: int, present: bool = True) -> Any:
-    return fake(dtype, cute.sym_int64(), problem.num_state_heads, dim, dim, last=1) if present else _offsets(problem)
+def _states(problem: ChunkProblem, dtype: str, dim: int, present: bool) -> Any:
+    return fake(dtype, cute.sym_int64(), problem.num_state_heads, dim, dim, last=1) if present else None
 
 
 def _indices(problem: ChunkProblem, present: bool) -> Any:
-    return fake(str(problem.index_dtype), cute.sym_int()) if present else _offsets(problem)
+    return fake(str(problem.index_dtype), cute.sym_int()) if present else None
 
 
-def _pad_arguments(problem: ChunkProblem, dim: int) -> list[Any]:
-    """Fake tensors and scalars in the order of the compiled function."""
+def _pad_arguments(problem: ChunkProblem, dim: int) -> PadParams:
+    """Fake tensors and scalars of the compiled function."""
     tokens, has_states = cute.sym_int(), has_state_copies(problem)
     heads = (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads)
-    return [
+    return PadParams(
         *(_tokens(problem, tokens, count, problem.head_k_dim) for count in heads),
         *(_tokens(problem, tokens, count, dim) for count in heads),
-        _offsets(problem),
-        _states(problem, problem.state_dtype, problem.head_k_dim, problem.has_initial_state),
-        _indices(problem, problem.pooled),
-        fake("bool", cute.sym_int(), last=1) if problem.has_mask else _offsets(problem),
-        _states(problem, "float32", dim, has_states),
-        fake("int32", cute.sym_int(), last=1) if has_states else _offsets(problem),
-        fake("int32", cute.sym_int(), cute.sym_int(), last=1) if problem.has_checkpoints else _offsets(problem),
-        Int64(-1),
-    ]
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        initial_state=_states(problem, problem.state_dtype, problem.head_k_dim, problem.has_initial_state),
+        state_indices=_indices(problem, problem.pooled),
+        has_initial_state=fake("bool", cute.sym_int(), last=1) if problem.has_mask else None,
+        states=_states(problem, "float32", dim, has_states),
+        slots=fake("int32", cute.sym_int(), last=1) if has_states else None,
+        state_slots=fake("int32", cute.sym_int(), cute.sym_int(), last=1) if problem.has_checkpoints else None,
+        null_slot=Int64(-1),
+    )
 
 
-def _unpad_arguments(problem: ChunkProblem, dim: int) -> list[Any]:
+def _unpad_arguments(problem: ChunkProblem, dim: int) -> UnpadParams:
     tokens, columns = cute.sym_int(), cute.sym_int()
-    stores = problem.has_final_state
-    return [
-        _tokens(problem, tokens, problem.num_state_heads, dim),
-        _tokens(problem, tokens, problem.num_state_heads, problem.head_v_dim),
-        _offsets(problem),
-        _states(problem, "float32", dim, stores),
-        _states(problem, problem.state_dtype if problem.pooled else "float32", problem.head_v_dim, stores),
-        _indices(problem, problem.pooled),
-        _indices(problem, problem.has_final_indices),
-        fake("int32", cute.sym_int(), columns, last=1) if problem.has_checkpoints else _offsets(problem),
-        fake(str(problem.index_dtype), cute.sym_int(), columns, last=1) if problem.has_checkpoints else _offsets(problem),
-        Int64(-1),
-    ]
+    stores, has_checkpoints = problem.has_final_state, problem.has_checkpoints
+    return UnpadParams(
+        padded_out=_tokens(problem, tokens, problem.num_state_heads, dim),
+        out=_tokens(problem, tokens, problem.num_state_heads, problem.head_v_dim),
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        states=_states(problem, "float32", dim, stores),
+        final_state=_states(problem, problem.state_dtype if problem.pooled else "float32", problem.head_v_dim, stores),
+        state_indices=_indices(problem, problem.pooled),
+        final_state_indices=_indices(problem, problem.has_final_indices),
+        checkpoint_offsets=fake("int32", cute.sym_int(), columns, last=1) if has_checkpoints else None,
+        checkpoint_slots=fake(str(problem.index_dtype), cute.sym_int(), columns, last=1) if has_checkpoints else None,
+        null_slot=Int64(-1),
+    )
 
 
 class _Copies:
@@ -184,15 +230,16 @@ class _Copies:
         return pointer(states, offset, states.element_type.width // 2)
 
     @cute.jit
-    def length(self, bounds: cute.Tensor, sequence: Int32):
-        return cutlass.max(Int32(bounds[sequence + 1]) - Int32(bounds[sequence]), 0)
+    def length(self, cu_seqlens: cute.Tensor, sequence: Int32):
+        return cutlass.max(Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]), 0)
 
     @cute.jit
-    def is_live(self, bounds: cute.Tensor, indices: cute.Tensor, sequence: Int32, null_slot: Int64):
+    def is_live(self, params, sequence):
         """Whether a sequence has a state at all. Without a pool an empty one passes its state through."""
         live = Boolean(True)
         if cutlass.const_expr(self.pooled):
-            live = (self.length(bounds, sequence) > 0) & (Int64(indices[sequence]) > null_slot)
+            slot = Int64(params.state_indices[sequence])
+            live = (self.length(params.cu_seqlens, sequence) > 0) & (slot > params.null_slot)
         return live
 
 
@@ -203,52 +250,18 @@ class _Pad(_Copies):
         self.all_heads = self.q_heads + self.k_heads + self.v_heads
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        padded_q: cute.Tensor,
-        padded_k: cute.Tensor,
-        padded_v: cute.Tensor,
-        bounds: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        states: cute.Tensor,
-        slots: cute.Tensor,
-        targets: cute.Tensor,
-        null_slot: Int64,
-        stream: CUstream,
-    ):
-        blocks = self.token_blocks(q, self.all_heads)
+    def __call__(self, *values):
+        params, stream = PadParams(*values[:-1]), values[-1]
+        blocks = self.token_blocks(params.q, self.all_heads)
         if cutlass.const_expr(self.has_states):
-            blocks = blocks + (bounds.shape[0] - 1) * (self.heads * self.state_blocks)
-        self.kernel(
-            q, k, v, padded_q, padded_k, padded_v, bounds, initial, indices, mask, states, slots, targets, null_slot
-        ).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+            blocks = blocks + (params.cu_seqlens.shape[0] - 1) * (self.heads * self.state_blocks)
+        self.kernel(params).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        padded_q: cute.Tensor,
-        padded_k: cute.Tensor,
-        padded_v: cute.Tensor,
-        bounds: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        states: cute.Tensor,
-        slots: cute.Tensor,
-        targets: cute.Tensor,
-        null_slot: Int64,
-    ):
+    def kernel(self, params: PadParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        token_blocks = self.token_blocks(q, self.all_heads)
+        token_blocks = self.token_blocks(params.q, self.all_heads)
         if cutlass.const_expr(self.tokens_differ):
             if block < token_blocks:
                 slices = cutlass.const_expr(self.slices(self.all_heads))
@@ -256,42 +269,30 @@ class _Pad(_Copies):
                 head, piece = item // self.pieces, item % self.pieces
                 first = block // slices * _TOKENS
                 if head < self.q_heads:
-                    self.copy_tokens(q, padded_q, first, head, piece)
+                    self.copy_tokens(params.q, params.padded_q, first, head, piece)
                 elif head < self.q_heads + self.k_heads:
-                    self.copy_tokens(k, padded_k, first, head - self.q_heads, piece)
+                    self.copy_tokens(params.k, params.padded_k, first, head - self.q_heads, piece)
                 elif head < self.all_heads:
-                    self.copy_tokens(v, padded_v, first, head - (self.q_heads + self.k_heads), piece)
+                    self.copy_tokens(params.v, params.padded_v, first, head - (self.q_heads + self.k_heads), piece)
         if cutlass.const_expr(self.has_states):
             if block >= token_blocks:
-                self.bring_state(block - token_blocks, thread, bounds, initial, indices, mask, states, slots, targets, null_slot)
+                self.bring_state(params, block - token_blocks, thread)
 
     @cute.jit
-    def bring_state(
-        self,
-        part: Int32,
-        thread: Int32,
-        bounds: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        states: cute.Tensor,
-        slots: cute.Tensor,
-        targets: cute.Tensor,
-        null_slot: Int64,
-    ):
+    def bring_state(self, params, part, thread):
         sequence = part // (self.heads * self.state_blocks)
         within = part % (self.heads * self.state_blocks)
         head = within // self.state_blocks
-        live = self.is_live(bounds, indices, sequence, null_slot)
+        live = self.is_live(params, sequence)
         if (within == 0) & (thread == 0):
             slot = Int32(-1)
             if live:
                 slot = sequence
-            slots[sequence] = slot
+            params.slots[sequence] = slot
             if cutlass.const_expr(self.has_checkpoints):
-                columns = targets.shape[1]
+                columns = params.state_slots.shape[1]
                 for column in cutlass.range(columns, unroll=1):
-                    targets[sequence, column] = bounds.shape[0] - 1 + sequence * columns + column
+                    params.state_slots[sequence, column] = params.cu_seqlens.shape[0] - 1 + sequence * columns + column
         if live:
             first = within % self.state_blocks * (_THREADS * _STATE_PIECES) + thread
             rS = cute.make_rmem_tensor(4 * _STATE_PIECES, Float32)
@@ -299,12 +300,12 @@ class _Pad(_Copies):
             if cutlass.const_expr(self.has_initial):
                 source = Int64(sequence)
                 if cutlass.const_expr(self.pooled):
-                    source = Int64(indices[sequence])
+                    source = Int64(params.state_indices[sequence])
                 reads = Boolean(True)
                 if cutlass.const_expr(self.has_mask):
-                    reads = Boolean(mask[sequence])
-                self.load_state(initial, source, head, first, reads, rS)
-            self.store_state(states, Int64(sequence), head, first, rS)
+                    reads = Boolean(params.has_initial_state[sequence])
+                self.load_state(params.initial_state, source, head, first, reads, rS)
+            self.store_state(params.states, Int64(sequence), head, first, rS)
 
 
 class _Unpad(_Copies):
@@ -313,93 +314,59 @@ class _Unpad(_Copies):
         self.stores_states = problem.has_final_state
 
     @cute.jit
-    def __call__(
-        self,
-        padded_out: cute.Tensor,
-        out: cute.Tensor,
-        bounds: cute.Tensor,
-        states: cute.Tensor,
-        final: cute.Tensor,
-        indices: cute.Tensor,
-        final_indices: cute.Tensor,
-        offsets: cute.Tensor,
-        targets: cute.Tensor,
-        null_slot: Int64,
-        stream: CUstream,
-    ):
-        blocks = self.token_blocks(out, self.heads)
+    def __call__(self, *values):
+        params, stream = UnpadParams(*values[:-1]), values[-1]
+        blocks = self.token_blocks(params.out, self.heads)
         if cutlass.const_expr(self.stores_states):
-            count = bounds.shape[0] - 1
+            count = params.cu_seqlens.shape[0] - 1
             if cutlass.const_expr(self.has_checkpoints):
-                count = count * (1 + offsets.shape[1])
+                count = count * (1 + params.checkpoint_offsets.shape[1])
             blocks = blocks + count * (self.heads * self.state_blocks)
-        self.kernel(padded_out, out, bounds, states, final, indices, final_indices, offsets, targets, null_slot).launch(
-            grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream
-        )
+        self.kernel(params).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        padded_out: cute.Tensor,
-        out: cute.Tensor,
-        bounds: cute.Tensor,
-        states: cute.Tensor,
-        final: cute.Tensor,
-        indices: cute.Tensor,
-        final_indices: cute.Tensor,
-        offsets: cute.Tensor,
-        targets: cute.Tensor,
-        null_slot: Int64,
-    ):
+    def kernel(self, params: UnpadParams):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        token_blocks = self.token_blocks(out, self.heads)
+        token_blocks = self.token_blocks(params.out, self.heads)
         if cutlass.const_expr(self.tokens_differ):
             if block < token_blocks:
                 slices = cutlass.const_expr(self.slices(self.heads))
                 item = block % slices * _THREADS + thread
                 if item < self.heads * self.pieces:
-                    self.copy_tokens(padded_out, out, block // slices * _TOKENS, item // self.pieces, item % self.pieces)
+                    head, piece = item // self.pieces, item % self.pieces
+                    self.copy_tokens(params.padded_out, params.out, block // slices * _TOKENS, head, piece)
         if cutlass.const_expr(self.stores_states):
             if block >= token_blocks:
                 part = block - token_blocks
                 place = part // (self.heads * self.state_blocks)  # in states
                 within = part % (self.heads * self.state_blocks)
-                target = self.target(place, bounds, indices, final_indices, offsets, targets, null_slot)
-                if target > null_slot:
+                target = self.target(params, place)
+                if target > params.null_slot:
                     first = within % self.state_blocks * (_THREADS * _STATE_PIECES) + thread
                     head = within // self.state_blocks
                     rS = cute.make_rmem_tensor(4 * _STATE_PIECES, Float32)
-                    self.load_state(states, Int64(place), head, first, Boolean(True), rS)
-                    self.store_state(final, target, head, first, rS)
+                    self.load_state(params.states, Int64(place), head, first, Boolean(True), rS)
+                    self.store_state(params.final_state, target, head, first, rS)
 
     @cute.jit
-    def target(
-        self,
-        place: Int32,
-        bounds: cute.Tensor,
-        indices: cute.Tensor,
-        final_indices: cute.Tensor,
-        offsets: cute.Tensor,
-        targets: cute.Tensor,
-        null_slot: Int64,
-    ):
+    def target(self, params, place):
         """Where the state at `place` goes; null_slot = nowhere."""
-        sequences = bounds.shape[0] - 1
-        target = null_slot
+        sequences = params.cu_seqlens.shape[0] - 1
+        target = params.null_slot
         if place < sequences:
-            if self.is_live(bounds, indices, place, null_slot):
+            if self.is_live(params, place):
                 target = Int64(place)
                 if cutlass.const_expr(self.has_final_indices):
-                    target = Int64(final_indices[place])
+                    target = Int64(params.final_state_indices[place])
                 elif cutlass.const_expr(self.pooled):
-                    target = Int64(indices[place])
+                    target = Int64(params.state_indices[place])
         if cutlass.const_expr(self.has_checkpoints):
             if place >= sequences:
-                sequence = (place - sequences) // offsets.shape[1]
-                column = (place - sequences) % offsets.shape[1]
-                done = Int32(offsets[sequence, column])
-                is_reached = (done > 0) & (done <= self.length(bounds, sequence)) & (done % CHUNK == 0)
-                if is_reached & self.is_live(bounds, indices, sequence, null_slot):
-                    target = Int64(targets[sequence, column])
+                sequence = (place - sequences) // params.checkpoint_offsets.shape[1]
+                column = (place - sequences) % params.checkpoint_offsets.shape[1]
+                done = Int32(params.checkpoint_offsets[sequence, column])
+                is_reached = (done > 0) & (done <= self.length(params.cu_seqlens, sequence)) & (done % CHUNK == 0)
+                if is_reached & self.is_live(params, sequence):
+                    target = Int64(params.checkpoint_slots[sequence, column])
         return target

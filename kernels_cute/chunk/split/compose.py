@@ -15,16 +15,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from gdn.problems import ChunkParams
 from kernels_cute.chunk import layouts
+from kernels_cute.chunk.arguments import TokenCopies, packed_params
 from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.chunk.split.segments import Segments
 from kernels_cute.chunk.split.summary import SummaryChunk
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import without_batch
 
 _BROUGHT, _USED, _COMPOSED = 0, 2, 4  # places among the barriers of `start`
 
@@ -34,84 +35,41 @@ class SplitChunk(Segments, FusedChunk):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        assert self.num_state == 1
         self.summaries = SummaryChunk(**options)
         self.transition_tiles = 2 * self.dim // 64  # K tiles that P takes
         self.start_buffers = min(2, 2 * self.stages // self.transition_tiles)
 
     @cute.jit
-    def launch(
-        self, q, k, v, g, beta, a_log, dt_bias, initial, indices, mask, final, final_indices, offsets, targets, bounds, out,
-        workspace, scale: Float32, null_slot: Int64, segment_tokens: Int32, slots: Int32, cut_above: Int32, stream,
-    ):  # fmt: skip
-        q, k, v, g, beta, out = without_batch(q, k, v, g, beta, out)
-        q_atom, q_tensor = self.copy_in(q, self.dim)
-        k_atom, k_tensor = self.copy_in(k, self.dim)
-        v_atom, v_tensor = self.copy_in(v, self.columns)
-        out_atom, out_tensor = self.copy_out(out)
-        self.summaries.kernel(
-            k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, indices, mask, bounds, workspace, null_slot,
-            segment_tokens, cut_above,
-        ).launch(
+    def launch(self, *values):
+        """values: Params, tokens of a segment, slots, split_if_longest_exceeds, stream."""
+        params, (segment_tokens, slots, split_if_longest_exceeds, stream) = packed_params(values)
+        copies = self.token_copies(params)
+        summary_copies = TokenCopies(None, None, copies.k_atom, copies.k, copies.v_atom, copies.v)
+        self.summaries.kernel(params, summary_copies, segment_tokens, split_if_longest_exceeds).launch(
             grid=(self.summaries.sharers * self.heads * slots, 1, 1),
             block=(self.summaries.threads, 1, 1),
             cluster=(self.summaries.sharers, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=self.decides,
             stream=stream,
-        )  # fmt: skip
-        self.kernel(
-            out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-            indices, mask, final, final_indices, offsets, targets, bounds, out, workspace, scale, null_slot, segment_tokens,
-            cut_above,
-        ).launch(
+        )
+        self.kernel(params, copies, segment_tokens, split_if_longest_exceeds).launch(
             grid=(self.slices * self.heads * slots, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.sharers, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=self.decides,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        out_atom: cute.CopyAtom,
-        out_tensor: cute.Tensor,
-        q_atom: cute.CopyAtom,
-        q_tensor: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        k_tensor: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v_tensor: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        a_log: cute.Tensor,
-        dt_bias: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        final: cute.Tensor,
-        final_indices: cute.Tensor,
-        offsets: cute.Tensor,
-        targets: cute.Tensor,
-        bounds: cute.Tensor,
-        out: cute.Tensor,
-        workspace: cute.Tensor,
-        scale: Float32,
-        null_slot: Int64,
-        segment_tokens: Int32,
-        cut_above: Int32,
-    ):
-        if self.works(bounds, cut_above):
+    def kernel(self, params: ChunkParams, copies: TokenCopies, segment_tokens: Int32, split_if_longest_exceeds: Int32):
+        if self.works(params.cu_seqlens, split_if_longest_exceeds):
             block, _, _ = cute.arch.block_idx()
             slot = block // (self.slices * self.heads)
-            segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
+            segment = self.find_segment(params, slot, segment_tokens)
             if segment.exists:
-                self.run(
-                    out_atom, out_tensor, q_atom, q_tensor, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial,
-                    indices, mask, final, final_indices, offsets, targets, bounds, out, scale, null_slot, segment,
-                )  # fmt: skip
+                self.run(params, copies, segment)
 
     def init_start(self, storage: Any) -> None:
         barriers = storage.start.data_ptr()
@@ -140,7 +98,7 @@ class SplitChunk(Segments, FusedChunk):
             cute.arch.mbarrier_wait(barriers + _COMPOSED, 0)
 
     @cute.jit
-    def start_of_segment(self, storage, initial, mask, state, head, segment, row0, pair, group, warp, lane):
+    def start_of_segment(self, storage, params, state, head, segment, group, warp, lane):
         """state: S^T before the segment, of the 64 V columns `group`."""
         if segment.is_summarized:
             first = Int32(0)
@@ -150,7 +108,8 @@ class SplitChunk(Segments, FusedChunk):
             if segment.index > 1:
                 self.compose(storage, state, head, segment, group, warp, lane)
         else:
-            self.load_state(initial, mask, state, segment.sequence, head, segment.read_slot, segment.live_length, row0, pair)
+            row0 = group * self.columns + warp * 16 + lane // 4
+            self.load_state(params, state, segment, head, row0, lane % 4)
 
     @cute.jit
     def compose(self, storage, state, head, segment, group, warp, lane):

@@ -62,10 +62,11 @@ class Segments:
     cuts = True  # see _chunk_choice
 
     @cute.jit
-    def find_segment(self, slot, bounds, indices, null_slot, workspace, segment_tokens):
-        sequence = self.find_sequence(slot, bounds, segment_tokens)
-        start = Int32(bounds[sequence])
-        length = cutlass.max(Int32(bounds[sequence + 1]) - start, 0)
+    def find_segment(self, params, slot, segment_tokens):
+        cu_seqlens = params.cu_seqlens
+        sequence = self.find_sequence(slot, cu_seqlens, segment_tokens)
+        start = Int32(cu_seqlens[sequence])
+        length = cutlass.max(Int32(cu_seqlens[sequence + 1]) - start, 0)
         first = start // segment_tokens + sequence
         index = slot - first
         count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
@@ -75,27 +76,27 @@ class Segments:
         read_slot = Int64(sequence)
         is_live = Boolean(True)
         if cutlass.const_expr(self.pooled):
-            read_slot = Int64(indices[sequence])
-            is_live = read_slot > null_slot
-            if read_slot <= null_slot:
+            read_slot = Int64(params.state_indices[sequence])
+            is_live = read_slot > params.null_slot
+            if read_slot <= params.null_slot:
                 live_length = Int32(0)
         return Segment(
             index < count, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length,
-            live_length, read_slot, workspace,
+            live_length, read_slot, params.workspace,
         )  # fmt: skip
 
     @cute.jit
-    def find_sequence(self, slot, bounds, segment_tokens):
+    def find_sequence(self, slot, cu_seqlens, segment_tokens):
         """The last sequence whose first slot is not beyond `slot`: a warp narrows the range 32 fold at a time."""
         lane = cute.arch.lane_idx()
         low = Int32(0)
-        span = Int32(cute.size(bounds, mode=[0]) - 1)
+        span = Int32(cute.size(cu_seqlens, mode=[0]) - 1)
         while span > 1:
             stride = (span + 31) // 32
             is_before = Boolean(False)
             if lane * stride < span:
                 sequence = low + lane * stride
-                is_before = Int32(bounds[sequence]) // segment_tokens + sequence <= slot
+                is_before = Int32(cu_seqlens[sequence]) // segment_tokens + sequence <= slot
             found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1, 0) * stride
             low = low + found
             span = cutlass.min(stride, span - found)

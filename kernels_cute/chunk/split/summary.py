@@ -32,7 +32,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from gdn.problems import ChunkParams
 from kernels_cute.chunk import layouts
+from kernels_cute.chunk.arguments import TokenCopies
 from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.shape import (
     AUX_BYTES,
@@ -64,8 +66,6 @@ class SummaryChunk(Segments, FusedChunk):
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.stages = self.key_stages = STAGES
-        self.paired = self.dim == 128
-        self.sharers = self.aux_step = 2 if self.paired else 1
         self.threads = (_STATE_GROUPS + 2) * WARPGROUP
         self.state_registers, self.inverse_registers, self.copy_registers = _REGISTERS
 
@@ -97,41 +97,23 @@ class SummaryChunk(Segments, FusedChunk):
         return Storage
 
     @cute.kernel
-    def kernel(
-        self,
-        k_atom: cute.CopyAtom,
-        k_tensor: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v_tensor: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        a_log: cute.Tensor,
-        dt_bias: cute.Tensor,
-        initial: cute.Tensor,
-        indices: cute.Tensor,
-        mask: cute.Tensor,
-        bounds: cute.Tensor,
-        workspace: cute.Tensor,
-        null_slot: Int64,
-        segment_tokens: Int32,
-        cut_above: Int32,
-    ):
-        if self.works(bounds, cut_above):
+    def kernel(self, params: ChunkParams, copies: TokenCopies, segment_tokens: Int32, split_if_longest_exceeds: Int32):
+        if self.works(params.cu_seqlens, split_if_longest_exceeds):
             block, _, _ = cute.arch.block_idx()
             slot = block // (self.sharers * self.heads)
-            segment = self.find_segment(slot, bounds, indices, null_slot, workspace, segment_tokens)
+            segment = self.find_segment(params, slot, segment_tokens)
             if segment.is_summarized & (segment.index < segment.count - 1):
                 head, rank = block // self.sharers % self.heads, block % 2
-                self.summarize(k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, mask, head, rank, segment)
+                self.summarize(params, copies, head, rank, segment)
 
     @cute.jit
-    def summarize(self, k_atom, k_tensor, v_atom, v_tensor, g, beta, a_log, dt_bias, initial, mask, head, rank, segment):
+    def summarize(self, params, copies, head, rank, segment):
         """The whole of a block; rank: in the pair."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type())
         if warp == 0:
-            cpasync.prefetch_descriptor(k_atom)
-            cpasync.prefetch_descriptor(v_atom)
+            cpasync.prefetch_descriptor(copies.k_atom)
+            cpasync.prefetch_descriptor(copies.v_atom)
             with cute.arch.elect_one():
                 self.init_barriers(storage, rank)
         thread, _, _ = cute.arch.thread_idx()
@@ -152,7 +134,7 @@ class SummaryChunk(Segments, FusedChunk):
         first = rank if cutlass.const_expr(self.paired) else Int32(0)
         if warp < 4 * _STATE_GROUPS:
             self.set_registers(self.state_registers)
-            self.summary_warpgroup(storage, initial, mask, head, segment, rank, warp // 4, warp % 4)
+            self.summary_warpgroup(storage, params, head, segment, rank, warp // 4, warp % 4)
         elif warp < 4 * (_STATE_GROUPS + 1):
             self.set_registers(self.inverse_registers)
             self.inverse_warpgroup(storage, length, first, warp % 4)
@@ -160,9 +142,9 @@ class SummaryChunk(Segments, FusedChunk):
             self.set_registers(self.copy_registers)
             copier = warp % 4
             if copier == 0:
-                self.copy_keys_warp(storage, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, rank)
+                self.copy_keys_warp(storage, copies, begin, length, head, rank)
             if copier == 1:
-                self.gate_warp(storage, g, beta, a_log, dt_bias, begin, length, head, first)
+                self.gate_warp(storage, params, begin, length, head, first)
             if copier == 2:
                 self.vector_warp(storage, length, first)
             if cutlass.const_expr(self.paired):
@@ -191,7 +173,7 @@ class SummaryChunk(Segments, FusedChunk):
             cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 5)
 
     @cute.jit
-    def summary_warpgroup(self, storage, initial, mask, head, segment, rank, half, warp):
+    def summary_warpgroup(self, storage, params, head, segment, rank, half, warp):
         """64 columns of h or of P."""
         lane = cute.arch.lane_idx()
         dim = self.dim
@@ -226,7 +208,7 @@ class SummaryChunk(Segments, FusedChunk):
             values_base = storage.zeros.data_ptr().toint()
             values_step = Int32(0)
         value_lane = layouts.address(values_base, matrix_row, warp * 2 + lane // 8 % 2)
-        self.start_summary(initial, mask, state, head, segment, is_transition, row0, pair, group, warp, lane)
+        self.start_summary(params, state, head, segment, is_transition, row0, group, warp, lane)
 
         # As in the fused kernel: products but M's a k step at a time, nothing in flight where the loop closes. Here one U too
         # many is issued, and dropped.
@@ -293,15 +275,16 @@ class SummaryChunk(Segments, FusedChunk):
             self.store_summary(self.summary_address(segment, segment.index, head), group, warp, lane, state)
 
     @cute.jit
-    def start_summary(self, initial, mask, state, head, segment, is_transition, row0, pair, group, warp, lane):
+    def start_summary(self, params, state, head, segment, is_transition, row0, group, warp, lane):
         state.fill(0.0)
+        pair = lane % 4
         if is_transition:
             for n in cutlass.range_constexpr(self.dim // 8):
                 for i in cutlass.range_constexpr(4):
                     if row0 + i // 2 * 8 == 8 * n + 2 * pair + i % 2:
                         state[4 * n + i] = Float32(1.0)
         elif segment.index == 0:
-            self.load_state(initial, mask, state, segment.sequence, head, segment.read_slot, segment.live_length, row0, pair)
+            self.load_state(params, state, segment, head, row0, pair)
             self.store_summary(self.summary_address(segment, segment.count - 1, head), group, warp, lane, state)
 
     def store_transition(self, address: Any, state: Any, row0: Any, pair: Any) -> None:
@@ -320,15 +303,15 @@ class SummaryChunk(Segments, FusedChunk):
                 ptx.store_global_word(piece + Int64(place + self.dim * self.dim * 2), rest)
 
     @cute.jit
-    def copy_keys_warp(self, storage, k_atom, k_tensor, v_atom, v_tensor, begin, length, head, rank):
+    def copy_keys_warp(self, storage, copies, begin, length, head, rank):
         """K, and V where this block runs h."""
         pieces = self.dim // 64
-        to_k, from_k = self.tiles(storage.k, k_atom, k_tensor, self.dim, self.stages, begin, head // self.k_group, 0)
+        to_k, from_k = self.tiles(storage.k, copies.k_atom, copies.k, self.dim, self.stages, begin, head // self.k_group, 0)
         layout = layouts.by_rows(self.dtype, CHUNK, 64, pieces * self.stages)
         shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
-        rows = cute.domain_offset((begin, 0), v_tensor[None, None, head // self.v_group])
+        rows = cute.domain_offset((begin, 0), copies.v[None, None, head // self.v_group])
         to_v, from_v = cpasync.tma_partition(
-            v_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
+            copies.v_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
             cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
         )  # fmt: skip
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
@@ -343,10 +326,11 @@ class SummaryChunk(Segments, FusedChunk):
             cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_bytes)
-            cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(copies.k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full + stage)
             if has_values:
                 for piece in cutlass.range_constexpr(pieces):
-                    cute.copy(v_atom, from_v[None, step, piece], to_v[None, stage * pieces + piece], tma_bar_ptr=full + stage)
+                    source, target = from_v[None, step, piece], to_v[None, stage * pieces + piece]
+                    cute.copy(copies.v_atom, source, target, tma_bar_ptr=full + stage)
 
     @cute.jit
     def vector_warp(self, storage, length, first):

@@ -44,15 +44,13 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
 _CONFIG_AXES: dict[str, Axes] = {
     "kernels_tl.chunk": {
         "segment": [0, 16],  # chunks of a segment, 0: sequences are whole
-        "fused": [True, False],  # sequences in one launch or in two
         "cluster": [2, 3, 4],  # of the one launch: blocks of a sequence and head
         "cut_above": [0],  # 1 and more is compiled in test_chunk_launches.py
     },
     "kernels_cute.chunk": {
-        "segment": [0, 16],
-        "cut_above": [0, 4096],  # with segments: both forms, the lengths decide
-        "places": [0, 3],  # one cluster per item, or 3 persistent clusters
-        "stages": [4, 2],
+        "split_chunks": [0, 16],
+        "split_if_longest_exceeds": [0, 4096],  # with segments: both forms, the lengths decide
+        "num_persistent_clusters": [0, 3],  # one cluster per work tile, or 3 that take one after the other
         "prefetch": [0, 2],
     },
 }
@@ -61,8 +59,6 @@ _WIDE_AXES: Axes = _CHUNK_AXES | {
     "head_dim": [128],
     "stages": [3, 2],
     "prefetch": [0, 2],
-    "places": [30, 0],
-    "ringed": [3, 0],
 }
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
@@ -117,24 +113,28 @@ def _recurrent_problem(row: Row) -> Problem | None:
 
 
 def _is_chunk_config(row: Row) -> bool:
-    if row.get("fused") and (row["segment"] or row["head_dim"] != 128):
-        return False  # the same code as without
-    if row.get("cluster", 2) > 2 and not row["fused"]:
+    if row.get("cluster", 2) > 2 and not _in_one_launch(row):
         return False
-    if row.get("cut_above") and not row["segment"]:
+    if row.get("split_if_longest_exceeds") and not row["split_chunks"]:
         return False
-    return not (row.get("places") and row.get("segment") and not row["cut_above"])  # segments have no places
+    # Segments have one cluster each.
+    return not (row.get("num_persistent_clusters") and row["split_chunks"] and not row["split_if_longest_exceeds"])
 
 
 def _chunk_config(default: Any, changes: Row) -> Any:
-    if getattr(default, "makers", 0):
-        changes = {"makers": 0, "ringed": 0} | changes  # the wide form of the CuTe kernel has no segments
+    if getattr(default, "num_four_sm_clusters", 0):  # that form has no segments
+        changes = {"num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "stages": 4} | changes
     return dataclasses.replace(default, **changes)
+
+
+def _in_one_launch(row: Row) -> bool:
+    """Whether TileLang's chunk kernel takes whole sequences in one launch."""
+    return bool(row["head_dim"] == 128 and not row["segment"])
 
 
 def _chunk_cost(row: Row) -> float:
     """Compile time of TileLang's chunk kernel in two launches, and with segments, against the other rows."""
-    if row.get("fused", True):
+    if "cluster" not in row or _in_one_launch(row):
         return 1.0
     return (1.3 if row["head_dim"] == 128 else 0.8) + (0.8 if row["segment"] else 0.0)
 
@@ -161,17 +161,18 @@ def _recurrent_code(problem: RecurrentProblem, backend: str, entries: Collection
 @functools.cache
 def wide_cover(module: Any) -> list[Variant]:
     """Cover of the wide form of the CuTe chunk kernel, as far as it serves the rows."""
-    fields = ("stages", "prefetch", "places", "ringed")
+    fields = ("stages", "prefetch")
 
     def allowed(row: Row) -> bool:
-        return bool(row["places"] or row["ringed"]) and _chunk_problem(row) is not None
+        return _chunk_problem(row) is not None
 
     found: list[Variant] = []
     for row in least(_WIDE_AXES, allowed):
         made = _chunk_problem(row)
         assert made is not None
         changes = {name: row[name] for name in fields}
-        form = {"paired": True, "segment": 0, "cut_above": 0, "makers": 2, **changes}
+        form = {"split_chunks": 0, "split_if_longest_exceeds": 0, "num_persistent_clusters": 0, **changes}
+        form |= {"num_four_sm_clusters": 30, "max_l2_ring_groups": 3}
         found.append((made, dataclasses.replace(module.default_config(made, H100), **form)))
     return found
 

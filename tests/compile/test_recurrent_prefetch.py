@@ -1,4 +1,4 @@
-"""The recurrent kernel without a token ahead: which calls get it, and that 64 values of the state a thread spill nothing."""
+"""The recurrent kernel without a prefetch: which calls get it, and that 64 values of the state a thread spill nothing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ MAIN = RecurrentProblem(
 )  # fmt: skip
 QUARTER = replace(MAIN, num_q_heads=4, num_k_heads=4, num_v_heads=8)
 DRAFTS = replace(MAIN, state_dtype="bfloat16", write_every_token=True, has_accepted=True)
-WAVE = Config(threads=128, lanes=8, rows=4, resident=512, ahead=False)
+WAVE = Config(threads=128, threads_per_column=8, v_per_thread=4, min_threads_per_sm=512, prefetch_next_token=False)
 VARIANTS = [(MAIN, WAVE), (DRAFTS, replace(WAVE, threads=256))]
 
 
@@ -38,7 +38,7 @@ def test_whole_wave_in_registers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "batch", "tokens", "ahead"),
+    ("problem", "batch", "tokens", "prefetches"),
     [
         (MAIN, 1, 1, False),
         (MAIN, 8, 8, False),
@@ -50,13 +50,13 @@ def test_whole_wave_in_registers() -> None:
         (replace(DRAFTS, has_parent=True), 8, 8, True),
     ],
 )
-def test_choice(problem: RecurrentProblem, batch: int, tokens: int, ahead: bool) -> None:
+def test_choice(problem: RecurrentProblem, batch: int, tokens: int, prefetches: bool) -> None:
     call = replace(problem, num_sequences=batch, num_tokens=tokens)
-    assert recurrent_tiles.default_config(call, H100).ahead == ahead
-    assert recurrent_tiles.default_ahead(call, H100).ahead
+    assert recurrent_tiles.default_config(call, H100).prefetch_next_token == prefetches
+    assert recurrent_tiles.default_prefetching(call, H100).prefetch_next_token
     space = recurrent_tiles.configs(call, H100)
     assert all(recurrent_tiles.fits(call, config, H100) for config in space) and len(space) <= 40
-    assert any(not config.ahead for config in space) == (tokens <= batch and not problem.has_parent)
+    assert any(not config.prefetch_next_token for config in space) == (tokens <= batch and not problem.has_parent)
 
 
 def test_a_tuned_entry_of_single_tokens_serves_single_tokens() -> None:
@@ -80,11 +80,12 @@ def test_the_wave_is_chosen_for_it() -> None:
 )
 def test_what_would_spill_does_not_fit(changes: dict[str, Any]) -> None:
     assert not recurrent_tiles.fits(replace(MAIN, **changes), WAVE, H100)
-    assert not recurrent_tiles.fits(MAIN, replace(WAVE, resident=384), H100)
+    assert not recurrent_tiles.fits(MAIN, replace(WAVE, min_threads_per_sm=384), H100)
 
 
-def test_tilelang_has_a_token_ahead() -> None:
+def test_tilelang_always_prefetches() -> None:
     recurrent = pytest.importorskip("kernels_tl.recurrent")
-    assert recurrent.fits(MAIN, replace(WAVE, resident=384, ahead=True), H100) and not recurrent.fits(MAIN, WAVE, H100)
-    assert recurrent.default_config(MAIN, H100).ahead
-    assert all(config.ahead for config in recurrent.configs(MAIN, H100))
+    tiles = replace(WAVE, min_threads_per_sm=384).tiles
+    assert recurrent.fits(MAIN, tiles, H100) and not recurrent.fits(MAIN, WAVE.tiles, H100)
+    assert recurrent.default_config(MAIN, H100) in recurrent.configs(MAIN, H100)
+    assert recurrent.default_config(MAIN, H100) == recurrent_tiles.default_prefetching(MAIN, H100).tiles

@@ -1,4 +1,4 @@
-"""The recurrent kernel without a token ahead, whatever the lengths: against the float64 oracle."""
+"""The recurrent kernel without a prefetch, whatever the lengths: against the float64 oracle."""
 
 import importlib
 from dataclasses import replace
@@ -39,12 +39,15 @@ SIX = [1, 1, 1, 1, 1, 1]
 
 
 def tiles(problem: RecurrentProblem) -> list[Config]:
-    """Of this form: the one that holds the most of the state, and another one."""
+    """Configurations of this form: the one that holds the most of the state, and another one."""
     shapes = [(t, n, r) for t in (256, 128, 64, 32) for n in (8, 16, 4, 32) for r in (4, 2, 1)]
     module = importlib.import_module("kernels_cute.recurrent")
     space = [config for shape in shapes if module.fits(problem, config := Config(*shape, 512, False), H100)]
-    most = max(space, key=lambda config: (config.rows * k_per_thread(problem, config.lanes), config.threads == 128))
-    return [most, next(config for config in space if (config.threads, config.rows) != (most.threads, most.rows))]
+    most = max(
+        space, key=lambda config: (config.v_per_thread * k_per_thread(problem, config.threads_per_column), config.threads == 128)
+    )
+    others = (config for config in space if (config.threads, config.v_per_thread) != (most.threads, most.v_per_thread))
+    return [most, next(others)]
 
 
 def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
@@ -104,12 +107,12 @@ def test_rounding_does_not_depend_on_the_form(every_token: bool, device: torch.d
     drafts: dict[str, Any] = {"write_every_token": True, "has_accepted": True} if every_token else {}
     arguments = arguments_of(replace(MAIN, state_dtype="bfloat16", has_rounding=True, **drafts), device)
     arguments["k"].zero_()
-    ahead, in_turn = copied(arguments), copied(arguments)
-    run(FUNCTION, ahead, "cute")
+    prefetched, direct = copied(arguments), copied(arguments)
+    run(FUNCTION, prefetched, "cute")
     force(monkeypatch, 0)
-    run(FUNCTION, in_turn, "cute")
-    assert same_bits(ahead["initial_state"], in_turn["initial_state"])
-    assert not same_bits(in_turn["initial_state"], arguments["initial_state"])
+    run(FUNCTION, direct, "cute")
+    assert same_bits(prefetched["initial_state"], direct["initial_state"])
+    assert not same_bits(direct["initial_state"], arguments["initial_state"])
 
 
 def test_repeats_give_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,189 @@
+"""Convolution of the fused decode step: items of four channels, their filters, windows and rows.
+
+The items of a block are q and k of its key head, in order, and its own columns of v. Item p of a thread is number
+p * threads + thread.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import GdnDecodeParams
+from kernels_cute.common import ptx
+from kernels_cute.common.memory import load, pointer, sigmoid, store
+from kernels_cute.gdn_decode.ptx import as_float, store_global_pair
+from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Spec, column_in_head
+
+
+@cute.jit
+def convolve(spec: Spec, p: cutlass.Constexpr, registers: Registers):
+    """registers.out [CHANNELS] = the convolution's output for item p of the thread."""
+    rOut, rBias, rLine, taps = registers.out, registers.bias, registers.line, spec.problem.width
+    for c in cutlass.range_constexpr(CHANNELS):
+        rOut[c] = rBias[p * CHANNELS + c]
+    for j in cutlass.range_constexpr(taps):
+        for word in cutlass.range_constexpr(WORDS):
+            values = ptx.unpack(spec.dtype, rLine[(p * taps + j) * WORDS + word])
+            for half in cutlass.range_constexpr(2):
+                c = cutlass.const_expr(2 * word + half)
+                rOut[c] += weight_of(spec, registers.weight, p, c * taps + j) * values[half]
+    if cutlass.const_expr(spec.problem.silu):
+        for c in cutlass.range_constexpr(CHANNELS):
+            rOut[c] = rOut[c] * sigmoid(rOut[c])
+
+
+def weight_of(spec: Spec, rWeight: Any, p: int, place: int) -> Any:
+    """Filter value `place` (channel * taps + tap) of item p."""
+    if spec.weight_dtype is Float32:
+        return as_float(rWeight[p * spec.weight_words + place])
+    return ptx.unpack(spec.weight_dtype, rWeight[p * spec.weight_words + place // 2])[place % 2]
+
+
+def channel_of(spec: Spec, item: Any, block: Block) -> Any:
+    """First channel of an item, in the flat order [q | k | v]."""
+    p = spec.problem
+    keys = spec.shared_items // 2
+    channel = Int32(2 * p.num_k_heads * p.head_k_dim) + block.place.head * p.head_v_dim + column_in_head(spec, block.rank)
+    channel += (item - spec.shared_items) * CHANNELS
+    k_channel = Int32(p.num_k_heads * p.head_k_dim) + block.key_head * p.head_k_dim + (item - keys) * CHANNELS
+    q_channel = block.key_head * p.head_k_dim + item * CHANNELS
+    channel = cutlass.select_(item < spec.shared_items, k_channel, channel)
+    return cutlass.select_(item < keys, q_channel, channel)
+
+
+def place_in_row(spec: Spec, item: Any, block: Block) -> Any:
+    """First element of an item in a row of the projection."""
+    if not spec.problem.interleaved:
+        return channel_of(spec, item, block)
+    inner = block.rank // spec.splits * spec.problem.head_v_dim + column_in_head(spec, block.rank)
+    within = cutlass.select_(item < spec.shared_items, item * CHANNELS, item * CHANNELS + inner)
+    return block.key_head * spec.group_width + within
+
+
+def loaded_item(spec: Spec, p: int, thread: Any) -> Any:
+    """The item whose inputs a thread loads in pass p: one beyond the last loads the last, so that nothing branches."""
+    return cutlass.min(p * spec.tiles.threads + thread, spec.items - 1)
+
+
+@cute.jit
+def load_filter(spec: Spec, params: GdnDecodeParams, block: Block, registers: Registers):
+    gWeight, gBias, rWeight, rBias = params.conv_weight, params.conv_bias, registers.weight, registers.bias
+    for p in cutlass.range_constexpr(spec.passes):
+        channel = Int64(channel_of(spec, loaded_item(spec, p, block.thread), block))
+        size = cutlass.const_expr(4 * spec.weight_words)
+        load_words(gWeight, channel * spec.problem.width, (size, min(16, size & -size)), rWeight, p * spec.weight_words, False)
+        if cutlass.const_expr(spec.problem.bias_dtype is not None):
+            align = cutlass.const_expr(min(16, CHANNELS * gBias.element_type.width // 8))
+            load(pointer(gBias, channel, align), CHANNELS, rBias, p * CHANNELS, False)
+
+
+@cute.jit
+def load_gates(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, rGates: cute.Tensor):
+    """Raw a and b, for the thread that makes decay and beta."""
+    gA, gB = params.a, params.b
+    if block.thread == spec.tiles.threads - 1:
+        if cutlass.const_expr(spec.problem.interleaved):
+            at = block.key_head * (2 * spec.ratio) + block.rank // spec.splits
+            rGates[0] = gB[token, at + spec.ratio].to(Float32)
+            rGates[1] = gB[token, at].to(Float32)
+        else:
+            rGates[0] = gA[token, block.place.head].to(Float32)
+            rGates[1] = gB[token, block.place.head].to(Float32)
+
+
+@cute.jit
+def load_row(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, registers: Registers):
+    """The token's row after the window in registers.line, and the norm's gate."""
+    gX, gZ, rLine, rZ, place = params.mixed_qkv, params.z, registers.line, registers.z, block.place
+    for p in cutlass.range_constexpr(spec.passes):
+        offset = Int64(token) * gX.stride[0] + place_in_row(spec, loaded_item(spec, p, block.thread), block)
+        load_words(gX, offset, (4 * WORDS, 4 * WORDS), rLine, (p * spec.problem.width + spec.history) * WORDS, True)
+    if place.lane < spec.tile.v_per_thread:
+        if cutlass.const_expr(spec.problem.interleaved):
+            k, v = spec.problem.head_k_dim, spec.problem.head_v_dim
+            at = block.key_head * spec.group_width + (2 * k + spec.ratio * v) + block.rank // spec.splits * v
+            rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
+        else:
+            rZ[0] = gZ[token, place.head, place.v_start + place.lane].to(Float32)
+
+
+def is_mine(spec: Spec, item: Any, rank: Any) -> Any:
+    """Whether this block writes the window of an item: the items of q and k are dealt to the blocks of the cluster."""
+    if spec.cluster == 1:
+        return item < spec.items
+    owner = item * spec.cluster // spec.shared_items
+    return (item < spec.items) & ((item >= spec.shared_items) | (owner == rank))
+
+
+def window_offset(gWindows: Any, slot: Any, column: Any, channel: Any) -> Any:
+    return slot * gWindows.stride[0] + Int64(column) * gWindows.stride[2] + Int64(channel) * gWindows.stride[1]
+
+
+@cute.jit
+def load_windows(spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64, column: Int32, rLine: cute.Tensor):
+    """The window of a slot from `column` on."""
+    gWindows = params.conv_state
+    size = cutlass.const_expr(gWindows.element_type.width // 8)
+    for p in cutlass.range_constexpr(spec.passes):
+        channel = channel_of(spec, loaded_item(spec, p, block.thread), block)
+        for c in cutlass.range_constexpr(spec.history):
+            offset = window_offset(gWindows, slot, column + c, channel)
+            at = cutlass.const_expr((p * spec.problem.width + c) * WORDS)
+            if cutlass.const_expr(spec.copies_windows):
+                load_words(gWindows, offset, (4 * WORDS, 4 * WORDS), rLine, at, True)
+            else:
+                rRow = cute.make_rmem_tensor(CHANNELS, Float32)
+                if cutlass.const_expr(spec.problem.conv_channels_contiguous):
+                    load(pointer(gWindows, offset, CHANNELS * size), CHANNELS, rRow, 0, True)
+                else:
+                    for e in cutlass.range_constexpr(CHANNELS):
+                        load(pointer(gWindows, offset + e * gWindows.stride[1], size), 1, rRow, e, False)
+                for word in cutlass.range_constexpr(WORDS):
+                    rLine[at + word] = ptx.pack(spec.dtype, rRow[2 * word], rRow[2 * word + 1])
+
+
+@cute.jit
+def store_column(
+    spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64, column: Int32, item_and_row: cutlass.Constexpr,
+    rLine: cute.Tensor,
+):  # fmt: skip
+    """(p, row): row `row` of item p's line -> a column of its window."""
+    gWindows = params.conv_state
+    p, row = item_and_row
+    size = cutlass.const_expr(gWindows.element_type.width // 8)
+    item = p * spec.tiles.threads + block.thread
+    if is_mine(spec, item, block.rank):
+        offset = window_offset(gWindows, slot, column, channel_of(spec, item, block))
+        at = cutlass.const_expr((p * spec.problem.width + row) * WORDS)
+        if cutlass.const_expr(spec.copies_windows):
+            store_global_pair(gWindows.iterator.toint() + offset * size, rLine[at], rLine[at + 1])
+        else:
+            rRow = cute.make_rmem_tensor(CHANNELS, Float32)
+            for word in cutlass.range_constexpr(WORDS):
+                values = ptx.unpack(spec.dtype, rLine[at + word])
+                rRow[2 * word], rRow[2 * word + 1] = values[0], values[1]
+            if cutlass.const_expr(spec.problem.conv_channels_contiguous):
+                store(rRow, 0, CHANNELS, pointer(gWindows, offset, CHANNELS * size))
+            else:
+                for e in cutlass.range_constexpr(CHANNELS):
+                    store(rRow, e, 1, pointer(gWindows, offset + e * gWindows.stride[1], size))
+
+
+@cute.jit
+def load_words(
+    gX: cute.Tensor,
+    offset: Int64,
+    size_and_align: cutlass.Constexpr,
+    rX: cute.Tensor,
+    start: cutlass.Constexpr,
+    once: cutlass.Constexpr,
+):
+    """rX[start :] = the `size` bytes at gX + offset elements, a multiple of `align` bytes, as words; once: past L1."""
+    size, align = size_and_align
+    address = gX.iterator.toint() + offset * (gX.element_type.width // 8)
+    source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align)
+    width = cutlass.const_expr(align // 4)
+    for first in cutlass.range_constexpr(0, size // 4, width):
+        load(source + first, width, rX, start + first, once)

@@ -1,0 +1,180 @@
+"""The fused decode step: its launch, and a sequence from its slots to its rows of out."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import GdnDecodeParams
+from kernels_cute.common.indices import narrowed
+from kernels_cute.common.rounding import mixed_seed
+from kernels_cute.common.state_sums import carveout
+from kernels_cute.common.state_tile import Place, load_state
+from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
+from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, HeadGate, Registers, Sequence, Shared, Spec
+from kernels_cute.gdn_decode.token import run_token, slot_of, store_out
+
+
+class GdnDecode:
+    """The kernel of one problem and configuration."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def __call__(self, *values):
+        """values: GdnDecodeParams, and the stream."""
+        spec, params, stream = self.spec, GdnDecodeParams(*values[:-1]), values[-1]
+        num_sequences = params.mixed_qkv.shape[0]
+        if cutlass.const_expr(spec.has_several_tokens):
+            num_sequences = params.cu_seqlens.shape[0] - 1
+        min_blocks = spec.tiles.min_threads_per_sm // spec.tiles.threads
+        self.kernel(params).launch(
+            grid=[num_sequences * (spec.problem.num_k_heads * spec.cluster), 1, 1],
+            block=[spec.tiles.threads, 1, 1],
+            cluster=[spec.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=min_blocks,
+            # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
+            preferred_smem_carveout=max(16, carveout(spec.shared_bytes, min_blocks)) if spec.tile.k_warps > 1 else 16,
+        )
+
+    @cute.kernel
+    def kernel(self, params: GdnDecodeParams):
+        spec, problem = self.spec, self.spec.problem
+        gIndices = params.state_indices
+        block = block_of(spec)
+        sequence, key_head, rank, thread, place = block
+
+        # Everything that the slot depends on, at once.
+        begin = Int32(sequence)
+        count = Int32(1)
+        if cutlass.const_expr(spec.has_several_tokens):
+            begin = Int32(params.cu_seqlens[sequence])
+            count = Int32(params.cu_seqlens[sequence + 1]) - begin
+        accepted = Int32(1)
+        if cutlass.const_expr(problem.has_accepted):
+            accepted = params.num_accepted_tokens[sequence]
+        lane_slot = Int32(0)  # with columns: of column `lane of the warp`; -1 is null: null_slot is never less
+        if cutlass.const_expr(problem.has_columns):
+            lane_slot = narrowed(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
+        else:
+            lane_slot = narrowed(gIndices[sequence])
+        seed = Int32(0)
+        if cutlass.const_expr(problem.has_rounding):
+            seed = mixed_seed(params.rounding_seed)
+
+        # The gates, while the index is under way: what a branch uses waits for all that is under way, later the state too.
+        rGates = cute.make_rmem_tensor(2, Float32)
+        rGates.fill(0.0)
+        minus_decay = Float32(0.0)
+        dt_bias = Float32(0.0)
+        if thread == spec.tiles.threads - 1:
+            minus_decay = params.A_log[place.head].to(Float32)
+            dt_bias = params.dt_bias[place.head].to(Float32)
+        if cutlass.const_expr(not spec.has_several_tokens):
+            load_gates(spec, params, begin, block, rGates)
+
+        # The slots to read, and the column at which the window starts. One that is null makes the sequence padding.
+        read_slot = lane_slot
+        window_slot = lane_slot
+        column = Int32(0)
+        is_live = count > 0
+        if cutlass.const_expr(problem.has_columns):
+            column = accepted - 1
+            is_live = is_live & (column >= 0) & (column < gIndices.shape[1])
+            is_live = is_live & (column <= params.conv_state.shape[2] - spec.history)
+            if is_live:
+                window_slot = cute.arch.shuffle_sync(lane_slot, 0)
+                read_slot = slot_of(column, sequence, lane_slot, gIndices)
+        is_live = is_live & (Int64(read_slot) > params.null_slot) & (Int64(window_slot) > params.null_slot)
+        if is_live:
+            live = Sequence(begin, count, read_slot, window_slot, lane_slot, column, seed)
+            run_sequence(spec, params, block, live, HeadGate(minus_decay, dt_bias), rGates)
+        else:
+            for token in cutlass.range(begin, begin + count, unroll=1):
+                store_out(spec, params, token, place, Float32(0.0))
+        if cutlass.const_expr(spec.has_several_tokens):
+            # Rows beyond the last sequence are dealt to all blocks of the head.
+            num_sequences = params.cu_seqlens.shape[0] - 1
+            first = Int32(params.cu_seqlens[num_sequences]) + sequence
+            for token in cutlass.range(first, params.out.shape[0], num_sequences, unroll=1):
+                store_out(spec, params, token, place, Float32(0.0))
+
+
+def block_of(spec: Spec) -> Block:
+    """The sequence, heads and columns of a thread."""
+    block, _, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    rank = block % spec.cluster
+    sequence = block // (spec.cluster * spec.problem.num_k_heads)
+    key_head = block // spec.cluster % spec.problem.num_k_heads
+    value_head = key_head * spec.ratio + rank // spec.splits
+    lane, group = spec.tile.lane_and_group(thread)
+    v_start = rank % spec.splits * spec.tiles.block_v + group * spec.tile.v_per_thread
+    return Block(sequence, key_head, rank, thread, Place(value_head, lane, v_start))
+
+
+@cute.jit
+def run_sequence(
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: cute.Tensor
+):  # fmt: skip
+    """A sequence that is no padding: all blocks of a cluster come here, or none."""
+    thread, place = block.thread, block.place
+    registers = make_registers(spec, rGates)
+    rState = registers.state
+    # The few bytes of the convolution before the many of the state: it is done while those are under way.
+    load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
+    load_row(spec, params, sequence.begin, block, registers)
+    load_filter(spec, params, block, registers)
+    if cutlass.const_expr(spec.has_several_tokens):
+        load_gates(spec, params, sequence.begin, block, rGates)
+    norm_weight = Float32(0.0)
+    if place.lane < spec.tile.v_per_thread:
+        norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
+    load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, rState)
+
+    shared = shared_memory(spec)
+    barriers = shared.barriers
+    if cutlass.const_expr(spec.splits > 1):
+        if thread == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers + i, 1)
+            cute.arch.mbarrier_init_fence()
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, 4 * spec.parts)
+
+    head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.dt_bias)
+    filled = with_norm_weight(registers, norm_weight)
+    if cutlass.const_expr(spec.has_several_tokens):
+        for step in cutlass.range(sequence.count, unroll=1):
+            run_token(spec, params, block, sequence, step, head_gate, filled, shared)
+        # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
+        # twice the code, and spills.
+        cute.arch.inline_ptx("// {$r0} is used", read_only_args=[rState[0]])
+    else:
+        run_token(spec, params, block, sequence, Int32(0), head_gate, filled, shared)
+
+
+def make_registers(spec: Spec, rGates: Any) -> Registers:
+    """Registers of a sequence, without the weight of the norm."""
+    rWeight = cute.make_rmem_tensor(spec.passes * spec.weight_words, Int32)
+    rBias = cute.make_rmem_tensor(spec.passes * CHANNELS, Float32)
+    rLine = cute.make_rmem_tensor(spec.passes * spec.problem.width * WORDS, Int32)
+    rZ = cute.make_rmem_tensor(1, Float32)
+    rState = cute.make_rmem_tensor(spec.tile.values, Float32)
+    rOut = cute.make_rmem_tensor(CHANNELS, Float32)
+    rBias.fill(0.0)
+    rZ.fill(0.0)
+    return Registers(rState, rWeight, rBias, rLine, rGates, rZ, Float32(0.0), rOut)
+
+
+def with_norm_weight(registers: Registers, norm_weight: Any) -> Registers:
+    return registers._replace(norm_weight=norm_weight)
+
+
+def shared_memory(spec: Spec) -> Shared:
+    storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
+    parts = storage.warp_parts.data_ptr().toint() if spec.tile.k_warps > 1 else Int32(0)
+    return Shared(storage.tokens.data_ptr().toint(), storage.sums.data_ptr().toint(), storage.barriers.data_ptr(), parts)

@@ -1,0 +1,153 @@
+"""A math warpgroup of the paged logits kernel."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from kernels_cute.mqa_logits.barriers import arrive, arrive_named, wait, wait_named
+from kernels_cute.mqa_logits.constants import KEY_ROWS
+from kernels_cute.mqa_logits.paged_tiles import QUERY_STAGES
+from kernels_cute.mqa_logits.products import add_round, advance, head_sums, issue_round, product_tensor
+from kernels_cute.mqa_logits.ptx import store_between
+
+
+@cute.jit
+def math_warpgroup(tiles, storage, params, mma, half, warp):
+    """half: number of the math warpgroup; warp: within it."""
+    out, lane, barriers = params.out, cute.arch.lane_idx(), tiles.barriers
+    query_smem, key_smem = tiles.query_operand_smem(), tiles.key_operand_smem()
+    sQueries = storage.queries.get_tensor(query_smem.outer, swizzle=query_smem.inner)
+    sKeys = storage.keys.get_tensor(key_smem.outer, swizzle=key_smem.inner)
+    sItems = storage.items.get_tensor(cute.make_layout(4 * QUERY_STAGES))
+
+    thread_mma = mma.get_slice(0)
+    by_warpgroup = cute.local_tile(sKeys, (KEY_ROWS, tiles.head_dim), (None, 0, None))
+    keys = mma.make_fragment_A(thread_mma.partition_A(by_warpgroup))
+    queries = mma.make_fragment_B(thread_mma.partition_B(sQueries))
+    rProducts = product_tensor(tiles, mma)
+    rWeights = cute.make_rmem_tensor(cute.make_layout(tiles.groups * tiles.lane_heads), Float32)  # of this lane
+    rEnds = cute.make_rmem_tensor(cute.make_layout(tiles.groups), Int32)  # lengths of this lane's drafts
+    rTotals = cute.make_rmem_tensor(cute.make_layout(2 * tiles.groups), Float32)  # over the key heads of a tile
+
+    lanes = tiles.lanes_per_query
+    draft = lane % 4 // lanes  # of the quad
+    key_lane = KEY_ROWS * half + 16 * warp + lane // 4  # this lane's first key in a tile; its second is 8 further
+    store_lane = key_lane  # the key that this lane stores, where a draft's lanes share its two
+    if cutlass.const_expr(lanes > 1):
+        store_lane = key_lane + lane % 2 * 8
+    scale_lane = key_lane if tiles.num_kv_heads > 1 else store_lane
+
+    if cutlass.const_expr(tiles.takes_turns):
+        if half == 1:
+            arrive_named(barriers.turn, 0)
+
+    stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+    wait(barriers.queries_full, storage, stage, parity, by="math")
+    row0 = sItems[4 * stage]
+    while row0 >= 0:
+        first, num_tiles = sItems[4 * stage + 1], sItems[4 * stage + 2]
+        line = out.iterator + Int64(row0 + draft) * out.stride[0]
+        read_drafts(tiles, storage, rWeights, rEnds, stage)
+        for step in cutlass.range(num_tiles, unroll=1):
+            key = first + step * tiles.tile + store_lane
+            if cutlass.const_expr(tiles.num_kv_heads > 1):
+                rTotals.fill(0.0)
+            for kv_round in cutlass.range_constexpr(tiles.rounds):
+                first_kv = kv_round * tiles.kv_heads_per_round
+                wait(barriers.keys_full, storage, key_stage, key_parity, by="math")
+                if cutlass.const_expr(tiles.takes_turns):
+                    wait_named(barriers.turn, half)
+                issue_round(
+                    tiles, mma, rProducts, keys, queries, (half,), key_stage, stage, first_kv, tiles.takes_turns
+                )  # fmt: skip
+                rFactors = key_factors(tiles, storage, params.scale, key_stage, scale_lane, first_kv)
+                if cutlass.const_expr(tiles.takes_turns):
+                    warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
+                    arrive_named(barriers.turn, 1 - half)
+                warpgroup.wait_group(0)
+                cute.arch.sync_warp()  # every lane's scales are read
+                if lane == 0:
+                    arrive(barriers.keys_free, storage, key_stage, by="math")
+                key_stage, key_parity = advance(key_stage, key_parity, tiles.key_stages)
+                for group in cutlass.range_constexpr(tiles.groups):
+                    place = line + tiles.group_drafts * group * out.stride[0] + key
+                    low, high = Float32(0.0), Float32(0.0)
+                    if cutlass.const_expr(tiles.num_kv_heads == 1):
+                        low, high = head_sums(tiles, rProducts, rWeights, group, 0, 0)
+                    else:
+                        low, high = add_round(tiles, rTotals, rProducts, rWeights, rFactors, group, first_kv)
+                    if cutlass.const_expr(kv_round == tiles.rounds - 1):
+                        store_scores(tiles, out.element_type, place, key, rEnds[group], rFactors, low, high)
+        cute.arch.sync_warp()  # the other lanes' reads of lengths and weights come before the release
+        if lane == 0:
+            arrive(barriers.queries_free, storage, stage, by="math")
+        stage, parity = advance(stage, parity, QUERY_STAGES)
+        wait(barriers.queries_full, storage, stage, parity, by="math")
+        row0 = sItems[4 * stage]
+    if cutlass.const_expr(tiles.takes_turns):
+        if half == 0:
+            wait_named(barriers.turn, 0)
+
+
+@cute.jit
+def read_drafts(tiles, storage, rWeights, rEnds, stage):
+    """Lengths and weights of this lane's drafts of an item."""
+    lane, lanes = cute.arch.lane_idx(), tiles.lanes_per_query
+    part, draft = lane % lanes, lane % 4 // lanes  # of the quad: which heads of which draft
+    sLengths = storage.lengths.get_tensor(cute.make_layout(tiles.drafts * QUERY_STAGES))
+    sWeights = storage.weights.get_tensor(cute.make_layout(tiles.weight_slots * QUERY_STAGES))
+    for group in cutlass.range_constexpr(tiles.groups):
+        local = stage * tiles.drafts + group * tiles.group_drafts + draft
+        rEnds[group] = sLengths[local]
+        if cutlass.const_expr(lanes == 4):
+            if lane % 4 >= 2:  # lanes 2 and 3 end with the same sums as 0 and 1
+                rEnds[group] = Int32(0)
+        if cutlass.const_expr(tiles.has_weights):
+            for head in cutlass.range_constexpr(tiles.lane_heads):
+                at = head // 2 * (2 * lanes) + head % 2
+                rWeights[group * tiles.lane_heads + head] = sWeights[local * tiles.num_heads + 2 * part + at]
+
+
+@cute.jit
+def key_factors(tiles, storage, scale, key_stage, scale_lane, first_kv: cutlass.Constexpr):
+    """Scales of the keys whose sums this lane ends with, for the key heads of a round; with several key heads each sum is scaled
+    before lanes exchange, so both keys'."""
+    sides = 1 if tiles.lanes_per_query > 1 and tiles.num_kv_heads == 1 else 2
+    sScales = storage.scales.get_tensor(cute.make_layout(tiles.scale_slots))
+    rFactors = cute.make_rmem_tensor(cute.make_layout(sides * tiles.kv_heads_per_round), Float32)
+    for nth in cutlass.range_constexpr(tiles.kv_heads_per_round):
+        for side in cutlass.range_constexpr(sides):
+            rFactors[nth * sides + side] = scale
+            if cutlass.const_expr(tiles.has_k_scale):
+                row = (key_stage * tiles.tile + scale_lane + 8 * side) * tiles.num_kv_heads
+                rFactors[nth * sides + side] = scale * sScales[row + first_kv + nth]
+    return rFactors
+
+
+@cute.jit
+def store_scores(tiles, element_type: cutlass.Constexpr, place, key, end, rFactors, low, high):
+    """Scores of one draft for this lane's keys, key and key + 8, or with several lanes a draft the one at key."""
+    if cutlass.const_expr(tiles.lanes_per_query == 1):
+        if cutlass.const_expr(tiles.num_kv_heads == 1):
+            low, high = low * rFactors[0], high * rFactors[1]
+        store_between(element_type, place, low, key, 0, end)
+        store_between(element_type, place + 8, high, key + 8, 0, end)
+    else:
+        total = lane_sums(tiles, low, high)
+        if cutlass.const_expr(tiles.num_kv_heads == 1):
+            total = total * rFactors[0]
+        store_between(element_type, place, total, key, 0, end)
+
+
+@cute.jit
+def lane_sums(tiles, low, high):
+    """The whole sum over heads of one of the two keys: even lanes take the first, odd lanes the second."""
+    odd = cute.arch.lane_idx() % 2 != 0
+    kept, given = low, high
+    if odd:
+        kept, given = high, low
+    total = kept + cute.arch.shuffle_sync_bfly(given, 1)
+    if cutlass.const_expr(tiles.lanes_per_query == 4):
+        total = total + cute.arch.shuffle_sync_bfly(total, 2)
+    return total

@@ -1,0 +1,207 @@
+"""Which items a block of the ragged logits kernel takes.
+
+Items are (query tile, span of key tiles), query tiles first, so blocks that take them round robin read the same keys at the same
+time. Their loads then differ by an item or two. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the rounds are
+held back, and each block takes one run of their key tiles, long enough that all blocks end with the same cost. The cost of an
+item is its number of key tiles plus a few more for its queries. Runs end anywhere inside an item, so the loads are equal to the
+tile.
+
+Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
+
+    loads[b]    cost of the items that block b takes round robin
+    tails[p]    cost of the p-th part of the items held back
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from kernels_cute.mqa_logits.barriers import wait_named
+from kernels_cute.mqa_logits.constants import KEY_ROWS
+from kernels_cute.mqa_logits.ptx import add_shared
+from kernels_cute.mqa_logits.ragged_tiles import NUM_WARPS, PARTS, ROWS_PER_LANE, ranges_of
+
+NO_KEY = 2**31 - 1
+DONE = 2  # value of `tail`: 0 = round robin, 1 = the run
+EVERYTHING = 2**30
+
+
+@cute.jit
+def row_range(tiles, ranges, row):
+    """A query's keys as (first, end), (0, 0) where it sees none, or too few to be scored, or there is no such row."""
+    # Loads come before the conditions, so that those of several rows travel together.
+    near = cutlass.min(row, ranges.num_queries - 1)
+    first = cutlass.max(ranges.starts[near], 0)
+    end = cutlass.min(ranges.ends[near], ranges.num_keys)
+    if cutlass.const_expr(tiles.bounded):
+        end = cutlass.min(end, ranges.num_columns)
+    if first >= end or row >= ranges.num_queries:
+        first, end = Int32(0), Int32(0)
+    if cutlass.const_expr(not tiles.clean):
+        if end - first <= ranges.skip_rows_up_to:  # neither is negative here
+            end = first
+    if cutlass.const_expr(tiles.packed):
+        end = first + cutlass.min(end - first, ranges.num_columns)
+    return first, end
+
+
+@cute.jit
+def seen(tiles, ranges, query_tile, wanted):
+    """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
+    low, high = Int32(NO_KEY), Int32(0)
+    local0 = cute.arch.lane_idx() % tiles.item_lanes * ROWS_PER_LANE
+    if wanted:
+        if local0 < tiles.queries:
+            for row in cutlass.range_constexpr(ROWS_PER_LANE):
+                first, end = row_range(tiles, ranges, query_tile * tiles.queries + local0 + row)
+                if first < end:
+                    low = cutlass.min(low, first)
+                    high = cutlass.max(high, end)
+    for power in cutlass.range_constexpr(tiles.item_lanes.bit_length() - 1):
+        low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, 1 << power))
+        high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1 << power))
+    return low, high
+
+
+@cute.jit
+def first_row(tiles, ranges, item):
+    return item % ranges.query_tiles * tiles.queries
+
+
+@cute.jit
+def item_span(tiles, ranges, base, stride, limit):
+    """Key tiles [first, end) that some query sees, of `batch` items from base on, one in `item_lanes` lanes each; empty from
+    limit on. Reading a batch at once pays the latency of the ranges once."""
+    item = base + cute.arch.lane_idx() // tiles.item_lanes * stride
+    query_tile, span = item % ranges.query_tiles, item // ranges.query_tiles * ranges.item_tiles
+    low, high = seen(tiles, ranges, query_tile, item < limit)
+    tile_first = cutlass.max(low // KEY_ROWS, span)
+    tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + ranges.item_tiles)
+    return tile_first, tile_end
+
+
+# ---- only with balanced_fraction > 0
+
+
+@cute.jit
+def head_items(tiles, all_tiles, num_items, blocks):
+    """Items dealt round robin: whole rounds. All of them where costs might not fit 32 bits."""
+    head = num_items
+    if cutlass.const_expr(tiles.balanced_fraction > 0):
+        rounds = num_items // blocks
+        held_back = cutlass.min(cutlass.max(rounds * tiles.balanced_fraction // 8, 1), rounds)
+        head = (rounds - held_back) * blocks
+        if all_tiles + Int64(num_items) * tiles.item_cost >= 2**30:
+            head = num_items
+    return head
+
+
+@cute.jit
+def part_items(tiles, work):
+    """Items of one part: whole batches."""
+    batches = (work.num_items - work.head_items + (tiles.batch - 1)) // tiles.batch
+    return cutlass.max((batches + (PARTS - 1)) // PARTS, 1) * tiles.batch
+
+
+@cute.jit
+def clear_costs(tiles, storage):
+    thread, _, _ = cute.arch.thread_idx()
+    sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
+    for word in cutlass.range(thread, tiles.load_words, 32 * NUM_WARPS, unroll=1):
+        sLoads[word] = Int32(0)
+
+
+@cute.jit
+def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
+    """Fills loads and tails, cleared before; each of `workers` warps takes its share. The caller synchronises afterwards."""
+    ranges = ranges_of(params, work)
+    lane = cute.arch.lane_idx()
+    loads = storage.loads.data_ptr().toint()
+    blocks, _, _ = cute.arch.grid_dim()
+    items_of_part = part_items(tiles, work)
+    query_tiles, item_tiles = work.query_tiles, work.item_tiles
+    for base in cutlass.range(worker * tiles.batch, query_tiles, workers * tiles.batch, unroll=1):
+        query_tile = base + lane // tiles.item_lanes
+        low, high = seen(tiles, ranges, query_tile, query_tile < query_tiles)
+        tile_end = (high + (KEY_ROWS - 1)) // KEY_ROWS
+        tile_first = cutlass.min(low // KEY_ROWS, tile_end)
+        # The lanes of a query tile share its spans.
+        span = tile_first // item_tiles + lane % tiles.item_lanes
+        while span * item_tiles < tile_end:
+            num_tiles = cutlass.min((span + 1) * item_tiles, tile_end) - cutlass.max(span * item_tiles, tile_first)
+            item = span * query_tiles + query_tile
+            word = item % blocks
+            if item >= work.head_items:
+                word = tiles.num_blocks + (item - work.head_items) // items_of_part
+            add_shared(loads + 4 * word, num_tiles + tiles.item_cost)
+            span = span + tiles.item_lanes
+
+
+@cute.jit
+def first_round(head_items):
+    """(base, stride, limit, position, count, tail) of a warp that starts to walk through this block's items."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    return Int32(block), Int32(blocks), head_items, Int32(0), Int32(EVERYTHING), Int32(0)
+
+
+@cute.jit
+def tail_run(tiles, storage, work):
+    """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost of the
+    run)."""
+    if cutlass.const_expr(tiles.balanced_fraction < 8):
+        wait_named(tiles.barriers.costs)
+    lane = cute.arch.lane_idx()
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
+    own = sLoads[tiles.num_blocks + lane]
+    total = own
+    for other in cutlass.range(lane, blocks, 32, unroll=1):
+        total = total + sLoads[other]
+    share = (cute.arch.warp_redux_sync(total, "add") + (blocks - 1)) // blocks
+    start = Int32(0)
+    for other in cutlass.range(lane, block, 32, unroll=1):
+        start = start + cutlass.max(share - sLoads[other], 0)
+    start = cute.arch.warp_redux_sync(start, "add")
+    before = own
+    for power in cutlass.range_constexpr(5):
+        further = cute.arch.shuffle_sync_up(before, 1 << power, mask_and_clamp=0)
+        if lane >= 1 << power:
+            before = before + further
+    before = before - own
+    # The last part that begins at or before the run.
+    reached = Int32(0)
+    if before <= start:
+        reached = Int32(1)
+    part = cute.arch.warp_redux_sync(reached, "add") - 1
+    base = work.head_items + part * part_items(tiles, work)
+    return base, cute.arch.shuffle_sync(before, part) - start, cutlass.max(share - sLoads[block], 0)
+
+
+@cute.jit
+def skip(tiles, lane_first, lane_end, position, tail):
+    """(items of a batch to look at, position): none where the whole batch comes before this block's run."""
+    steps = Int32(tiles.batch)
+    if tail != 0:
+        own = Int32(0)
+        if cute.arch.lane_idx() % tiles.item_lanes == 0 and lane_first < lane_end:
+            own = lane_end - lane_first + tiles.item_cost
+        own = cute.arch.warp_redux_sync(own, "add")
+        if position + own <= 0:
+            steps, position = Int32(0), position + own
+    return steps, position
+
+
+@cute.jit
+def cut(tiles, lane_first, lane_end, step, position, count, tail):
+    """Key tiles [first, end) of an item of the batch that are in this block's run, and the position after the item."""
+    item_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
+    num_tiles = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes) - item_first
+    tile_first, tile_end = item_first, item_first + num_tiles
+    if tail != 0:
+        if num_tiles > 0:
+            tile_first = item_first + cutlass.min(cutlass.max(-position - tiles.item_cost, 0), num_tiles)
+            tile_end = item_first + cutlass.min(cutlass.max(count - position - tiles.item_cost, 0), num_tiles)
+            position = position + num_tiles + tiles.item_cost
+    return tile_first, tile_end, position

@@ -1,0 +1,131 @@
+"""Steps of the recurrent kernel over a token: load its inputs, multiply, take the output, update the state."""
+
+import tilelang.language as T
+
+from kernels_tl.recurrent.spec import ALPHA, BETA, GATE, K_FACTOR, OUT, Q_FACTOR
+
+L2NORM_EPS = 1e-6
+
+
+def row_unit(token, strides, head, width):
+    """Offset of a row of q, k or v in units of `width`; strides: of tokens and heads."""
+    return token * (strides[0] // width) + head * (strides[1] // width)
+
+
+@T.macro
+def load_token(spec, strides, token, place, inputs, registers):
+    """A token's inputs; strides: of tokens and heads, of q, k and v."""
+    p, vector, lane = spec.problem, spec.vector, place.lane
+    for c in T.unroll(spec.chunks):
+        if spec.k_exists(spec.first_entry(c, lane)):
+            for e in T.vectorized(vector):
+                unit = row_unit(token, strides[0], place.head // (spec.heads // p.num_q_heads), vector) + c * spec.lanes + lane
+                registers.q_next[c * vector + e] = inputs.q[0, 0, 0, unit * vector + e]
+            for e in T.vectorized(vector):
+                unit = row_unit(token, strides[1], place.head // (spec.heads // p.num_k_heads), vector) + c * spec.lanes + lane
+                registers.k_next[c * vector + e] = inputs.k[0, 0, 0, unit * vector + e]
+    if spec.v_exists(place.v_start):
+        for e in T.vectorized(spec.columns):
+            unit = row_unit(token, strides[2], place.head // (spec.heads // p.num_v_heads), spec.columns)
+            registers.v_next[e] = inputs.v[0, 0, 0, (unit + place.v_start // spec.columns) * spec.columns + e]
+    if spec.has_gate:
+        registers.g_next[0] = inputs.g[0, token, place.head]
+    if p.beta_dtype is not None:
+        registers.beta_next[0] = inputs.beta[0, token, place.head]
+
+
+@T.macro
+def multiply(spec, minus_decay: T.Ref, bias: T.Ref, registers):
+    """The thread's parts of a token's dot products in sums; its decay and beta."""
+    q, k, sums, state, scalars = registers.q, registers.k, registers.sums, registers.state, registers.scalars
+    qk_sum, kk_sum, qq_sum = 2 * spec.columns, 2 * spec.columns + 1, 2 * spec.columns + 2
+    for i in T.unroll(spec.entries):
+        q[i] = T.cast(registers.q_next[i], "float32")
+        k[i] = T.cast(registers.k_next[i], "float32")
+    for r in T.unroll(spec.columns):
+        registers.v[r] = T.cast(registers.v_next[r], "float32")
+    scalars[ALPHA] = 1.0
+    if spec.has_gate:
+        scalars[GATE] = T.cast(registers.g_next[0], "float32")
+        if spec.use_gate:
+            scalars[GATE] = scalars[GATE] + bias
+            scalars[GATE] = minus_decay * T.if_then_else(scalars[GATE] <= 20.0, T.log1p(T.exp(scalars[GATE])), scalars[GATE])
+        scalars[ALPHA] = T.exp(scalars[GATE])
+    scalars[BETA] = 1.0
+    if spec.problem.beta_dtype is not None:
+        scalars[BETA] = T.cast(registers.beta_next[0], "float32")
+        if spec.problem.use_beta_sigmoid:
+            scalars[BETA] = 1.0 / (1.0 + T.exp(-scalars[BETA]))
+
+    for i in T.unroll(spec.num_sums):
+        sums[i] = 0.0
+    for i in T.unroll(spec.entries):
+        sums[qk_sum] = sums[qk_sum] + q[i] * k[i]
+        if spec.problem.use_qk_l2norm:
+            sums[kk_sum] = sums[kk_sum] + k[i] * k[i]
+            sums[qq_sum] = sums[qq_sum] + q[i] * q[i]
+        for r in T.unroll(spec.columns):
+            sums[2 * r] = sums[2 * r] + state[spec.register(r, i)] * k[i]
+            sums[2 * r + 1] = sums[2 * r + 1] + state[spec.register(r, i)] * q[i]
+
+
+@T.macro
+def add_up(spec, buffer, thread, sums, exchange):
+    """The sums over all lanes of the columns. Buffers alternate from token to token: a warp writes one again after the barrier of
+    the token in between, at which every warp arrives when it has read (kernels_cute/common/state_sums.py)."""
+    first, width = 2 * spec.columns, spec.sum_width
+    for step in T.unroll(spec.warp_lanes.bit_length() - 1):
+        for i in T.unroll(spec.num_sums):
+            sums[i] = sums[i] + T.shfl_xor(sums[i], spec.lane_step << step)
+    if spec.k_warps > 1:
+        if spec.problem.has_parent:  # one buffer, which the other warps may still read
+            T.sync_threads()
+        if thread % 32 < spec.groups_per_warp:
+            for c in T.unroll(first // width):
+                for e in T.vectorized(width):
+                    exchange.column_sums_shared[buffer, thread // 32, c, thread % 32, e] = sums[c * width + e]
+        if thread % 32 == 0:
+            for i in T.unroll(spec.num_sums - first):
+                exchange.token_sums_shared[buffer, thread // 32, i] = sums[first + i]
+        T.sync_threads()
+        for i in T.unroll(spec.num_sums):
+            sums[i] = 0.0
+        for w in T.unroll(spec.k_warps):
+            for c in T.unroll(first // width):
+                for e in T.vectorized(width):
+                    other = thread // 32 // spec.k_warps * spec.k_warps + w
+                    sums[c * width + e] = (
+                        sums[c * width + e] + exchange.column_sums_shared[buffer, other, c, thread % spec.groups_per_warp, e]
+                    )
+            for i in T.unroll(spec.num_sums - first):
+                other = thread // 32 // spec.k_warps * spec.k_warps + w
+                sums[first + i] = sums[first + i] + exchange.token_sums_shared[buffer, other, i]
+
+
+@T.macro
+def finish_token(spec, begin: T.Ref, t, is_wanted, place, scale, registers, out):
+    """The token's output, stored where it is wanted, and the state after it."""
+    sums, u, scalars, state = registers.sums, registers.u, registers.scalars, registers.state
+    qk_sum, kk_sum, qq_sum = 2 * spec.columns, 2 * spec.columns + 1, 2 * spec.columns + 2
+    scalars[Q_FACTOR] = scale
+    scalars[K_FACTOR] = 1.0
+    if spec.problem.use_qk_l2norm:
+        scalars[Q_FACTOR] = scale * T.rsqrt(sums[qq_sum] + L2NORM_EPS)
+        scalars[K_FACTOR] = T.rsqrt(sums[kk_sum] + L2NORM_EPS)
+
+    scalars[OUT] = 0.0
+    for r in T.unroll(spec.columns):
+        u[r] = scalars[K_FACTOR] * (scalars[BETA] * (registers.v[r] - scalars[ALPHA] * (scalars[K_FACTOR] * sums[2 * r])))
+        if spec.selects_values:
+            o_row = scalars[Q_FACTOR] * (scalars[ALPHA] * sums[2 * r + 1] + u[r] * sums[qk_sum])
+            if place.lane == r:
+                scalars[OUT] = o_row
+        elif place.lane == r:
+            scalars[OUT] = scalars[Q_FACTOR] * (scalars[ALPHA] * sums[2 * r + 1] + u[r] * sums[qk_sum])
+    if place.lane < spec.columns and spec.v_exists(place.v_start) and is_wanted:
+        out[0, begin + t, place.head, place.v_start + place.lane] = T.cast(scalars[OUT], spec.problem.dtype)
+
+    for r in T.unroll(spec.columns):
+        for i in T.unroll(spec.entries):
+            at = spec.register(r, i)
+            state[at] = scalars[ALPHA] * state[at] + u[r] * registers.k[i]
