@@ -1,4 +1,4 @@
-"""Errors of the chunk kernels against the token recurrence in float64, beside those of other libraries on the same inputs."""
+"""Errors of the chunk kernels against the token recurrence in float64, next to other libraries' errors on the same inputs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from gdn.testing import compare, inputs, oracle
 
 _TOKENS = 1024
 _LONG = 131072
-LIMIT = 1.2  # of the best library's error
+LIMIT = 1.2  # largest accepted ratio to the best library's error
 
 
 @dataclass(frozen=True)
 class Error:
-    """The largest relative error (2-norm) over sequences and heads."""
+    """Largest relative errors (2-norm) over sequences and heads, for one implementation on one kind of inputs."""
 
     case: str
     who: str  # a backend of ours or a library
@@ -31,7 +31,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Ratio:
-    """An error of ours over the smallest one of other libraries on the same inputs."""
+    """Ratio of an error of this project to the smallest error of other libraries on the same inputs."""
 
     case: str
     who: str
@@ -43,7 +43,7 @@ class Ratio:
 
 
 def ratios(found: Sequence[Error]) -> list[Ratio]:
-    """The largest first; of what no library has computed, none."""
+    """Ratios, the largest first; none for inputs on which no library ran."""
     told = []
     for ours in (one for one in found if not one.is_peer):
         for what, field in (("o", "out"), ("state", "state")):
@@ -55,7 +55,7 @@ def ratios(found: Sequence[Error]) -> list[Ratio]:
 
 
 def _over(error: float, best: float) -> float:
-    if error == best:  # both 0 among them: an exact library leaves no room, but ours may be as exact
+    if error == best:  # includes 0 and 0: an exact library leaves no room, but ours may be as exact
         return 1.0
     return error / best if math.isfinite(error) and best > 0 else math.inf
 
@@ -84,7 +84,7 @@ def _beta_one(device: torch.device) -> dict[str, Any]:
 
 
 def _slow_decay(device: torch.device) -> dict[str, Any]:
-    """Between 1e-3 and 1e-1 a token, a rate for each head."""
+    """Decay between 1e-3 and 1e-1 per token, one rate per head, over a long prompt."""
     arguments = inputs.chunk_inputs(_problem(_LONG), device, 1)
     rates = torch.logspace(-3, -1, arguments["g"].shape[-1], device=device)
     noise = torch.rand(arguments["g"].shape, device=device, generator=torch.Generator(device).manual_seed(2))
@@ -99,9 +99,9 @@ CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 
 
 def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]) -> Iterator[Error]:
-    """Every case, the kernel of a backend or each of ours, and every way of every library that has the norm inside.
+    """Errors of a backend's kernel (or of each) and of every library's ways with the norm inside, on every kind of inputs.
 
-    on_error hears what failed.
+    on_error: called with a sentence for each failure.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     for case, make in CASES.items():

@@ -1,5 +1,5 @@
-"""Times the public operators on the tuner's shapes and sets each beside what the device can do in this run, beside its
-error against the exact answer and, if asked, beside other libraries.
+"""Times of the public operators on the tuner's shapes, next to the device's floor in the same run, the error against the exact
+answer and, if asked, other libraries' times.
 """
 
 import datetime
@@ -30,7 +30,7 @@ class Row:
     gbps: float  # useful bytes over the time
     tflops: float  # useful operations over the time
     captured: bool  # False: timed without a CUDA graph, host cost included
-    error: float  # the largest relative error of a head, as the tuner demands it
+    error: float  # largest relative error of a head, which the tuner limits too
 
     @property
     def share_of_floor(self) -> float:
@@ -43,7 +43,7 @@ def useful_flops(shape: Shape) -> int:
 
 
 def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None) -> Row | None:
-    """None where no kernel of ours runs the shape (the reference is not timed)."""
+    """Row of a shape; None where no kernel serves it (the reference is not timed)."""
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(shape.problem, device, backend)
     if prepared.launch is None:
@@ -71,7 +71,7 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
 
 
 def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
-    """Every way of every library, on inputs that rotate as ours do, and what went wrong."""
+    """Times of every way of every library, on inputs that rotate like ours, and the failures."""
     if cases.tunable(shape.op).peer_arguments is None:
         return [], []
     device = torch.device("cuda", torch.cuda.current_device())
@@ -100,16 +100,16 @@ def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], li
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:
-    """What to time: the one asked for, every kernel, or (None) what a user's call would run."""
+    """Backends to time: the given one, every kernel's, or None for the one that a user's call takes."""
     if every:
         return list(registry.operator(op).modules)
     if backend is not None:
-        tuning.kernels(op, backend)  # raises where there is none
+        tuning.kernels(op, backend)  # raises where the operator has no such kernel
     return [backend]
 
 
 class Bench:
-    """A run over shapes: its limits are measured first, `measure` adds a shape, `found` is all there is so far."""
+    """A run over shapes. The device's limits are measured first; `measure` adds a shape; `found` has the figures so far."""
 
     def __init__(self, spec: DeviceSpec, backend: str | None, every: bool, libraries: Sequence[str]) -> None:
         self._spec, self._backend, self._every, self._libraries = spec, backend, every, libraries
@@ -119,12 +119,12 @@ class Bench:
         self._failures: list[dict[str, str]] = []
 
     def measure(self, shape: Shape) -> list[str]:
-        """Returns what could not be timed, and why."""
+        """Times a shape; returns the failures with their reasons."""
         failures = []
         for one in backends(shape.op, self._backend, self._every):
             try:
                 row = measure(shape, self._limits, self._spec, one)
-            except Exception as failed:  # one broken kernel must not hide the others
+            except Exception as failed:  # a broken kernel must not hide the others
                 failures.append((one or "auto", f"{type(failed).__name__}: {failed}"))
             else:
                 if row is not None:
@@ -141,7 +141,7 @@ class Bench:
 
     @property
     def found(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Figures of the run, ready for JSON."""
         return {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "device": torch.cuda.get_device_name(),

@@ -1,4 +1,4 @@
-"""Whether a call takes the faster kernel: seeded calls, each on every kernel with the tiles that the runtime has for it."""
+"""Check that calls take the faster kernel: seeded calls run on every kernel with the tiles that the runtime would choose."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,19 +14,19 @@ from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import Choice, compiled, registry
 
-WITHIN = 1.05  # times the fastest kernel's time: as good as it
-WITHIN_US = 0.5  # or so much more: no difference that a call shows
+WITHIN = 1.05  # times the fastest kernel's time: counts as equal
+WITHIN_US = 0.5  # or this much more: a call does not show it
 
 Timer = Callable[[Shape, dict[str, Any]], dict[str, float]]  # backend -> configuration, to microseconds of each
 
 
 @dataclass(frozen=True)
 class Question:
-    """A call, and what would run it."""
+    """A call, the runtime's choice for it, and the candidates."""
 
     shape: Shape
-    chosen: Choice  # of the runtime, with no backend asked for
-    configs: dict[str, Any]  # of every kernel that serves it: the tiles that it would run with
+    chosen: Choice  # the runtime's, with no backend asked for
+    configs: dict[str, Any]  # by kernel backend that serves it: the tiles that it would run with
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One call, timed."""
+    """Times of one call, and whether the choice passed."""
 
     question: Question
     times_us: dict[str, float] = field(default_factory=dict)  # by backend
@@ -80,7 +80,7 @@ def ask(shape: Shape, spec: DeviceSpec) -> Question:
 
 
 def compile_one(kernel: tuning.Kernel, problem: Problem, config: Any) -> None:
-    """Fills the disk cache; runs in a worker process. A kernel that spills is a kernel: a call would run it too."""
+    """Fills the disk cache; runs in a worker process. A kernel that spills is accepted: a call would run it too."""
     compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config)
 
 
@@ -118,9 +118,10 @@ def _kernel(question: Question, backend: str) -> tuning.Kernel:
 
 
 def judge(question: Question, timer: Timer, failure: str | None = None) -> Verdict:
-    """Times a call's kernels in turn; twice where the chosen one seems too slow, for that may be noise.
+    """Times a call's kernels in turn, and once more where the chosen one seems too slow, which may be noise.
 
-    failure: why they cannot be timed."""
+    failure: reason why they cannot be timed, if any.
+    """
     if failure is not None:
         return Verdict(question, failure=failure)
     for _ in range(2):

@@ -41,12 +41,12 @@ def _fail(message: str) -> typer.Exit:
 
 
 def _leave_stdout(as_json: bool) -> None:
-    """Where stdout is for JSON, what is told on the way goes to stderr."""
+    """Sends progress and remarks to stderr where stdout is for JSON."""
     console.stderr = as_json
 
 
 def _spec() -> DeviceSpec:
-    """The Hopper GPU of this machine; exit code 2 where there is none."""
+    """Limits of this machine's Hopper GPU; exit code 2 where there is none."""
     import torch
 
     from gdn.runtime import devices
@@ -100,7 +100,7 @@ def tune(
     ] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Drop entries that repeat the default. Needs no GPU.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Time the tiles of stale entries again, against the default.")] = False,
-    search: Annotated[bool, typer.Option("--search", help="With --stale: tune their problems anew.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="With --stale: search the whole space for their problems.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile, check and time the configurations of an operator's kernels, and write the fastest into their tables.
@@ -162,7 +162,7 @@ def _kernels(op: str | None, backend: str | None) -> list[Any]:
 
 
 def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> bool:
-    """Stamps the entries of a kernel's tables anew where they may; whether all are current then."""
+    """Restamps the entries of a kernel's tables; returns whether all are current afterwards."""
     from autotune import tables
     from gdn.runtime import tuned
 
@@ -172,7 +172,7 @@ def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> b
         for why in found.left:
             console.print(f"{path.parent.name}/{path.name}: stale: {why}", markup=False)
         count = tuned.read(path).num_entries()
-        console.print(f"{path.parent.name}/{path.name}: {found.stamped} of {count} entries stamped anew, {len(found.left)} stale")
+        console.print(f"{path.parent.name}/{path.name}: {found.stamped} of {count} entries restamped, {len(found.left)} stale")
         current = current and not found.left
     return current
 
@@ -199,7 +199,7 @@ def _tune(
     timeout_s: float,
     compile_only: bool,
 ) -> dict[str, Any]:
-    """Runs the plan of one kernel. complete: whether every shape has a winner (compile_only: every candidate compiled)."""
+    """Runs the plan of one kernel. complete: every shape has a winner (compile_only: every candidate compiled)."""
     from autotune import tables, tuning
     from autotune.journal import Journal
 
@@ -214,7 +214,7 @@ def _tune(
             num_workers=num_workers,
             timeout_s=timeout_s,
             on_done=lambda _: progress.advance(task),
-            deadline=start + budget_s * (1 if compile_only else 0.5),  # the rest is for the GPU
+            deadline=start + budget_s * (1 if compile_only else 0.5),  # the other half is for the GPU
         )
     dropped = [one for one in made.candidates.values() if one.failure is not None]
     console.print(f"{name}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
@@ -237,7 +237,7 @@ def _tune(
 
 
 def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal: Any, deadline: float) -> list[Any]:
-    """The winners of the shapes that the kernel serves; those found before a lost device too."""
+    """Winners of the shapes that the kernel serves; after a lost device, those found before."""
     from autotune import tuning
 
     winners: list[tuning.Winner] = []
@@ -256,7 +256,7 @@ def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal:
             try:
                 winner = tuning.search(made, shape, runner, journal, deadline=deadline, on_done=done)
             except tuning.DeviceLost as lost:
-                console.print(f"{label}: {lost}. Run the same command again: it resumes behind this candidate.", style="red")
+                console.print(f"{label}: {lost}. Run the same command again: it resumes after this candidate.", style="red")
                 return winners
         if winner is None:
             console.print(f"{label}: no configuration was both correct and timed", style="red", markup=False)
@@ -279,7 +279,7 @@ def _versions(backend: str) -> dict[str, str]:
 @app.command()
 def choice(
     calls: Annotated[int, typer.Option(min=1, help="How many calls, of the operators in turn.")] = 60,
-    seed: Annotated[int, typer.Option(help="Of the calls; the same seed draws the same ones.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the calls: the same seed draws the same calls.")] = 0,
     budget_s: Annotated[
         float, typer.Option("--budget", min=1, help="Wall-clock seconds; what is done by then is printed.")
     ] = 900,
@@ -374,16 +374,22 @@ def bench(
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
-    readme: Annotated[Path | None, typer.Option(help="Put the tables between the marks of this file.")] = None,
+    write: Annotated[
+        bool,
+        typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="With --write: folder of tables; the shipped ones if left out.")] = None,
     with_peers: Peers = None,
 ) -> None:
     """Time the public operators; print each one's share of the floor that this run's own limits set, and its error.
 
     Shapes that are measured but never tuned (short calls, published tables) are named by --shapes short and --shapes published.
-    Interrupted, it prints what it has by then, and leaves the file of --readme alone.
+    Interrupted, it prints what it has by then, and writes no table.
     """
-    if readme is not None and not readme.is_file():
-        raise _fail(f"readme: expected a file, got {readme}")
+    if out is not None and not write:
+        raise _fail("out: expected with --write (without it, no table is written)")
+    if write and shapes:
+        raise _fail("write: expected without --shapes (a table has all shapes of its operator)")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise _fail(f"json: expected a file in a folder that exists, got {json_file}")
     operators = [op] if op is not None else shape_list.operators()
@@ -427,8 +433,15 @@ def bench(
     console.print(_bench_table(found))
     if interrupted:
         raise typer.Exit(130)
-    if readme is not None:
-        report.write_into(readme, report.markdown(found))
+    if write:
+        from autotune import plot
+        from gdn.runtime import tuned
+
+        measured = (out or tuned.SHIPPED) / spec.key / "MEASURED.md"
+        measured.parent.mkdir(parents=True, exist_ok=True)
+        report.write_into(measured, report.markdown(found))
+        plot.draw(measured, measured.with_suffix(".png"))
+        console.print(f"wrote {measured}", markup=False)
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
 
 

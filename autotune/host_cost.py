@@ -1,6 +1,6 @@
 """`python -m autotune.host_cost`: CPU microseconds of an eager call with out= and, for the delta rule, a pool.
 
-The time from the call until it returns; the device runs behind. Without a Hopper GPU the compiled functions are replaced
+The time is from the call until its return; the device runs later. Without a Hopper GPU the compiled functions are replaced
 by an empty one of tvm-ffi and the tensors are on the CPU: all that Python and tvm-ffi do is measured, the launch itself is
 not. Each operator is called with the same metadata again and again (`repeated`) and with a length never seen (`first`:
 checks, problem and choice of tiles; kernels are compiled and loaded before).
@@ -24,11 +24,12 @@ from rich.table import Table
 import gdn
 from autotune import shapes
 from gdn.device import H100
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
-from gdn.runtime import compiled, devices, env, prepare, toolchain
+from gdn.problems import Problem
+from gdn.runtime import compiled, devices, env, prepare, registry, toolchain
 from gdn.testing import inputs, inputs_logits
 
 Call = Callable[[], object]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional, by name
 
 _CALLS_BETWEEN_SYNCS = 50  # a full queue of launches would make the host wait for the device
 
@@ -40,7 +41,7 @@ class HostCost:
     repeated_us: float  # median of calls whose metadata was seen before
     repeated_least_us: float
     first_us: float  # median of calls whose token or key count is new
-    launch_us: float  # of repeated_us, the kernel module's launch: median on its own
+    launch_us: float  # median of the kernel module's launch alone, which repeated_us includes
 
 
 class _EmptyFunctions(dict[str, Callable[..., Any]]):
@@ -56,7 +57,7 @@ class _EmptyFunctions(dict[str, Callable[..., Any]]):
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
-    """As if the CPU were an H100 whose kernels do nothing."""
+    """Inside, the CPU counts as an H100 whose kernels do nothing."""
 
     def get(op: str, backend: str, module: Any, problem: Problem, config: Any) -> compiled.Compiled:
         return compiled.Compiled(functions, problem, config)
@@ -71,45 +72,65 @@ def without_device() -> Iterator[None]:
         yield
 
 
-# The operators whose repeated calls skip their checks: those that a model calls in every layer with kernels behind them.
-OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
+_NOTHING: Arguments = ((), {})
 
 
-def problem_of(op: str, extra: int = 0) -> tuple[Problem, tuple[int, ...]]:
-    """The smallest shape of the tuner's, with `extra` more tokens or columns, and the lengths of its sequences: the host's
-    work does not depend on sizes, and small ones keep the device ahead of it."""
-    problem = min((shape.problem for shape in shapes.shapes(op)), key=lambda problem: problem.bytes_moved())
-    if isinstance(problem, ChunkProblem | RecurrentProblem):
-        lengths = (256 + extra, 255) if isinstance(problem, ChunkProblem) else (1 + extra, *[1] * 31)
-        return replace(problem, num_tokens=sum(lengths), num_sequences=len(lengths)), lengths
-    if isinstance(problem, MqaLogitsProblem):
-        return replace(problem, num_queries=128, num_keys=256 + extra, num_columns=256 + extra), ()
-    assert isinstance(problem, PagedMqaLogitsProblem)
-    return replace(problem, batch=8, max_context_len=256 + extra), ()
+def _delta_rule(op: str, lengths: tuple[int, ...], device: torch.device | None) -> tuple[Problem, Arguments]:
+    """A small problem of chunk or recurrent, and its call's arguments on a device."""
+    problem: Any = replace(_smallest(op), num_tokens=sum(lengths), num_sequences=len(lengths))
+    if device is None:
+        return problem, _NOTHING
+    make: Any = {"chunk": inputs.chunk_inputs, "recurrent": inputs.recurrent_inputs}[op]
+    out = torch.empty(1, sum(lengths), problem.num_state_heads, problem.head_v_dim, dtype=torch.bfloat16, device=device)
+    return problem, ((), make(problem, device, lengths=lengths, strided=True) | {"out": out})
+
+
+def _ragged(extra: int, device: torch.device | None) -> tuple[Problem, Arguments]:
+    problem: Any = replace(_smallest("mqa_logits"), num_queries=128, num_keys=256 + extra, num_columns=256 + extra)
+    if device is None:
+        return problem, _NOTHING
+    made = inputs_logits.make_mqa_inputs(problem, device)
+    out = torch.empty(problem.num_queries, problem.num_columns, device=device)
+    return problem, ((made.q, made.k, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke), {"k_scale": made.k_scale, "out": out})
+
+
+def _paged(extra: int, device: torch.device | None) -> tuple[Problem, Arguments]:
+    problem: Any = replace(_smallest("paged_mqa_logits"), batch=8, max_context_len=256 + extra)
+    if device is None:
+        return problem, _NOTHING
+    made = inputs_logits.make_paged_inputs(problem, device)
+    out = torch.empty(problem.batch * problem.next_n, problem.max_context_len, device=device)
+    pages = (made.q, made.cache, made.weights, made.context_lens, made.block_tables, problem.max_context_len)
+    return problem, (pages, {"out": out})
+
+
+def _smallest(op: str) -> Any:
+    """The tuner's shape that moves the fewest bytes."""
+    return min((shape.problem for shape in shapes.shapes(op)), key=lambda problem: problem.bytes_moved())
+
+
+# Operators that a model calls in every layer, with kernels in both DSLs; their repeated calls skip the checks. Each maps a
+# number of more tokens or columns, and a device (None: no arguments), to a problem and a call's arguments. The host's work does
+# not depend on sizes, and small ones keep the device ahead of the host.
+_CALLS: dict[str, Callable[[int, torch.device | None], tuple[Problem, Arguments]]] = {
+    "chunk": lambda extra, device: _delta_rule("chunk", (256 + extra, 255), device),
+    "recurrent": lambda extra, device: _delta_rule("recurrent", (1 + extra, *[1] * 31), device),
+    "mqa_logits": _ragged,
+    "paged_mqa_logits": _paged,
+}
+OPERATORS = tuple(_CALLS)
+
+
+def problem_of(op: str) -> Problem:
+    """A small problem of the operator."""
+    return _CALLS[op](0, None)[0]
 
 
 def call_of(op: str, device: torch.device, backend: str | None, extra: int = 0) -> Call:
     """One eager call of the public operator on small inputs."""
-    problem, lengths = problem_of(op, extra)
-    options: dict[str, Any] = {"backend": backend}
-    if isinstance(problem, ChunkProblem | RecurrentProblem):
-        is_recurrent = isinstance(problem, RecurrentProblem)
-        make: Any = inputs.recurrent_inputs if is_recurrent else inputs.chunk_inputs
-        function = gdn.fused_recurrent_gated_delta_rule if is_recurrent else gdn.chunk_gated_delta_rule
-        arguments = make(problem, device, lengths=lengths, strided=True)
-        heads, dim = problem.num_state_heads, problem.head_v_dim
-        options["out"] = torch.empty(1, sum(lengths), heads, dim, dtype=torch.bfloat16, device=device)
-        return lambda: function(**arguments, **options)
-    if isinstance(problem, MqaLogitsProblem):
-        made = inputs_logits.make_mqa_inputs(problem, device)
-        options |= {"k_scale": made.k_scale, "out": torch.empty(problem.num_queries, problem.num_columns, device=device)}
-        ragged = (made.q, made.k, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke)
-        return lambda: gdn.mqa_logits(*ragged, **options)
-    assert isinstance(problem, PagedMqaLogitsProblem)
-    pages = inputs_logits.make_paged_inputs(problem, device)
-    options["out"] = torch.empty(problem.batch * problem.next_n, problem.max_context_len, device=device)
-    paged = (pages.q, pages.cache, pages.weights, pages.context_lens, pages.block_tables, problem.max_context_len)
-    return lambda: gdn.paged_mqa_logits(*paged, **options)
+    function = getattr(gdn, registry.operator(op).functions[0])
+    _, (tensors, named) = _CALLS[op](extra, device)
+    return lambda: function(*tensors, **named, backend=backend)
 
 
 def _times_us(calls: list[Call], device: torch.device) -> list[float]:
@@ -124,8 +145,8 @@ def _times_us(calls: list[Call], device: torch.device) -> list[float]:
 
 
 def _launch_us(op: str, device: torch.device, backend: str | None, call: Call) -> float:
-    """What the kernel's launch costs by itself: the tensors that a call hands to it, launched again."""
-    problem, _ = problem_of(op)
+    """Cost of the kernel's launch alone: the tensors of a call, launched again."""
+    problem = problem_of(op)
     handed: list[Any] = []
     prepared = prepare(problem, device, backend)
     assert prepared.launch is not None
@@ -141,7 +162,7 @@ def _launch_us(op: str, device: torch.device, backend: str | None, call: Call) -
 
 
 def measure(op: str, device: torch.device, backend: str | None = None, repeats: int = 2000, news: int = 50) -> HostCost:
-    problem, _ = problem_of(op)
+    problem = problem_of(op)
     prepared = prepare(problem, device, backend)
     if prepared.launch is None:
         raise ValueError(f"{op}: no kernel serves it here: {prepared.choice}")

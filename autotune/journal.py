@@ -1,4 +1,4 @@
-"""What became of every candidate, one JSON line each, so that an interrupted run goes on where it stopped.
+"""Journal of a search: the outcome of every candidate, one JSON line each, from which an interrupted run resumes.
 
 A line is written before a candidate runs on the GPU and one after; a candidate with only the first took the process down
 with it and is not tried again. Lines of another kernel source are passed over.
@@ -15,10 +15,10 @@ STARTED, DROPPED, TIMED = "started", "dropped", "timed"
 
 @dataclass(frozen=True)
 class Record:
-    """The last that is known of one candidate."""
+    """Latest state of one candidate."""
 
     state: str  # started | dropped | timed
-    why: str = ""  # of a dropped one
+    why: str = ""  # reason, for a dropped candidate
     time_us: float | None = None
     error: float | None = None
 
@@ -42,7 +42,7 @@ class Journal:
         self._records[key] = Record(**fields)
 
     def find(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> Record | None:
-        """The record of a candidate. One that was started and never came back counts as dropped."""
+        """Record of a candidate. One that was started and never finished counts as dropped."""
         found = self._records.get(_key(static, sizes, config))
         if found is not None and found.state == STARTED:
             return Record(DROPPED, why="took the tuner's process down in an earlier run")

@@ -1,15 +1,18 @@
-"""The figures of a benchmark as the README's tables, one for each operator."""
+"""Figures of a benchmark as tables of MEASURED.md, one per operator."""
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_NEW_FILE = "# Measured times\n\nWritten by `python -m autotune bench --write`. Sustained microseconds of a call by itself.\n"
 _KERNEL = {"tilelang": "TileLang", "cute": "CuTe"}
 
 
 def markdown(found: Mapping[str, Any]) -> dict[str, str]:
-    """For each operator the device and its limits, then a row for each shape. found: what bench.Bench.found holds."""
+    """Table of each operator: the device with its limits, then a row per shape. found: `bench.Bench.found`."""
     limits = found["limits"]
     heading = (
         f"{found['device']}, {found['date']}, torch {found['torch']}; copy {limits['copy_gbps'] / 1e3:.2f} TB/s, bf16 "
@@ -34,7 +37,7 @@ def markdown(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def by_operator(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each operator, in the order they were measured in."""
+    """Rows of each operator, in the order of measurement."""
     grouped: dict[str, list[Mapping[str, Any]]] = {}
     for row in found["rows"]:
         grouped.setdefault(row["op"], []).append(row)
@@ -42,7 +45,7 @@ def by_operator(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> tuple[str, float] | None:
-    """The fastest library on a row's shape and its time. norm: with the L2 norm of q and k."""
+    """Fastest library on a row's shape, and its time. norm: with the L2 norm of q and k."""
     same = [peer for peer in found["peers"] if all(peer[field] == row[field] for field in ("op", "shape"))]
     times = [(peer["time_us"], peer["library"]) for peer in same if peer["norm"] == norm]
     return (min(times)[1], min(times)[0]) if times else None
@@ -62,12 +65,46 @@ def _time(value: float) -> str:
 
 
 def write_into(path: Path, tables: Mapping[str, str]) -> None:
-    """Put each operator's table between its two marks; those of other operators stay. ValueError where one has no marks."""
-    text = path.read_text(encoding="utf-8")
+    """Puts each operator's table between its two marks, or at the end where the file has none; other operators' tables stay.
+
+    ValueError for marks that occur twice or have no partner; nothing is written then.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else _NEW_FILE
     for op, table in tables.items():
         begin, end = f"<!-- measured {op} -->", f"<!-- /measured {op} -->"
+        section = f"{begin}\n{table}{end}"
+        if begin not in text and end not in text:
+            text = f"{text.rstrip()}\n\n{section}\n"
+            continue
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text, count = pattern.subn(lambda _, new=f"{begin}\n{table}{end}": new, text)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"{path}: expected one {begin} followed by {end}, got {count}")
+        text, count = pattern.subn(lambda _, section=section: section, text)  # type: ignore[misc]
+        if count != 1 or text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"{path}: expected one {begin} followed by one {end}")
     path.write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row of a table, read back from its file."""
+
+    shape: str
+    time_us: float
+    floor_us: float
+    peer: str  # the fastest library that does the same work, "" = none
+    peer_us: float
+
+
+def read(path: Path) -> dict[str, list[Shown]]:
+    """The rows of every table in a file, by operator."""
+    found: dict[str, list[Shown]] = {}
+    for op, table in re.findall(
+        r"<!-- measured (\w+) -->\n(.*?)<!-- /measured \1 -->", path.read_text(encoding="utf-8"), re.DOTALL
+    ):
+        for line in table.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) != 8 or cells[0] in ("shape", "---"):
+                continue
+            peer = re.match(r"(.+?) ([\d.]+)(?:,|$)", cells[7])  # with the norm; one without it alone does other work
+            name, peer_us = (peer[1], float(peer[2])) if peer else ("", math.nan)
+            found.setdefault(op, []).append(Shown(cells[0], float(cells[2]), float(cells[4]), name, peer_us))
+    return found

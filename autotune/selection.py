@@ -1,7 +1,7 @@
-"""How much of the float32 selection the indexer's rounded scores find: random rows, through the public operators.
+"""Share of the float32 selection that the indexer's rounded scores find: random rows, through the public operators.
 
-Projections are bfloat16, as a model's are. The float32 scores normalise, rotate and multiply them without rounding again;
-the indexer rounds q and k to bfloat16 behind norm and rotation, and quantises from there, with one scale for each query
+Projections are bfloat16, like a model's. The float32 scores normalise, rotate and multiply them without rounding again;
+the indexer rounds q and k to bfloat16 after norm and rotation, and quantises those, with one scale for each query
 head and each row of the cache. Every query sees every key, so that the number of keys is the length of the context.
 """
 
@@ -20,8 +20,8 @@ Tensor = torch.Tensor
 
 KEYS = (4096, 32768, 131072)
 BF16, BF16_OUT, FP8, FP8_EXACT = "bf16", "bf16, scores too", "FP8", "FP8, exact sums"
-# Of the entries. The indexer's own scores are float32 in either mode; the other two columns tell rounding of inputs from
-# what becomes of it: in scores of 16 bits, and in the tensor cores' sums.
+# Least shares. The indexer's own scores are float32 in both modes; the other two columns separate the rounding of inputs from
+# later rounding: in scores of 16 bits, and in the tensor cores' sums.
 DEMANDED = {BF16: 0.995, FP8: 0.97}
 
 _HEADS, _DIM, _ROTARY, _PAGE = 16, 128, 64, 64
@@ -29,7 +29,7 @@ _HEADS, _DIM, _ROTARY, _PAGE = 16, 128, 64, 64
 
 @dataclass(frozen=True)
 class Agreement:
-    """Shares of the float32 selection that each kind of scores finds, averaged over the rows."""
+    """Share of the float32 selection that each kind of scores finds, averaged over the rows."""
 
     keys: int
     shares: dict[str, float]
@@ -40,7 +40,7 @@ class Agreement:
 
 
 def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str | None = None, seed: int = 0) -> Agreement:
-    """backend: of the logits and of the selection's reference, as in gdn.indexer_topk."""
+    """Shares for one context length. backend: the same as in gdn.indexer_topk."""
     maker = _Layer(keys, rows, device, seed)
     starts = torch.zeros(rows, dtype=torch.int32, device=device)
     ranges = starts, torch.full_like(starts, keys)
@@ -65,7 +65,7 @@ def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str 
 
 
 def share(found: Tensor, expected: Tensor, keys: int) -> float:
-    """The share of expected's entries that found has, in whatever order: int [rows, k] each, -1 = none."""
+    """Share of the entries of `expected` that `found` has, in any order: int [rows, k] each, -1 = no entry."""
     listed = torch.zeros(expected.shape[0], keys + 1, dtype=torch.bool, device=expected.device)
     listed.scatter_(1, torch.where(found >= 0, found.long(), keys), True)
     real = expected >= 0
@@ -74,7 +74,7 @@ def share(found: Tensor, expected: Tensor, keys: int) -> float:
 
 
 class _Layer:
-    """Random projections and norm weights of an indexer, and what follows from them."""
+    """Random projections and norm weights of an indexer, with the exact and the prepared operands."""
 
     def __init__(self, keys: int, rows: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -97,12 +97,12 @@ class _Layer:
         return q, k, self._weights.float()
 
     def prepared(self, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q, k, weights and k_scale as the logits take them, the keys by way of a cache of this dtype."""
+        """q, k, weights and k_scale for the logits; the keys go through a cache of this dtype."""
         is_fp8 = cache_dtype == torch.uint8
         pages = -(-self._keys // _PAGE)
         cache = torch.zeros(pages, _PAGE, _DIM + (4 if is_fp8 else 0), dtype=cache_dtype, device=self._device)
         prepare: Callable[..., tuple[Tensor, Tensor | None]] = gdn.prepare_indexer
-        # The operator prepares the queries and keys of the same tokens; here the keys' queries are of no use.
+        # The operator prepares queries and keys of the same tokens; the queries of this call are not used.
         prepare(
             self._k, self._k, None, self._key_positions, self._table, self._q_norm, self._k_norm, cache, self._key_positions,
             rotary_dim=_ROTARY,
@@ -119,7 +119,7 @@ class _Layer:
 
 @contextmanager
 def _float32_as_it_is() -> Iterator[None]:
-    """Products of float32 matrices in float32, not in TF32."""
+    """Inside, products of float32 matrices are computed in float32, not in TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

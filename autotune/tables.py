@@ -1,4 +1,4 @@
-"""Tables as the tuner keeps them: winners written next to what is there, entries stamped anew, repeats of the default dropped."""
+"""Maintenance of tuned tables: add winners, restamp entries of unchanged machine code, drop entries that repeat the default."""
 
 import datetime
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of a table, with what it says about which problem."""
+    """An entry of a table, with its problem and configuration."""
 
     group: tuned.Group
     entry: tuned.Entry
@@ -31,7 +31,7 @@ class Row:
 
 
 def rows(kernel: Kernel, table: tuned.Table) -> Iterator[Row]:
-    """The entries of a kernel's table; those of a problem that no longer has these fields are passed over."""
+    """The entries of a kernel's table, except those whose fields the problem no longer has."""
     kind: Any = type(registry.operator(kernel.op).example(QWEN3_NEXT_80B, fp8=True))
     for group in table.groups:
         for entry in group.entries:
@@ -43,17 +43,20 @@ def rows(kernel: Kernel, table: tuned.Table) -> Iterator[Row]:
 
 
 def _config_now(config_type: type, values: dict[str, int | bool]) -> Any | None:
-    """The Config of an entry, without the fields that it has no more. At run time such an entry does not serve: whether the tiles
-    are the same without them, the machine code tells (`restamp`)."""
+    """The Config of an entry, without fields that no longer exist.
+
+    At run time an entry with such fields does not serve. Whether its tiles are the same without them, its machine code shows
+    (`restamp`).
+    """
     names = {one.name for one in fields(config_type)}
     try:
         return config_type(**{name: value for name, value in values.items() if name in names})
-    except TypeError:  # a field is new, and has no default
+    except TypeError:  # a new field without a default
         return None
 
 
 def paths(folder: Path, kernel: Kernel) -> list[Path]:
-    """The kernel's tables in a folder, one for each device that has any."""
+    """The kernel's tables in a folder, one per device."""
     return sorted(folder.glob(f"*/{kernel.op}.{kernel.backend}.json"))
 
 
@@ -61,9 +64,9 @@ def paths(folder: Path, kernel: Kernel) -> list[Path]:
 
 
 def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Sequence[Winner], versions: dict[str, str]) -> Path:
-    """Puts the winners into the kernel's table, where they replace the entries of their own problems and nothing else.
+    """Puts the winners into the kernel's table, where they replace the entries of their own problems alone.
 
-    A winner that the default would choose anyway is left out, and with it the entry that it replaces.
+    A winner that the default would choose anyway is left out, and the entry that it replaces is removed.
     """
     path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
     today = datetime.date.today().isoformat()
@@ -96,7 +99,7 @@ def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Seque
 
 
 def code_of(kernel: Kernel, problem: Problem, config: Any) -> str | None:
-    """The hash of the machine code of a kernel, compiled where the disk cache lacks it; None where it cannot be read."""
+    """Hash of a kernel's machine code, compiled if the disk cache lacks it; None where it cannot be read."""
     place = compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config)
     libraries = sorted(compiled.libraries_of(place).items())
     try:
@@ -110,11 +113,11 @@ def code_of(kernel: Kernel, problem: Problem, config: Any) -> str | None:
 
 @dataclass
 class Restamped:
-    """The outcome of a restamp: entries stamped anew, and those left stale."""
+    """Outcome of a restamp: the number of restamped entries, and the reasons of those left stale."""
 
     stamped: int = 0
     recorded: int = 0  # machine code of entries that are of the present source
-    left: list[str] = field(default_factory=list)  # why an entry stays stale
+    left: list[str] = field(default_factory=list)  # reason why each other entry stays stale
 
 
 def restamp(
@@ -125,7 +128,7 @@ def restamp(
     timeout_s: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> Restamped:
-    """Compiles the stale entries of a table; those whose machine code is what was timed name the present source from then on.
+    """Compiles the stale entries of a table; those with the machine code that was timed then name the present source.
 
     Entries of the present source whose machine code was not recorded (no disassembler where they were timed) get it.
     """
@@ -152,7 +155,7 @@ def restamp(
                 row.entry.machine_code = outcome.value
                 found.recorded += outcome.value is not None
             elif outcome.value != row.entry.machine_code:
-                found.left.append(f"{_label(row)}: its machine code is another one")
+                found.left.append(f"{_label(row)}: its machine code has changed")
             else:
                 row.entry.kernel_source = kernel.source
                 row.entry.config = asdict(row.config)
@@ -174,7 +177,7 @@ def _label(row: Row) -> str:
 
 
 def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
-    """The problems of a table's stale entries, as shapes: the tuner's own where it has them."""
+    """Shapes for the problems of a table's stale entries: the tuner's own shapes where it has them."""
     if not path.is_file():
         return []
     known = {shape.problem: shape for shape in shape_list.shapes(kernel.op, measured=True, tuned=True)}
@@ -184,7 +187,7 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
 
 
 def _even(problem: Problem) -> tuple[int, ...]:
-    """Lengths of a problem that says how many tokens in how many sequences, and no more."""
+    """Even lengths for a problem that has a number of tokens and a number of sequences; empty for others."""
     sizes = problem.sizes()
     total, count = sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0)
     return tuple(total * (n + 1) // count - total * n // count for n in range(count))
@@ -194,7 +197,7 @@ def _even(problem: Problem) -> tuple[int, ...]:
 
 
 def pruned(kernel: Kernel, table: tuned.Table, spec: DeviceSpec) -> tuple[tuned.Table, int]:
-    """The table without the entries that repeat the default, and how many those were.
+    """The table without the entries that repeat the default, and their number.
 
     An entry that repeats the default stays where another entry would otherwise serve its problem, with other tiles.
     """
@@ -214,7 +217,7 @@ def pruned(kernel: Kernel, table: tuned.Table, spec: DeviceSpec) -> tuple[tuned.
 
 
 def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: DeviceSpec) -> Any:
-    """The tiles that these entries have for a problem; None for none."""
+    """The tiles that these entries have for a problem, None where no entry serves it."""
     key = problem.tune_fields()
     own = [group for group in groups if {name: group.static.get(name, ...) for name in key} == key]
     module = kernel.module
@@ -224,7 +227,7 @@ def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: D
 
 
 def prune(path: Path, kernel: Kernel) -> int:
-    """Drops the entries of a table that repeat the default, and the table where none is left; says how many."""
+    """Drops the entries of a table that repeat the default, and the table if none is left; returns their number."""
     table = tuned.read(path)
     made, count = pruned(kernel, table, DEVICES.get(table.header.device, H100))
     if count:

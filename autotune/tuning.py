@@ -1,4 +1,4 @@
-"""Finds the fastest configuration per shape of one kernel: compile, check, time, time the best again."""
+"""Search for a kernel's fastest configuration per shape: compile, check, time, then time the best again in turn."""
 
 import importlib
 import os
@@ -18,18 +18,18 @@ from gdn.problems import Problem
 from gdn.runtime import KernelCandidate, compiled, registry, source
 from gdn.testing import machine_code
 
-HANG_S = 300  # one candidate's check or timing, the exact answer of its shape included
+HANG_S = 300  # limit of a candidate's check or timing, which includes the exact answer of its shape
 FINALISTS = 4
-FINALIST_MARGIN = 1.15  # times the fastest: slower ones are not timed again
-DEFAULT_MARGIN = 0.995  # times the default's: what gains less is noise, and the default stays
+FINALIST_MARGIN = 1.15  # times the fastest's time: slower candidates are not timed again
+DEFAULT_MARGIN = 0.995  # times the default's time: a smaller gain is noise, and the default stays
 
 
 class DeviceLost(RuntimeError):
-    """A launch broke the CUDA context: nothing runs in this process any more. The journal knows the candidate."""
+    """A launch broke the CUDA context, so that nothing runs in this process any more. The journal has the candidate."""
 
 
 class Runner(Protocol):
-    """What a GPU does for the tuner; tests have one without a GPU."""
+    """Runs candidates for the tuner; tests have a runner without a GPU."""
 
     def check(self, shape: Shape, config: Any) -> float:
         """Relative error; raises where the result is wrong or the launch fails."""
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel module, named so that it travels to worker processes."""
+    """One kernel module, by name, so that it can be pickled for worker processes."""
 
     op: str
     backend: str
@@ -57,7 +57,7 @@ class Kernel:
 
 
 def kernels(op: str, backend: str | None) -> list[Kernel]:
-    """The kernels of an operator, or the one of a backend. ValueError where there is none."""
+    """Kernels of an operator, all or a backend's. ValueError where there is no such kernel."""
     modules = registry.operator(op).modules
     found = [Kernel(op, name, module) for name, module in modules.items() if backend in (None, name)]
     if not found:
@@ -66,12 +66,12 @@ def kernels(op: str, backend: str | None) -> list[Kernel]:
 
 
 def compile_one(kernel: Kernel, problem: Problem, config: Any) -> str:
-    """Fills the disk cache; runs in a worker process. RuntimeError for a kernel that spills: no table may name one."""
+    """Fills the disk cache; runs in a worker process. RuntimeError for a kernel that spills, which no table may name."""
     place = compiled.ensure(kernel.op, kernel.backend, kernel.module, problem, config)
     for path in compiled.libraries_of(place).values():
         try:
             found = machine_code.kernels(path.read_bytes())
-        except machine_code.MachineCodeError:  # no disassembler here: the tests inspect every entry that ships
+        except machine_code.MachineCodeError:  # no disassembler on this machine: the tests inspect every shipped entry
             continue
         for one in found:
             if one.spills or one.stack_bytes:
@@ -85,12 +85,12 @@ class Candidate:
 
     problem: Problem
     config: Any
-    failure: str | None = None  # of its compilation
+    failure: str | None = None  # why it did not compile
 
 
 @dataclass
 class Plan:
-    """What one kernel could run: per shape its configurations, and each of them once per compile key."""
+    """Candidates of one kernel: the configurations of each shape, and each of them once per compile key."""
 
     kernel: Kernel
     refusals: dict[str, str] = field(default_factory=dict)  # shape name -> why the kernel does not serve it
@@ -101,8 +101,11 @@ class Plan:
 def plan(
     kernel: Kernel, shapes: Iterable[Shape], spec: DeviceSpec, limit: int | None = None, *, stored_only: bool = False
 ) -> Plan:
-    """limit: most configurations of a shape; where the space is larger, the default, what the table in use names for these
-    very sizes, and a sample spread evenly over the rest. stored_only: the default and what the table names, nothing else."""
+    """Candidates of a kernel for some shapes.
+
+    limit: most configurations of a shape. Of a larger space it takes the default, the table's configuration for exactly these
+    sizes, and an even sample of the rest. stored_only: the default and the table's configuration alone.
+    """
     made = Plan(kernel)
     problems: dict[str, Problem] = {}
     for shape in shapes:
@@ -115,7 +118,7 @@ def plan(
         others = [config for config in space if config not in first]
         made.configs[shape.name] = first[:limit] + _spread(others, None if limit is None else limit - len(first))
         problems[shape.name] = shape.problem
-    # The first of every shape, then the second of every shape: a budget that ends early leaves no shape without any.
+    # The first of every shape, then the second of every shape: after a budget that ends early every shape has candidates.
     for rank in range(max(map(len, made.configs.values()), default=0)):
         for name, configs in made.configs.items():
             if rank < len(configs):
@@ -125,14 +128,14 @@ def plan(
 
 
 def _shipped(kernel: Kernel, problem: Problem, spec: DeviceSpec) -> list[Any]:
-    """What the table in use names for these very sizes: a sample of the space would lose it."""
+    """Configurations of the table in use for exactly these sizes, which a sample of the space could miss."""
     candidate = KernelCandidate(kernel.op, kernel.backend, kernel.module_name)
     sizes = tuple(sorted(problem.sizes().items()))
     return [found.config for found in candidate.tuned(problem, spec) if found.sizes == sizes]
 
 
 def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
-    """So many of them, at even distances."""
+    """At most `wanted` of the configurations, at even distances."""
     if wanted is None or len(configs) <= wanted:
         return configs
     return [configs[index * len(configs) // wanted] for index in range(wanted)]
@@ -146,7 +149,7 @@ def compile_all(
     on_done: Callable[[Candidate], None] = lambda candidate: None,
     deadline: float | None = None,
 ) -> None:
-    """Compiles every candidate into the disk cache; those that fail say why. deadline: of time.monotonic()."""
+    """Compiles every candidate into the disk cache and notes failures in it. deadline: on the clock of time.monotonic()."""
     same_code: dict[tuple[Any, ...], list[Candidate]] = {}  # configurations may differ in scalars of the launch alone
     for candidate in made.candidates.values():
         key = (candidate.problem.static_key(), *compiled.compiled_fields(candidate.config).items())
@@ -173,7 +176,7 @@ class Winner:
     config: Any
     time_us: float
     error: float
-    default_us: float | None  # of the analytic choice, timed beside the winner; None where it did not run
+    default_us: float | None  # time of the analytic choice, in turn with the winner; None where it did not run
 
 
 def search(
@@ -185,7 +188,7 @@ def search(
     deadline: float | None = None,
     on_done: Callable[[Any, Record], None] = lambda config, record: None,
 ) -> Winner | None:
-    """The fastest correct configuration of a shape, or None where none is. Candidates in the journal are not run again."""
+    """Fastest correct configuration of a shape, None if there is none. Candidates in the journal are not run again."""
     static, sizes = shape.problem.static_key(), shape.problem.sizes()
     timed: list[tuple[Any, Record]] = []
     for config in made.configs[shape.name]:
@@ -205,7 +208,7 @@ def search(
         assert item[1].time_us is not None
         return item[1].time_us
 
-    # The default is always timed again beside the others: a clock that sank during the search must not decide.
+    # The default is always timed again with the finalists: a clock that sank during the search must not decide.
     default = made.configs[shape.name][0]
     timed.sort(key=first_time)
     finalists = [item for item in timed if first_time(item) <= FINALIST_MARGIN * first_time(timed[0])][:FINALISTS]
@@ -227,7 +230,7 @@ def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal
     failure = made.candidates[static, config].failure
     if failure is not None:
         record = Record(DROPPED, why=failure)
-        if failure.startswith("not compiled"):  # no fault of its own: the next run tries it
+        if failure.startswith("not compiled"):  # not the candidate's fault: the next run tries it
             return record
     else:
         journal.add(static, sizes, fields, Record(STARTED))
@@ -288,13 +291,13 @@ class GpuRunner:
 
 
 def _give_up() -> None:
-    os.write(2, f"A candidate hung for {HANG_S} s. Run the same command again: it resumes behind it.\n".encode())
+    os.write(2, f"A candidate hung for {HANG_S} s. Run the same command again: it resumes after it.\n".encode())
     os._exit(3)  # a launch that never ends lets no interpreter shut down
 
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Tells a candidate that failed from one that took the CUDA context with it; ends the process where one hangs."""
+    """Raises DeviceLost where a candidate's failure broke the CUDA context; ends the process where a candidate hangs."""
     import torch
 
     watchdog = threading.Timer(HANG_S, _give_up)

@@ -18,22 +18,22 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-START_S = 120.0  # a process may take so long to start and import, beside its first task's own time
-LOOK_S = 0.5  # how often a run looks whether it is to stop
+START_S = 120.0  # time for a process to start and import, in addition to its first task's own limit
+LOOK_S = 0.5  # interval at which a run checks whether it is to stop
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one task: a value, or the reason why there is none."""
+    """Outcome of one task: a value, or the reason of its failure."""
 
-    index: int  # of the task in the sequence given
+    index: int  # the task's place in the given sequence
     value: Any
     failure: str | None  # None = value is valid
     seconds: float
 
 
 def _serve(function: Callable[..., Any], connection: Connection) -> None:
-    """A worker's life: "ready" out, then one (arguments) in, one (value, failure) out, until the pipe closes."""
+    """Main loop of a worker: sends "ready", then for each (arguments) received sends (value, failure), until the pipe closes."""
     os.setsid()  # a group of its own, so that a kill reaches the compilers it started
     connection.send("ready")
     while True:
@@ -111,7 +111,7 @@ def run(
                 outcome = _collect(worker, timeout_s)
                 if outcome is None:
                     continue
-                if worker.task is not None:  # it did not answer: the process is lost
+                if worker.task is not None:  # no answer: the process is lost
                     worker.stop()
                     pool.remove(worker)
                 yield outcome

@@ -50,10 +50,15 @@ def test_kernels_import_the_leaves_of_gdn_alone(package: str) -> None:
                 assert _within(module, (*LEAVES, package)), f"{path}: {module}"
 
 
-def test_leaves_import_the_standard_library_alone() -> None:
-    for path in [*_sources("gdn/problems"), ROOT / "gdn" / "device.py"]:
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("problems", ("gdn.problems",)), ("device", ()), ("models", ()), ("examples", ("gdn.problems", "gdn.models"))],
+)
+def test_leaves_import_the_standard_library_and_leaves_below_them(name: str, allowed: tuple[str, ...]) -> None:
+    place = ROOT / "gdn" / name
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
         for module in _imports(path):
-            assert _within(module, ("gdn.problems",)) or module.split(".")[0] in sys.stdlib_module_names, f"{path}: {module}"
+            assert _within(module, allowed) or module.split(".")[0] in sys.stdlib_module_names, f"{path}: {module}"
 
 
 def test_the_tiles_know_the_other_leaves_alone() -> None:

@@ -18,7 +18,7 @@ from gdn.testing import compare, inputs, oracle
 
 
 class _DeltaRuleCase:
-    """What both forms of the delta rule share: a pool that is updated, q, k and v as slices of the convolution's output."""
+    """Base of both forms: a pool that is updated, q, k and v as slices of the convolution's output."""
 
     function: str  # the public operator
 

@@ -14,7 +14,7 @@ from gdn.testing import inputs_logits, oracle_logits
 
 
 class _LogitsCase:
-    """What both forms of the logits share: a NaN-filled out, and the verdict on it."""
+    """Base of both forms: a NaN-filled out, and the verdict on it."""
 
     def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
         self._shape, self._device, self._copies = shape, device, copies

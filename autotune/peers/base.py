@@ -1,4 +1,4 @@
-"""What a peer is, the operands that every chunk kernel takes, and how a peer's call is timed.
+"""Peers: ways to call other libraries, the operands that every chunk kernel takes, and the timing of a call.
 
 Each library gets what it asks for ready made and untimed: gates applied, q, k and v without gaps, states gathered from their
 pool in the library's own layout. The measured time is therefore the time of its kernels, with the L2 norm of q and k (which
@@ -23,7 +23,7 @@ class Peer:
     """One way to call a library."""
 
     library: str
-    variant: str  # of the library's own switches, "" = none
+    variant: str  # setting of the library's own switches, "" = none
     norm: bool  # the L2 norm of q and k inside the call
     call: Call
     captured: bool  # in a CUDA graph; else its kernels' time is summed

@@ -75,19 +75,50 @@ class _Interrupted:
         }  # fmt: skip
         limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1200.0}
         rows = [row | {"shape": name} for name in self._names]
-        return {"device": "some device", "torch": "0", "limits": limits, "rows": rows, "peers": [], "failures": []}
+        return {
+            "device": "some device",
+            "date": "2026-01-02",
+            "torch": "0",
+            "limits": limits,
+            "rows": rows,
+            "peers": [],
+            "failures": [],
+        }
 
 
 def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cli, "_spec", lambda: H100)
     monkeypatch.setattr(bench, "Bench", _Interrupted)
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- measured recurrent -->\nold\n<!-- /measured recurrent -->\n")
     first, second, *_ = shapes.shapes("recurrent")
-    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--readme", str(readme)])
+    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
     assert done.exit_code == 130
     assert first.name in done.output and second.name not in done.output
-    assert "old" in readme.read_text()
+    assert not list(tmp_path.iterdir())
+
+
+class _Complete(_Interrupted):
+    """A run that is not interrupted."""
+
+    def measure(self, shape: shapes.Shape) -> list[str]:
+        self._names.append(shape.name)
+        return []
+
+
+def test_a_bench_writes_its_tables_and_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Into the device's file: other operators' tables stay, and a second run replaces its own."""
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(bench, "Bench", _Complete)
+    folder = tmp_path / "h100"
+    folder.mkdir()
+    other = "<!-- measured topk -->\nof another run\n<!-- /measured topk -->\n"
+    (folder / "MEASURED.md").write_text(other)
+    for _ in range(2):
+        done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+    text = (folder / "MEASURED.md").read_text()
+    assert text.startswith(other)
+    assert all(text.count(f"| {shape.name} | CuTe | 1.00 |") == 1 for shape in shapes.shapes("recurrent"))
+    assert (folder / "MEASURED.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +248,7 @@ def test_restamp_and_prune_need_no_gpu(stale_table: Path, monkeypatch: pytest.Mo
     done = RUNNER.invoke(cli.app, ["tune", "chunk", "--restamp", "--prune", "--out", folder, "--workers", "1"])
     assert done.exit_code == 1, done.output  # the fake kernel has no machine code to compare
     output = " ".join(done.output.split())
-    assert "0 of 2 entries stamped anew, 2 stale" in output and "its machine code was not recorded" in output
+    assert "0 of 2 entries restamped, 2 stale" in output and "its machine code was not recorded" in output
     assert "1 entries that repeat the default dropped" in output
     assert tuned.read(stale_table).num_entries() == 1
     done = RUNNER.invoke(cli.app, ["tune", "chunk", "--stale", "--out", folder])

@@ -1,16 +1,19 @@
-"""The README's table, and what other libraries are called with."""
+"""Tables of MEASURED.md, their plot, and the arguments of other libraries."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot
 
-from autotune import bench, peers, report, shapes
+from autotune import bench, peers, plot, report, shapes
 from autotune.shapes import Shape
 from gdn import reference
 from gdn.problems import RecurrentProblem
+from gdn.runtime import tuned
 from gdn.testing import inputs
 
 PEERS = [
@@ -50,24 +53,46 @@ def test_a_row_shows_time_floor_error_and_the_fastest_peer() -> None:
     assert lines[5].endswith("| FlashInfer 3.0 |")
 
 
-def test_a_table_replaces_what_stands_between_its_marks(tmp_path: Path) -> None:
+def test_a_table_replaces_the_one_between_its_marks(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     other = "<!-- measured recurrent -->\nkept\n<!-- /measured recurrent -->\nafter\n"
     path.write_text("before\n<!-- measured chunk -->\nold \\1\n<!-- /measured chunk -->\n" + other)
     report.write_into(path, {"chunk": "new \\1\n"})
     assert path.read_text() == "before\n<!-- measured chunk -->\nnew \\1\n<!-- /measured chunk -->\n" + other
-    before = path.read_text()
-    with pytest.raises(ValueError, match="expected one <!-- measured topk -->"):
-        report.write_into(path, {"chunk": "newer", "topk": "new"})
-    assert path.read_text() == before
+    report.write_into(path, {"topk": "a table of its own\n"})
+    assert path.read_text().endswith("after\n\n<!-- measured topk -->\na table of its own\n<!-- /measured topk -->\n")
 
 
-def test_the_readme_has_the_marks_of_every_operator(tmp_path: Path) -> None:
-    copy = tmp_path / "README.md"
-    copy.write_text((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
-    rows = [_row(op, "a", 10.0) for op in shapes.operators()]
-    report.write_into(copy, report.markdown({**FOUND, "rows": rows}))
-    assert copy.read_text(encoding="utf-8").count("some GPU") == len(rows)
+@pytest.mark.parametrize("text", ["<!-- measured chunk -->\n", "<!-- measured chunk --><!-- /measured chunk -->\n" * 2])
+def test_marks_without_a_partner_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected one <!-- measured chunk --> followed by one <!-- /measured chunk -->"):
+        report.write_into(path, {"recurrent": "newer\n", "chunk": "new\n"})
+    assert path.read_text() == text
+
+
+def test_a_table_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "h100" / "MEASURED.md"
+    path.parent.mkdir()
+    report.write_into(path, report.markdown(FOUND))
+    found = report.read(path)
+    assert list(found) == ["chunk", "recurrent"]
+    first, second = found["chunk"]
+    assert (first.shape, first.time_us, first.floor_us, first.peer, first.peer_us) == ("a", 10.0, 5.0, "FLA", 29.0)
+    assert second.peer == "" and math.isnan(second.peer_us)
+
+
+def test_the_shipped_tables_and_their_plot(tmp_path: Path) -> None:
+    """MEASURED.md has every operator, and the picture next to it is the plot of its tables."""
+    measured = tuned.SHIPPED / "h100" / "MEASURED.md"
+    rows = report.read(measured)
+    assert set(rows) == set(shapes.operators())
+    for op, shown in rows.items():
+        assert [row.shape for row in shown] == [shape.name for shape in shapes.shapes(op)]
+    plot.draw(measured, tmp_path / "again.png")
+    first, again = (pyplot.imread(path) for path in (measured.with_suffix(".png"), tmp_path / "again.png"))
+    assert first.shape[2] == again.shape[2] == 4 and abs(first.shape[0] - again.shape[0]) < 30
 
 
 @pytest.mark.parametrize("raw", [False, True])

@@ -167,7 +167,7 @@ def test_changed_machine_code_stays_stale(folder: Path, readable: None, monkeypa
     monkeypatch.setattr(tables.compiled, "entry_key", lambda *_: f"other {_[-1].tile}")  # as the new source has
     found = _restamp(path)
     assert found.stamped == 1
-    assert found.left == ["num_tokens 4096, num_sequences 1: its machine code is another one"]
+    assert found.left == ["num_tokens 4096, num_sequences 1: its machine code has changed"]
     assert tuned.read(path).num_stale(KERNEL.source) == 1
 
 

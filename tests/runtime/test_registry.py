@@ -1,0 +1,53 @@
+"""Records of operators: every operator with kernels is described, and an incomplete record names what it lacks."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from autotune.cases import Tunable
+from gdn.models import MODELS
+from gdn.runtime import registry, tuned
+from gdn.runtime.registry import Family, Operator
+from tests.compile.variants import Variants
+
+WITH_KERNELS = [operator.name for operator in registry.with_kernels()]
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_an_operator_with_kernels_is_described(name: str) -> None:
+    operator = registry.operator(name)
+    kinds = {type(operator.example(model, fp8=fp8)) for model in MODELS.values() for fp8 in (False, True)}
+    (kind,) = kinds
+    assert kind.op == name
+    assert isinstance(operator.described("cases"), Tunable) and isinstance(operator.described("variants"), Variants)
+    assert all(shape.op == name for shape in operator.described("cases").shapes)
+    assert type(operator.described("cases").shapes[0].problem) is kind
+
+
+def test_every_shipped_table_is_an_operators() -> None:
+    tables = {path.name.split(".")[0] for path in tuned.SHIPPED.glob("*/*.json")}
+    assert tables and tables <= set(WITH_KERNELS)
+
+
+@pytest.mark.parametrize("name", sorted(set(registry.OPERATORS) - set(WITH_KERNELS)))
+def test_an_operator_without_kernels_has_no_example(name: str) -> None:
+    operator = registry.operator(name)
+    assert operator.example(MODELS["tiny"], fp8=False) is None
+    with pytest.raises(LookupError, match=f"{name}: expected an operator with kernels"):
+        operator.described("cases")
+
+
+def test_an_incomplete_record_names_what_it_lacks() -> None:
+    operator = Operator("norm_of_nothing", Family("autotune.cases.steps", "tests.compile.variants.steps"), ())
+    for part, place in dataclasses.asdict(operator.family or Family("", "")).items():
+        with pytest.raises(LookupError, match=f"expected {place}.norm_of_nothing, which describes the operator"):
+            operator.described(part)
+
+
+def test_every_record_is_one_entry_of_the_registry() -> None:
+    """The names are distinct, and the public functions belong to one operator each."""
+    source = Path(registry.__file__).read_text(encoding="utf-8")
+    functions = [function for operator in registry.OPERATORS.values() for function in operator.functions]
+    assert len(functions) == len(set(functions))
+    assert source.count("    Operator(") == len(registry.OPERATORS)
