@@ -45,7 +45,7 @@ class Work:
 
     function: str  # of the public operator, and of its reference
     arguments: dict[str, Any]
-    tensors: tuple[Any, ...]  # positional arguments of a launch
+    tensors: tuple[Any, ...]  # the operator's Params
     outputs: tuple[Tensor | None, ...]  # those of `tensors` that are written and returned
     updated: tuple[str, ...] = ()  # names of the arguments that are updated in place
 
@@ -184,7 +184,7 @@ class _Maker:
         return Work("prepare_indexer", arguments, params, (q_out, weights_out), ("cache",))
 
     def compress(self, problem: CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:
-        """Prompts from their start; steps of a few tokens somewhere behind it."""
+        """Prompts from their start; steps of a few tokens somewhere after it."""
         heads, dim, ratio = problem.num_kv_heads, problem.head_dim, problem.ratio
         starts = [0 if length > 2 * ratio else 1000 + n for n, length in enumerate(lengths)]
         tokens, size, most = sum(lengths), 2 * ratio, max(lengths) + 2000

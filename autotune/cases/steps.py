@@ -42,7 +42,7 @@ class Work:
 
     function: str  # of the public operator, and of its reference
     arguments: dict[str, Any]  # its arguments
-    tensors: tuple[Any, ...]  # positional arguments of a launch
+    tensors: tuple[Any, ...]  # the operator's Params
     outputs: tuple[Tensor, ...]  # those of `tensors` that are written, full of NaN
     state: str | None = None  # name of the argument that is updated in place
 

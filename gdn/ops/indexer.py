@@ -337,7 +337,7 @@ def compress_indexer_keys(
     cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
         Pages as for `write_indexer_cache`, their rows counting groups; updated in place.
     positions : Tensor [tokens]
-        Position of each token, int32 or int64.
+        Position of each token, int32 or int64; a token whose position is negative, or larger than int32 holds, is skipped.
     cos_sin : Tensor [max_positions, rotary_dim]
         Cosines and sines, as for `prepare_indexer`.
     k_norm : Tensor [D]
@@ -345,7 +345,8 @@ def compress_indexer_keys(
     ring_slots : Tensor [tokens]
         Slot of each token's sequence in the ring, int32 or int64; a token with a negative slot or `null_slot` is skipped.
     slot_mapping : Tensor [tokens]
-        Cache row of the token's group, int64 or int32, read at tokens with (pos + 1) % ratio == 0; negative = skip.
+        Cache row of the token's group, int64 or int32, read at tokens with (pos + 1) % ratio == 0; negative, or larger
+        than int32 holds, = skip.
     ratio : int
         Tokens per group, >= 1.
     rotary_dim : int

@@ -175,9 +175,9 @@ def expand_topk_groups(
     Parameters
     ----------
     group_indices : Tensor [tokens, k]
-        Selected groups, int32 or int64; -1 = none.
+        Selected groups, int32 or int64; negative, or larger than int32 holds, = none.
     positions : Tensor [tokens]
-        Position of each query token, int32 or int64; negative = no tail.
+        Position of each query token, int32 or int64; negative, or larger than int32 holds, = no tail.
     ratio : int
         Tokens per group, >= 1.
     out : Tensor [tokens, k * ratio + ratio - 1] of int32, optional

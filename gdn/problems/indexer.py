@@ -39,7 +39,7 @@ class IndexerCacheProblem(Problem):
     """Fields that the writers and the reader of the indexer's cache share.
 
     cache: as PagedMqaLogitsProblem's, [pages, elements of a page]; uint8 pages hold e4m3 values and one float32 scale per
-    (row, key head). The page size follows from the elements of a page: it compiles nothing anew.
+    (row, key head). The page size follows from the elements of a page: it is no part of the compiled code.
     """
 
     num_kv_heads: int = field(metadata=TUNES)  # 0: no keys and no cache (the query alone is prepared)

@@ -10,7 +10,7 @@ Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf impor
 
 @dataclass(frozen=True)
 class LogitsProblem(Problem):
-    """What ragged and paged indexer logits share: score = scale * sum_h w[h] * act(q[h] . k[h // group]) (* k_scale)."""
+    """Fields that ragged and paged indexer logits share: score = scale * sum_h w[h] * act(q[h] . k[h // group]) (* k_scale)."""
 
     num_heads: int = field(metadata=TUNES)
     num_kv_heads: int = field(metadata=TUNES)
@@ -62,11 +62,11 @@ class PagedMqaLogitsProblem(LogitsProblem):
     max_context_len: int = size()
 
     def flops(self) -> int:
-        """As if every context were max_context_len long."""
+        """Counts every context as max_context_len long."""
         return 2 * self.batch * self.next_n * self.max_context_len * self.num_heads * self.head_dim
 
     def bytes_moved(self) -> int:
-        """As if every context were max_context_len long."""
+        """Counts every context as max_context_len long."""
         scores = self.next_n * self.max_context_len * DTYPE_BYTES[self.out_dtype]
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
 

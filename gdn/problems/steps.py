@@ -70,9 +70,7 @@ class Conv1dParams(NamedTuple):
     conv_states: Tensor | None  # [slots, dim, >= width - 1] of state_dtype, any strides; None without state_dtype
     cu_seqlens: Tensor  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc
     cache_indices: Tensor | None  # [>= N] of index_dtype, any stride; None without index_dtype
-    has_initial_state: (
-        Tensor | None
-    )  # [>= N] uint8 (the bool tensor viewed as bytes), contiguous; None without has_mask: all True
+    has_initial_state: Tensor | None  # [>= N] uint8 (bool viewed as bytes), contiguous; None without has_mask: all True
     checkpoint_offsets: Tensor | None  # [>= N, C] of checkpoint_dtype, any strides; None without checkpoint_dtype
     checkpoint_slots: Tensor | None  # like checkpoint_offsets
     out: Tensor  # [L, dim] like x

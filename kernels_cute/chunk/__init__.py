@@ -1,4 +1,6 @@
-"""Gated delta rule by chunks of 64 tokens: prefill.
+"""Gated delta rule by chunks of 64 tokens, for prefill: q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V] -> o [1, L, HS, V].
+
+Per token of a state head: S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; o = S^T q.
 
 Head dims 64 and 128: kernel.py, which has the formulas and names the files of every form. Other head dims: head_dims, which runs
 that kernel on padded tensors, or the recurrent kernel. `gdn.problems.ChunkParams` is the contract of a launch.

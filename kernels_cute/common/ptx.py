@@ -253,3 +253,8 @@ def unpack(dtype: Any, word: Any) -> Any:
     else:
         code = "{.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\ncvt.f32.f16 {$w0}, low;\ncvt.f32.f16 {$w1}, high;}"
     return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
+
+
+def as_float(word: Any) -> Any:
+    """The float32 with these bits."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])

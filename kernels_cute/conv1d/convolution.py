@@ -1,4 +1,4 @@
-"""What prefill and decode of the causal depthwise convolution share: filters, windows in slots, the sum itself.
+"""Shared by prefill and decode of the causal depthwise convolution: filters, windows in slots, the sum itself.
 
 A thread owns `CHANNELS` neighbouring channels; a row of x is one 16-byte access. `rLine` holds width - 1 rows of history
 and then the rows of a batch, row by row: in the dtype of x, or as Int32 words of two such values.
@@ -13,8 +13,9 @@ from gdn.problems import ConvolutionProblem
 from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake, load, pointer, sigmoid, store, words
 from kernels_cute.common.ptx import pack, unpack
 
-CHANNELS = 8  # of a thread
-WORDS = CHANNELS // 2  # of a row in 32-bit words of two values
+CHANNELS = 8  # neighbouring channels of a thread
+WORDS = CHANNELS // 2  # 32-bit words of two values in a thread's part of a row
+THREADS = (32, 64, 128, 256)  # of a block
 
 
 def refusal(problem: ConvolutionProblem) -> str | None:
@@ -31,8 +32,13 @@ def refusal(problem: ConvolutionProblem) -> str | None:
     return None
 
 
+def threads_fit(problem: ConvolutionProblem, threads: int) -> bool:
+    """Whether blocks of this size are allowed: at most half of the threads are idle."""
+    return threads in THREADS and (threads == THREADS[0] or threads * CHANNELS < 2 * problem.dim)
+
+
 def slices(dim: int, threads: int) -> int:
-    """Blocks that share the channels of a row."""
+    """Number of blocks that share the channels of a row."""
     return -(-dim // (threads * CHANNELS))
 
 
@@ -43,29 +49,52 @@ def fake_slots(problem: ConvolutionProblem) -> Any:
     return cute.runtime.make_fake_tensor(CUTE_DTYPES[str(problem.state_dtype)], shape, stride=strides)
 
 
-def fake_filter(problem: ConvolutionProblem) -> tuple[Any, Any]:
-    """weight and bias."""
-    weight = cute.runtime.make_fake_tensor(
-        CUTE_DTYPES[problem.weight_dtype], (problem.dim, problem.width), stride=(problem.width, 1)
-    )
-    return weight, None if problem.bias_dtype is None else fake(problem.bias_dtype, problem.dim, last=1)
+def fake_common(problem: ConvolutionProblem) -> dict[str, Any]:
+    """The arguments that both operators have, to compile for."""
+    num_tokens, shape = cute.sym_int(), (problem.dim, problem.width)
+    return {
+        "x": fake(problem.dtype, num_tokens, problem.dim, last=1),
+        "weight": cute.runtime.make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], shape, stride=(problem.width, 1)),
+        "bias": None if problem.bias_dtype is None else fake(problem.bias_dtype, problem.dim, last=1),
+        "out": fake(problem.dtype, num_tokens, problem.dim, last=1),
+        "null_slot": cutlass.Int64(-1),
+    }
 
 
 class Convolution:
-    """Attributes are compile-time constants."""
+    """Compile-time constants of the convolution, and its steps on a thread's channels."""
 
     def __init__(self, problem: ConvolutionProblem, threads: int, batch: int) -> None:
         self.threads, self.batch = threads, batch
         self.dim, self.width, self.history = problem.dim, problem.width, problem.width - 1
         self.dtype = CUTE_DTYPES[problem.dtype]
         self.silu = problem.silu
-        self.together = problem.state_channels_contiguous
+        self.channels_contiguous = problem.state_channels_contiguous
         self.slices = slices(problem.dim, threads)
-        self.mask_channels = problem.dim % (threads * CHANNELS) != 0
+        self.has_partial_slice = problem.dim % (threads * CHANNELS) != 0  # the last block of a row has idle threads
+
+    @cute.jit
+    def assignment(self):
+        """This thread's share: number of the tile or sequence, first channel, and whether the channel exists."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        channel = (block % self.slices * self.threads + thread) * CHANNELS
+        is_live = cutlass.Boolean(True)
+        if cutlass.const_expr(self.has_partial_slice):
+            is_live = channel < self.dim
+        return block // self.slices, channel, is_live
+
+    @cute.jit
+    def zero_rows(self, gOut: cute.Tensor, first: cutlass.Int32, step: cutlass.Int32, channel: cutlass.Int32):
+        """Zeroes rows first, first + step, ... of out: those after the last sequence, dealt to all blocks."""
+        rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
+        rZero.fill(0.0)
+        for token in cutlass.range(first, gOut.shape[0], step, unroll=1):
+            self.store_row(rZero, gOut, token, channel)
 
     @cute.jit
     def load_filter(self, channel: cutlass.Int32, gWeight: cute.Tensor, gBias: Any, rWeight: cute.Tensor, rBias: cute.Tensor):
-        """rWeight[channel * width + tap], rBias[channel], as float32."""
+        """Fills rWeight[channel * width + tap] and rBias[channel] as float32; zeros without a bias."""
         source = pointer(gWeight, cutlass.Int64(channel) * self.width, 16)
         load(source, CHANNELS * self.width, rWeight, 0, False)
         rBias.fill(0.0)
@@ -102,16 +131,16 @@ class Convolution:
         rLine: cute.Tensor,
         place: cutlass.Constexpr,
     ):
-        """Row `place` of rLine = one column of a slot."""
+        """Fills row `place` of rLine with one column of a slot."""
         has_words = cutlass.const_expr(rLine.element_type is cutlass.Int32)
         rRow, first = rLine, place * CHANNELS
         if cutlass.const_expr(has_words):
             rRow, first = cute.make_rmem_tensor(CHANNELS, cutlass.Float32), 0
         offset = self.column(gStates, slot, column, channel)
-        if cutlass.const_expr(self.together):
+        if cutlass.const_expr(self.channels_contiguous):
             load(pointer(gStates, offset, 16), CHANNELS, rRow, first, True)
         else:
-            # Neighbouring columns share a sector: L1 keeps it.
+            # Neighbouring columns share a sector, which L1 keeps.
             size = cutlass.const_expr(gStates.element_type.width // 8)
             for c in cutlass.range_constexpr(CHANNELS):
                 load(pointer(gStates, offset + c * gStates.stride[1], size), 1, rRow, first + c, False)
@@ -130,7 +159,7 @@ class Convolution:
         channel: cutlass.Int32,
     ):
         offset = self.column(gStates, slot, column, channel)
-        if cutlass.const_expr(self.together):
+        if cutlass.const_expr(self.channels_contiguous):
             store(rRows, place * CHANNELS, CHANNELS, pointer(gStates, offset, 16))
         else:
             size = cutlass.const_expr(gStates.element_type.width // 8)
@@ -147,7 +176,7 @@ class Convolution:
         rHistory: cute.Tensor,
         rKept: cute.Tensor,
     ):
-        """rKept = the last width - 1 rows of [history | the first `count` >= 1 tokens of the sequence]."""
+        """Fills rKept with the last width - 1 rows of [history | the first `count` >= 1 tokens of the sequence]."""
         for c in cutlass.range_constexpr(self.history):
             token = count - self.history + c
             if token >= 0:
@@ -167,7 +196,7 @@ class Convolution:
 
     @cute.jit
     def convolve(self, rLine: cute.Tensor, place: cutlass.Constexpr, rWeight: cute.Tensor, rBias: cute.Tensor, rOut: cute.Tensor):
-        """rOut [CHANNELS] = the output of the token whose oldest input is row `place` of rLine."""
+        """Fills rOut [CHANNELS] with the output of the token whose oldest input is row `place` of rLine."""
         for c in cutlass.range_constexpr(CHANNELS):
             total = rBias[c]
             for j in cutlass.range_constexpr(self.width):

@@ -3,15 +3,15 @@
     y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
-input first. `gdn.problems.Conv1dProblem` is the contract.
+input first. `gdn.problems.Conv1dParams` is the contract.
 
 A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in
-registers, so x is read once but for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start of
-their sequence: only a sequence's first tile needs the old window, and it alone, thread for thread, writes the new one
-(reading the last rows of x itself), so no block reads a slot that another one writes.
+registers, so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start
+of their sequence: only a sequence's first tile needs the old window, and only this tile, thread for thread, writes the new
+one (reading the last rows of x itself), so no block reads a slot that another one writes.
 
-Which tile a block is: tile j of sequence n has the number begin(n) / rows + n + j, which is unique and at most
-L / rows + N; the sequence is found by a search of 32 probes a step. Numbers that fall between sequences are idle.
+Tile j of sequence n has the number begin(n) / rows + n + j, which is unique and at most L / rows + N; a block finds its
+sequence by a search of 32 probes per step. Blocks whose number falls between sequences are idle.
 """
 
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ from gdn.device import DeviceSpec
 from gdn.problems import Conv1dParams, Conv1dProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d import convolution as _convolution
-from kernels_cute.conv1d.convolution import CHANNELS, Convolution
+from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution
 
-# How near a tuned entry must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the rows of a
-# long prompt a short one would be few threads with many trips to memory each.
+# How close a tuned entry's sizes must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the
+# tiles of a long prompt, a short one would run on few threads, each with many trips to memory.
 TUNED_WITHIN = 0.5
 
 
 @dataclass(frozen=True)
 class Config:
-    threads: int  # threads of a block, 8 channels each
-    rows: int  # tokens of a block: more of them re-read fewer rows, fewer make more blocks
+    threads: int  # threads per block, 8 channels each
+    rows: int  # tokens per block: more of them re-read fewer rows, fewer make more blocks
     batch: int  # rows of x that a thread loads at once: more bytes in flight, more registers
-    resident: int = 384  # threads an SM must be able to hold: caps a thread at 65536 / resident registers
+    min_threads_per_sm: int = 384  # resident threads that registers must allow: at most 65536 / min_threads_per_sm a thread
 
 
 def refusal(problem: Conv1dProblem) -> str | None:
@@ -49,33 +49,33 @@ def refusal(problem: Conv1dProblem) -> str | None:
 
 def fits(problem: Conv1dProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled and launched."""
-    if config.threads not in (32, 64, 128, 256) or config.rows not in (8, 16, 32, 64, 128) or config.batch not in (2, 4):
+    if config.rows not in (8, 16, 32, 64, 128) or config.batch not in (2, 4):
         return False
-    if config.resident not in (384, 512):
+    if config.min_threads_per_sm not in (384, 512):
         return False
-    if config.resident == 512 and config.batch == 4 and (problem.bias_dtype is not None or not problem.silu):
+    if config.min_threads_per_sm == 512 and config.batch == 4 and (problem.bias_dtype is not None or not problem.silu):
         return False  # a few values spill
-    return config.threads == 32 or config.threads * CHANNELS < 2 * problem.dim
+    return _convolution.threads_fit(problem, config.threads)
 
 
 def configs(problem: Conv1dProblem, device: DeviceSpec) -> list[Config]:
     """Every feasible configuration."""
     space = [
-        Config(threads, rows, batch, resident)
-        for threads in (32, 64, 128, 256)
+        Config(threads, rows, batch, min_threads_per_sm)
+        for threads in THREADS
         for rows in (8, 16, 32, 64, 128)
         for batch in (2, 4)
-        for resident in (384, 512)
+        for min_threads_per_sm in (384, 512)
     ]
     return [config for config in space if fits(problem, config, device)]
 
 
 def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     """The longest tiles, then the widest blocks, that leave every SM two rounds of resident threads."""
-    # float16 beside a bias: 4 rows take all of the 168 registers, and were not timed.
+    # float16 with a bias: 4 rows take all of the 168 registers, and were not timed.
     batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4
     threads = 128
-    while threads > 32 and threads * CHANNELS >= 2 * problem.dim:
+    while not _convolution.threads_fit(problem, threads):
         threads //= 2
     wanted = 2 * 384 * device.num_sms
     for rows in (32, 16, 8):
@@ -99,25 +99,19 @@ def launch(compiled: Any, params: Conv1dParams) -> None:
 
 def _arguments(problem: Conv1dProblem) -> Conv1dParams:
     """Fake tensors and scalars to compile for."""
-    num_tokens, num_offsets = cute.sym_int(), cute.sym_int()
-    weight, bias = _convolution.fake_filter(problem)
 
     def checkpoints() -> Any:
         dtype = problem.checkpoint_dtype
         return None if dtype is None else fake(dtype, cute.sym_int(), cute.sym_int())
 
     return Conv1dParams(
-        x=fake(problem.dtype, num_tokens, problem.dim, last=1),
-        weight=weight,
-        bias=bias,
+        **_convolution.fake_common(problem),
         conv_states=None if problem.state_dtype is None else _convolution.fake_slots(problem),
-        cu_seqlens=fake(str(problem.cu_seqlens_dtype), num_offsets, last=1),
+        cu_seqlens=fake(str(problem.cu_seqlens_dtype), cute.sym_int(), last=1),
         cache_indices=None if problem.index_dtype is None else fake(problem.index_dtype, cute.sym_int()),
         has_initial_state=fake("uint8", cute.sym_int(), last=1) if problem.has_mask else None,
         checkpoint_offsets=checkpoints(),
         checkpoint_slots=checkpoints(),
-        out=fake(problem.dtype, num_tokens, problem.dim, last=1),
-        null_slot=cutlass.Int64(-1),
     )
 
 
@@ -127,10 +121,10 @@ class _Conv1d(Convolution):
     def __init__(self, problem: Conv1dProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
         self.rows = config.rows
-        self.min_blocks = config.resident // config.threads
-        # float16 values by themselves take a register each, and instructions to part words and to join them again.
+        self.min_blocks = config.min_threads_per_sm // config.threads
+        # Single float16 values take a register each, and instructions that split words and join them again.
         self.line_dtype = cutlass.Int32 if self.dtype is cutlass.Float16 else self.dtype
-        self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # of rLine
+        self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # elements of a row in rLine
 
     @cute.jit
     def __call__(self, *values: Any):
@@ -146,25 +140,13 @@ class _Conv1d(Convolution):
 
     @cute.kernel
     def kernel(self, params: Conv1dParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        tile = block // self.slices
-        channel = (block % self.slices * self.threads + thread) * CHANNELS
+        tile, channel, is_live = self.assignment()
         num_sequences = params.cu_seqlens.shape[0] - 1
         sequence = self.find_sequence(tile, num_sequences, params.cu_seqlens)
-        live_channel = cutlass.Boolean(True)
-        if cutlass.const_expr(self.mask_channels):
-            live_channel = channel < self.dim
-        if live_channel:
+        if is_live:
             self.run_tile(params, tile, sequence, channel)
-            # Rows beyond the last sequence are dealt to all tiles.
-            rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
-            rZero.fill(0.0)
             tiles = params.x.shape[0] // self.rows + num_sequences
-            for token in cutlass.range(
-                cutlass.Int32(params.cu_seqlens[num_sequences]) + tile, params.out.shape[0], tiles, unroll=1
-            ):
-                self.store_row(rZero, params.out, token, channel)
+            self.zero_rows(params.out, cutlass.Int32(params.cu_seqlens[num_sequences]) + tile, tiles, channel)
 
     @cute.jit
     def find_sequence(self, tile: cutlass.Int32, num_sequences: cutlass.Int32, cu_seqlens: cute.Tensor):
@@ -245,7 +227,7 @@ class _Conv1d(Convolution):
 
     @cute.jit
     def load_batch(self, gX: cute.Tensor, token: cutlass.Int32, stop: cutlass.Int32, channel: cutlass.Int32, rNext: cute.Tensor):
-        """The next rows; behind the tile's end its last one again, so that no load has a condition of its own."""
+        """Loads the next rows; after the tile's end its last row again, so that no load needs its own condition."""
         for u in cutlass.range_constexpr(self.batch):
             row = token + u
             if row >= stop:
@@ -254,10 +236,10 @@ class _Conv1d(Convolution):
 
     @cute.jit
     def keep_windows(self, params: Conv1dParams, tile: cutlass.Int32, sequence: cutlass.Int32, channel: cutlass.Int32):
-        """From a sequence's first tile, when it is done: the last window to the sequence's slot, then the checkpoints.
+        """At the end of a sequence's first tile: stores the last window in the sequence's slot, then the checkpoints.
 
-        Everything is read again, the old window too where it is part of a new one: to hold it over the tile costs more
-        registers than there are.
+        Everything is read again, also the old window where it is part of a new one: holding it over the tile would take
+        more registers than there are.
         """
         begin = cutlass.Int32(params.cu_seqlens[sequence])
         if tile == begin // self.rows + sequence:

@@ -3,7 +3,7 @@
     y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first. `gdn.problems.Conv1dUpdateProblem` is the contract.
+first. `gdn.problems.Conv1dUpdateParams` is the contract.
 
 A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any
 column of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft
@@ -24,17 +24,17 @@ from gdn.device import DeviceSpec
 from gdn.problems import Conv1dUpdateParams, Conv1dUpdateProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d import convolution as _convolution
-from kernels_cute.conv1d.convolution import CHANNELS, Convolution
+from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution
 
-# How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. Wide blocks of a
-# large batch would leave most SMs of a small one idle.
+# How close a tuned entry's sizes must be (see gdn.runtime.tuned): up to 1.7 times as many tokens and sequences, or as few. The
+# wide blocks of a large batch would leave most SMs idle with a small one.
 TUNED_WITHIN = 1.5
 
 
 @dataclass(frozen=True)
 class Config:
-    threads: int  # threads of a block, 8 channels each
-    batch: int  # rows of x that a thread loads at once: as many as a sequence has tokens, or a few
+    threads: int  # threads per block, 8 channels each
+    batch: int  # rows of x that a thread loads at once: all tokens of a sequence, or a few
 
 
 def refusal(problem: Conv1dUpdateProblem) -> str | None:
@@ -44,21 +44,21 @@ def refusal(problem: Conv1dUpdateProblem) -> str | None:
 
 def fits(problem: Conv1dUpdateProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled and launched."""
-    if config.threads not in (32, 64, 128, 256) or config.batch not in (1, 2, 4):
+    if config.batch not in (1, 2, 4):
         return False
     if config.batch > 1 and (problem.cu_seqlens_dtype is None or problem.has_parent):
         return False  # one token at a time
-    return config.threads == 32 or config.threads * CHANNELS < 2 * problem.dim
+    return _convolution.threads_fit(problem, config.threads)
 
 
 def configs(problem: Conv1dUpdateProblem, device: DeviceSpec) -> list[Config]:
     """Every feasible configuration."""
-    space = [Config(threads, batch) for threads in (32, 64, 128, 256) for batch in (1, 2, 4)]
+    space = [Config(threads, batch) for threads in THREADS for batch in (1, 2, 4)]
     return [config for config in space if fits(problem, config, device)]
 
 
 def default_config(problem: Conv1dUpdateProblem, device: DeviceSpec) -> Config:
-    """All tokens of a sequence at once up to 4, and blocks wide enough that there are two per SM."""
+    """Up to 4 tokens of a sequence at once, and the widest blocks that leave two per SM."""
     per_sequence = problem.num_tokens / max(problem.num_sequences, 1)
     batch = 4 if per_sequence > 2 else 2 if per_sequence > 1 else 1
     feasible = [config for config in configs(problem, device) if config.batch == batch or problem.has_parent]
@@ -87,24 +87,18 @@ def launch(compiled: Any, params: Conv1dUpdateParams) -> None:
 
 def _arguments(problem: Conv1dUpdateProblem) -> Conv1dUpdateParams:
     """Fake tensors and scalars to compile for."""
-    num_tokens = cute.sym_int()
-    weight, bias = _convolution.fake_filter(problem)
 
     def vector(dtype: str | None, contiguous: bool, columns: bool = False) -> Any:
         shape = [cute.sym_int() for _ in range(1 + columns)]
         return None if dtype is None else fake(dtype, *shape, last=1 if contiguous else None)
 
     return Conv1dUpdateParams(
-        x=fake(problem.dtype, num_tokens, problem.dim, last=1),
-        weight=weight,
-        bias=bias,
+        **_convolution.fake_common(problem),
         conv_state=_convolution.fake_slots(problem),
         conv_state_indices=vector(problem.index_dtype, False, problem.has_columns),
         num_accepted_tokens=vector("int32" if problem.has_accepted else None, False),
         cu_seqlens=vector(problem.cu_seqlens_dtype, True),
         parent_token=vector("int32" if problem.has_parent else None, True),
-        out=fake(problem.dtype, num_tokens, problem.dim, last=1),
-        null_slot=cutlass.Int64(-1),
     )
 
 
@@ -130,29 +124,19 @@ class _Conv1dUpdate(Convolution):
 
     @cute.kernel
     def kernel(self, params: Conv1dUpdateParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        sequence = block // self.slices
-        channel = (block % self.slices * self.threads + thread) * CHANNELS
-        live_channel = cutlass.Boolean(True)
-        if cutlass.const_expr(self.mask_channels):
-            live_channel = channel < self.dim
-        if live_channel:
-            rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
-            rZero.fill(0.0)
+        sequence, channel, is_live = self.assignment()
+        if is_live:
             begin = cutlass.Int32(sequence)
             count = cutlass.Int32(1)
             if cutlass.const_expr(params.cu_seqlens is not None):
                 begin = cutlass.Int32(params.cu_seqlens[sequence])
                 count = cutlass.Int32(params.cu_seqlens[sequence + 1]) - begin
             if count > 0:
-                self.run_sequence(params, sequence, begin, count, channel, rZero)
+                self.run_sequence(params, sequence, begin, count, channel)
             if cutlass.const_expr(params.cu_seqlens is not None):
-                # Rows beyond the last sequence are dealt to all blocks.
                 num_sequences = params.cu_seqlens.shape[0] - 1
                 first = cutlass.Int32(params.cu_seqlens[num_sequences]) + sequence
-                for token in cutlass.range(first, params.out.shape[0], num_sequences, unroll=1):
-                    self.store_row(rZero, params.out, token, channel)
+                self.zero_rows(params.out, first, num_sequences, channel)
 
     @cute.jit
     def run_sequence(
@@ -162,14 +146,13 @@ class _Conv1dUpdate(Convolution):
         begin: cutlass.Int32,
         count: cutlass.Int32,
         channel: cutlass.Int32,
-        rZero: cute.Tensor,
     ):
         history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
         rWeight = cute.make_rmem_tensor(CHANNELS * self.width, cutlass.Float32)
         rBias = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
         rLine = cute.make_rmem_tensor((history + batch) * CHANNELS, self.dtype)
         rOut = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
-        # What depends on no index is loaded before the slot is known.
+        # Loads that depend on no index, before the slot is known.
         for u in cutlass.range_constexpr(batch):
             row = cutlass.Int32(u)
             if row >= count:
@@ -208,6 +191,8 @@ class _Conv1dUpdate(Convolution):
             else:
                 self.run_line(params, begin, count, slot, channel, rLine, rWeight, rBias, rOut)
         else:
+            rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
+            rZero.fill(0.0)
             for token in cutlass.range(begin, begin + count, unroll=1):
                 self.store_row(rZero, params.out, token, channel)
 
@@ -224,7 +209,7 @@ class _Conv1dUpdate(Convolution):
         rBias: cute.Tensor,
         rOut: cute.Tensor,
     ):
-        """Tokens one after the other. Of the windows, all columns are read before."""
+        """Tokens one after the other. All columns of the window have been read."""
         history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
         rKept = cute.make_rmem_tensor(history * CHANNELS, self.dtype)
         rKept.fill(0.0)
@@ -267,14 +252,14 @@ class _Conv1dUpdate(Convolution):
         rBias: cute.Tensor,
         rOut: cute.Tensor,
     ):
-        """Each node behind its ancestors; its own window goes to its own slot."""
+        """Each node after its ancestors; its own window goes to its own slot."""
         history = cutlass.const_expr(self.history)
         rNode = cute.make_rmem_tensor(self.width * CHANNELS, self.dtype)
         rNode.fill(0.0)
         for t in cutlass.range(count, unroll=1):
             self.load_row(params.x, begin + t, channel, rNode, history)
             node = cutlass.Int32(t)
-            newest = cutlass.Int32(history - 1)  # of the starting window, what comes next to the root
+            newest = cutlass.Int32(history - 1)  # row of the starting window that is next before the root
             for back in cutlass.range_constexpr(1, self.width):
                 place = cutlass.const_expr(history - back)
                 if node >= 0:

@@ -4,7 +4,7 @@
     beta_output = sigmoid(b)
 
 Tensors: A_log, dt_bias [HV]; a, b [L, HV] of any strides; g, beta_output [L, HV] float32 contiguous.
-`gdn.problems.GatingProblem` is the contract. A thread makes `heads` neighbouring heads of a row; the inputs are read
+`gdn.problems.GatingParams` is the contract. A thread computes `heads` neighbouring heads of a row; the inputs are read
 element by element (their strides are free and neighbours share sectors), the outputs are written at once.
 """
 
@@ -51,7 +51,7 @@ def configs(problem: GatingProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: GatingProblem, device: DeviceSpec) -> Config:
-    """Whole 16-byte stores where the heads allow and there is enough to do, else as many threads as there are gates."""
+    """16-byte stores where the number of heads allows them and there is enough work, else one thread per gate."""
     elements = problem.num_tokens * problem.num_heads
     wide = [heads for heads in (4, 2) if problem.num_heads % heads == 0 and elements >= heads * 256 * device.num_sms]
     return Config(128, wide[0] if wide else 1)

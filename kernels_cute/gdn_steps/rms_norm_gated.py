@@ -1,6 +1,6 @@
 """Gated RMS norm: x / sqrt(mean(x * x) + eps) * weight * gate(z) over the last dim, in float32; gate silu or sigmoid.
 
-Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. `gdn.problems.RmsNormGatedProblem` is the contract.
+Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. `gdn.problems.RmsNormGatedParams` is the contract.
 
 A group of `lanes` threads owns `rows` rows (a row: one head of one token) and holds `chunks` accesses of each; all of x
 and z is loaded before anything is summed, and the sums cross the group by shuffles.
@@ -19,13 +19,13 @@ from gdn.device import DeviceSpec
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, sigmoid, store
 
-_MOST_ELEMENTS = 64  # of x in a thread's registers
+_MOST_ELEMENTS = 64  # elements of x in a thread's registers
 
 
 @dataclass(frozen=True)
 class Config:
     threads: int  # threads of a block
-    rows: int  # rows of a group of threads: more bytes in flight, more registers, fewer blocks
+    rows: int  # rows per group of threads: more bytes in flight, more registers, fewer blocks
 
 
 def refusal(problem: RmsNormGatedProblem) -> str | None:
@@ -41,18 +41,18 @@ def refusal(problem: RmsNormGatedProblem) -> str | None:
 
 
 def _vector(problem: RmsNormGatedProblem) -> int:
-    """Elements of an access."""
+    """Elements per access."""
     return 4 if problem.head_dim % 8 else 8
 
 
 def _lanes(problem: RmsNormGatedProblem) -> int:
-    """Threads of a row: a power of two, one access each where a warp suffices."""
+    """Threads per row: a power of two, one access each if a warp is enough."""
     accesses = -(-problem.head_dim // _vector(problem))
     return min(32, 1 << (accesses - 1).bit_length())
 
 
 def _elements(problem: RmsNormGatedProblem) -> int:
-    """Of a row in one thread."""
+    """Elements of a row in one thread."""
     vector, lanes = _vector(problem), _lanes(problem)
     return -(-problem.head_dim // (vector * lanes)) * vector
 
@@ -71,7 +71,7 @@ def configs(problem: RmsNormGatedProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: RmsNormGatedProblem, device: DeviceSpec) -> Config:
-    """As many rows a group as leave every SM two loads of threads, then as many threads a block."""
+    """The most rows per group that leave every SM two full loads of threads, then the most threads per block."""
     lanes, count = _lanes(problem), problem.num_tokens * problem.num_heads
     for rows in (4, 2, 1):
         if fits(problem, Config(128, rows), device) and count * lanes >= 2 * 1024 * device.num_sms * rows:
@@ -128,7 +128,7 @@ class _RmsNormGated:
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
         groups = cutlass.const_expr(self.threads // self.lanes)
-        # The groups of a block take neighbouring rows, so that it reads whole stretches of memory at a time.
+        # The groups of a block take neighbouring rows, so that a block reads contiguous memory.
         first = cutlass.Int64(block) * self.block_rows + thread // self.lanes
         count = cutlass.Int64(params.x.shape[0]) * self.heads
         rX = cute.make_rmem_tensor(self.rows * self.elements, params.x.element_type)
@@ -197,6 +197,6 @@ class _RmsNormGated:
         start: cutlass.Constexpr,
         once: cutlass.Constexpr,
     ):
-        # A float32 row takes two accesses of 16 bytes: what is known of its alignment.
+        # A float32 row takes two accesses: 16 bytes are known of its alignment.
         align = cutlass.const_expr(min(16, self.vector * gX.element_type.width // 8))
         load(pointer(gX, offset, align), self.vector, rX, start, once)

@@ -2,10 +2,10 @@
 
 Tensors: mixed_qkvz [L, H * (2 * K + 2 * r * V)] with groups [q (K) | k (K) | v (r * V) | z (r * V)], mixed_ba [L, 2 * HV]
 with groups [b (r) | a (r)] -> mixed_qkv [L, 2 * H * K + HV * V] = [all q | all k | all v], z [L, HV * V], b, a [L, HV].
-`gdn.problems.SplitProblem` is the contract.
+`gdn.problems.SplitParams` is the contract.
 
-A thread owns one 16-byte piece of a row, whose target is worked out once, in `rows` rows, which it loads together. The
-last slice of blocks of every row tile moves b and a, element by element.
+A thread owns one 16-byte piece of a row. It computes the piece's target once and moves the piece in `rows` rows, which it
+loads together. The last slice of blocks of every row tile moves b and a, element by element.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, store
 @dataclass(frozen=True)
 class Config:
     threads: int  # threads of a block
-    rows: int  # rows of a block: more bytes in flight per thread, fewer blocks
+    rows: int  # rows per block: more bytes in flight per thread, fewer blocks
 
 
 def refusal(problem: SplitProblem) -> str | None:
@@ -40,12 +40,12 @@ def refusal(problem: SplitProblem) -> str | None:
 
 
 def _vector(problem: SplitProblem) -> int:
-    """Elements of an access: what divides every piece of a group."""
+    """Elements per access: a divisor of every part of a group."""
     return 4 if problem.head_k_dim % 8 or problem.head_v_dim % 8 else 8
 
 
 def _slices(problem: SplitProblem, threads: int) -> int:
-    """Blocks that share a row of mixed_qkvz."""
+    """Number of blocks that share a row of mixed_qkvz."""
     return -(-(problem.row_elements // _vector(problem)) // threads)
 
 
@@ -61,7 +61,7 @@ def configs(problem: SplitProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:
-    """As many rows per thread as leave every SM a full load of threads."""
+    """The most rows per thread that leave every SM two full loads of threads."""
     threads = 128
     per_row = _slices(problem, threads) * threads
     for rows in (8, 4, 2):
@@ -105,7 +105,7 @@ class _Split:
         self.vector = _vector(problem)
         self.slices = _slices(problem, config.threads)
         self.heads, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
-        # In accesses: a row, the parts of a group, and their places in mixed_qkv.
+        # Sizes in accesses: a row, the parts of a group, and their starts in mixed_qkv.
         self.row_pieces = problem.row_elements // self.vector
         self.key = problem.head_k_dim // self.vector
         self.value = self.ratio * problem.head_v_dim // self.vector

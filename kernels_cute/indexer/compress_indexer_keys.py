@@ -4,16 +4,16 @@
 
 Tensors: raw_k [L, kv_heads, D] bfloat16 | float16, ring [sequences, size, kv_heads, D] with the raw key of position p at row
 p % size, positions, ring_slots, slot_mapping [L], cache [pages, elements of a page].
-`gdn.problems.CompressIndexerKeysProblem` is the contract, `_indexer_rows` says how a row lies in registers.
+`gdn.problems.CompressIndexerKeysParams` is the contract; `rows.py` describes a row in registers.
 
-A warp owns a token. If the token ends a group it makes the group's key; members from before this call come from the ring.
-And it stores its raw key in the ring, unless a later token of the call takes the same row.
+A warp owns a token. If the token ends a group, the warp computes the group's key; members from before this call come from the
+ring. It also stores the token's raw key in the ring, unless a later token of the call takes the same row.
 
-Old rows are read before they are overwritten, with no barrier between blocks: rows that the group across the call's start
-reads are written by nobody but the warp that read them, which copies the raw key of their last owner itself. That owner
-finds out by the distance b to its sequence's first token (a search of 32 probes a step): its row is one of them where
-(b + j) % size == 0 for some j = 1 .. first position % ratio. With b <= size - ratio, as in every decode step, there is none,
-and nothing is searched.
+Old rows are read before they are overwritten, without a barrier between blocks: rows that the group across the call's start
+reads are written only by the warp that read them, which copies the raw key of their last owner itself. That owner knows from
+the distance b to its sequence's first token (a search of 32 probes per step): its row is one of them where
+(b + j) % size == 0 for some j = 1 .. first position % ratio. With b <= size - ratio, as in every decode step, no row is, and
+nothing is searched.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,10 @@ from gdn.device import DeviceSpec
 from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import FLOAT_DTYPES, fake
-from kernels_cute.indexer import ptx
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of
 
-_MOST_RATIO = 16  # members whose rows a lane holds at once: 8 registers each
+_MOST_RATIO = 16  # a lane holds the rows of all members at once: 8 registers each
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ def configs(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> list[Con
 
 
 def default_config(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> Config:
-    """Few blocks where a token waits for little but the launch; smaller ones where all SMs are busy, for an even end."""
+    """Large blocks for few tokens, which wait for little but the launch; smaller ones where all SMs are busy, so that they end
+    together."""
     return Config(128 if problem.num_tokens >= 8 * device.num_sms else 256)
 
 
@@ -138,12 +138,12 @@ class _CompressIndexerKeys(IndexerRows):
 
     @cute.jit
     def is_neighbour(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, distance: Int32):
-        """Whether token + distance is there and is the token of the same sequence at position + distance."""
+        """Whether token + distance exists and is the token of the same sequence at position + distance."""
         other = token + distance
         last = params.positions.shape[0] - 1
         is_there = other >= 0 and other <= last
-        other = cutlass.max(cutlass.min(other, last), Int32(0))  # loaded in any case: such loads travel together
-        # Positions are compared in their own width: one that no int32 holds is no neighbour's.
+        other = cutlass.max(cutlass.min(other, last), Int32(0))  # loaded in any case, so that the loads overlap
+        # Positions are compared in their own width: a position beyond int32 is never a neighbour's.
         own_width = params.positions.element_type
         return is_there and Int64(params.ring_slots[other]) == slot and params.positions[other] == own_width(position + distance)
 
@@ -158,7 +158,7 @@ class _CompressIndexerKeys(IndexerRows):
         sign: cutlass.Constexpr,
         known: Int32,
     ):
-        """How far the token's sequence reaches from it in one direction, given that it reaches `known` tokens; by a warp."""
+        """Number of tokens of the sequence after (sign 1) or before (-1) this one, at least `known`. The whole warp searches."""
         low, size = Int32(known), token + 1 - known
         if cutlass.const_expr(sign > 0):
             size = params.positions.shape[0] - token - known
@@ -187,7 +187,7 @@ class _CompressIndexerKeys(IndexerRows):
 
     @cute.jit
     def finish_group(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, warp_lane: Int32):
-        """The key of the group that ends with this token; and the ring rows that only this warp may overwrite."""
+        """Writes the key of the group that ends with this token, and the ring rows that only this warp may overwrite."""
         lane = warp_lane % self.lanes
         size = Int32(params.ring.shape[1])
         cache_slot = params.slot_mapping[token]
@@ -197,10 +197,10 @@ class _CompressIndexerKeys(IndexerRows):
             if cutlass.const_expr(back > 0):
                 if not self.is_neighbour(params, token, slot, position, Int32(-back)):
                     rHere[back] = Int32(0)
-        # Tokens of the sequence behind this one, where the group began before this call.
-        behind = Int32(0)
+        # Number of later tokens of the sequence, where the group began before this call.
+        following = Int32(0)
         if rHere[self.ratio - 1] == 0:
-            behind = self.extent(params, token, slot, position, warp_lane, 1, Int32(0))
+            following = self.extent(params, token, slot, position, warp_lane, 1, Int32(0))
 
         rMembers = cute.make_rmem_tensor(self.ratio * WORDS, Uint32)
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
@@ -236,7 +236,7 @@ class _CompressIndexerKeys(IndexerRows):
             self.write_cache(rWords, self.dtype, params.cache, self.form, self.kv_heads, cache_slot, head, lane, is_live)
 
             for back in cutlass.range_constexpr(1, self.ratio):
-                later = (behind + back) // size * size  # from the member's position to the last one of its ring row
+                later = (following + back) // size * size  # from the member's position to the last one of its ring row
                 if is_live and rHere[back] == 0 and later > 0:
                     self.load_row(params.raw_k, self.raw_offset(token + later - back, head, params.raw_k), lane, rWords, 0)
                     row = (position - back) % size
@@ -246,15 +246,15 @@ class _CompressIndexerKeys(IndexerRows):
     def divided(self, total: Float32):
         if cutlass.const_expr(self.ratio & (self.ratio - 1) == 0):
             return total * (1.0 / self.ratio)
-        return ptx.divide(total, float(self.ratio))
+        return total / float(self.ratio)
 
     @cute.jit
     def keep_raw_key(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, warp_lane: Int32):
-        """The token's raw key into the ring, unless a later token of this call takes the row, or another warp writes it."""
+        """Stores the token's raw key in the ring, unless a later token of this call takes the row, or another warp writes it."""
         lane = warp_lane % self.lanes
         size = Int32(params.ring.shape[1])
         is_kept = not self.is_neighbour(params, token, slot, position, size)
-        reach = size - self.ratio + 1  # no nearer to the sequence's first token is a row of the group across the start
+        reach = size - self.ratio + 1  # closer to the sequence's first token, no row belongs to the group across the start
         is_far = self.is_neighbour(params, token, slot, position, -reach)
         if is_kept and is_far:
             distance = self.extent(params, token, slot, position, warp_lane, -1, reach)

@@ -1,11 +1,11 @@
 """Selected groups of `ratio` tokens as token positions, then the causal tail, then -1.
 
 Tensors: group_indices [L, k], -1 = none; positions [L] -> out [L, k * ratio + ratio - 1] int32. The tail is the query's own
-unfinished group: (pos + 1) // ratio * ratio up to and with pos. `gdn.problems.ExpandTopkGroupsProblem` is the contract.
+unfinished group: (pos + 1) // ratio * ratio up to and including pos. `gdn.problems.ExpandTopkGroupsParams` is the contract.
 
 A block owns a row and takes its groups `threads * groups` at a time: they are packed in order into a list in shared memory
-(ballots inside a warp, counts across warps), and the list is written out member by member, so that neighbouring lanes write
-neighbouring words: a row is k * ratio + ratio - 1 words long and starts nowhere in particular, so wider stores would not align.
+(ballots inside a warp, counts across warps), and the list is written member by member, so that neighbouring lanes write
+neighbouring words. A row is k * ratio + ratio - 1 words long and may start at any word, so wider stores would not be aligned.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ class _ExpandTopkGroups:
         sCounts = smem.allocate_tensor(Int32, cute.make_layout(self.warps), 16)
         position = narrowed(params.positions[token])
         k = Int32(params.group_indices.shape[1])
-        written = Int32(0)  # groups
+        written = Int32(0)  # groups so far
         for first in cutlass.range(0, k, self.step, unroll=1):
             count = self.fill_list(params.group_indices, token, first, k, thread, sList, sCounts)
             for j in cutlass.range(thread, count * self.ratio, self.threads, unroll=4):
@@ -140,7 +140,7 @@ class _ExpandTopkGroups:
         sList: cute.Tensor,
         sCounts: cute.Tensor,
     ):
-        """Packs the groups first .. first + step that are there into the list; returns how many there are."""
+        """Packs those of the groups first .. first + step that are present into the list; returns their number."""
         warp, lane = thread // 32, thread % 32
         start = first + warp * (32 * self.groups)
         rGroups = cute.make_rmem_tensor(self.groups, Int32)

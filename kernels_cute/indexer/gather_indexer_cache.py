@@ -1,10 +1,10 @@
 """Cached key rows of N sequences out of their pages, packed: row r of sequence n goes to row cu_seqlens[n] + r.
 
 Tensors: cache [pages, elements of a page], block_tables [N, max_pages] int32, cu_seqlens [N + 1] -> k [rows, kv_heads * D],
-k_scale [rows, kv_heads] float32. `gdn.problems.GatherIndexerCacheProblem` is the contract.
+k_scale [rows, kv_heads] float32. `gdn.problems.GatherIndexerCacheParams` is the contract.
 
 A warp owns `rows` neighbouring rows. Each lane finds one row's sequence by bisection (cu_seqlens stays in L1), its page and
-its place; then all lanes copy the rows in 16-byte pieces, all loads before the first store, with addresses by shuffle.
+its offset there; then all lanes copy the rows in 16-byte pieces, all loads before the first store, with addresses by shuffle.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem
 from kernels_cute.common.memory import ACCESS_BYTES, fake, load, store, word_pointer
 from kernels_cute.indexer.rows import CACHE_DTYPES, INDEX_DTYPES
 
-_MOST_PIECES = 16  # that a lane holds at once: 64 registers
+_MOST_PIECES = 16  # 16-byte pieces that a lane holds at once: 64 registers
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
 
 
 def _row_bytes(problem: GatherIndexerCacheProblem) -> int:
-    """Of a row's values, over its key heads."""
+    """Bytes of a row's values, all key heads together."""
     return problem.num_kv_heads * problem.head_dim * (2 if problem.cache_dtype == "bfloat16" else 1)
 
 
@@ -59,7 +59,7 @@ def configs(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> list[Conf
 
 
 def default_config(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> Config:
-    """As many rows a warp as leave every SM 16 warps; blocks of one warp where there are few."""
+    """The most rows per warp that leave every SM 16 warps; blocks of one warp for few rows."""
     for rows in (32, 16, 8):
         if problem.num_rows >= rows * 16 * device.num_sms:
             return Config(128, rows)
@@ -122,7 +122,7 @@ class _GatherIndexerCache:
         num_rows = params.k.shape[0]
         page_size = Int32(params.cache.shape[1]) // self.row_elements
 
-        # One row a lane; lanes beyond the warp's rows repeat its last one.
+        # One row per lane; lanes beyond the warp's rows repeat its last row.
         row = first + (lane if lane < self.rows else self.rows - 1)
         page, place, is_used = self.find(params, row, page_size)
         base = params.cache.iterator.toint() + Int64(page) * params.cache.stride[0] * (params.cache.element_type.width // 8)
@@ -138,7 +138,7 @@ class _GatherIndexerCache:
 
     @cute.jit
     def find(self, params: GatherIndexerCacheParams, row: Int32, page_size: Int32):
-        """Page of a row of the result, place in the page, and whether any sequence has it (else both are 0)."""
+        """Page of a row of the result, row in the page, and whether a sequence has it (else both are 0)."""
         count = params.cu_seqlens.shape[0] - 1
         sequence = Int32(0)
         size = Int32(count)
@@ -170,13 +170,13 @@ class _GatherIndexerCache:
         start: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ):
-        """Rounds start .. start + count of the warp's pieces, 32 a round; source: of the row that this lane found."""
+        """Copies rounds start .. start + count of the warp's pieces, 32 per round. source: address of this lane's row."""
         rPieces = cute.make_rmem_tensor(4 * count, Uint32)
         rPieces.fill(0)
         for u in cutlass.range_constexpr(count):
             piece = (start + u) * 32 + lane
             row = piece // self.row_pieces
-            # By all lanes: the row's address is another lane's.
+            # Executed by all lanes: the row's address is another lane's.
             address = self.from_lane(source, cutlass.min(row, self.rows - 1))
             if address != 0 and row < self.rows:
                 load(word_pointer(address + (piece - row * self.row_pieces) * 16, 16), 4, rPieces, 4 * u, True)
@@ -204,7 +204,7 @@ class _GatherIndexerCache:
         num_rows: Int32,
         gScale: cute.Tensor,
     ):
-        """The scales of the row that this lane found."""
+        """Copies the scales of the row that this lane found."""
         if lane < self.rows and row < num_rows:
             source = cute.make_ptr(Float32, scales + Int64(place) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4)
             for head in cutlass.range_constexpr(self.kv_heads):

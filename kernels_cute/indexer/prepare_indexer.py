@@ -5,11 +5,11 @@
 
 Tensors: q [L, H, D], k [L, kv_heads, D] bfloat16 | float16, weights [L, H], positions, slot_mapping [L], cos_sin
 [max_positions, rotary_dim], cache [pages, elements of a page] -> q_out [L, H, D], weights_out [L, H] float32.
-`gdn.problems.PrepareIndexerProblem` is the contract, `_indexer_rows` says how a row lies in registers.
+`gdn.problems.PrepareIndexerParams` is the contract; `rows.py` describes a row in registers.
 
-The first blocks write keys, one row a group of lanes: they wait longest, for slots and pages. The others prepare queries:
-a group takes `rows` heads of one token, loads them all, and reads the token's angles once. Heads are dealt so that the
-groups of a warp load neighbouring ones.
+The first blocks write keys, one row per group of lanes: they wait longest, for slots and pages. The others prepare queries:
+a group of lanes takes `rows` heads of one token, loads them all, and reads the token's angles once. Heads are dealt so that
+the groups of a warp load neighbouring ones.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows
 @dataclass(frozen=True)
 class Config:
     threads: int  # threads of a block
-    rows: int  # heads of a group of lanes: more bytes in flight, more registers, fewer blocks
+    rows: int  # heads per group of lanes: more bytes in flight, more registers, fewer blocks
 
 
 def refusal(problem: PrepareIndexerProblem) -> str | None:
@@ -71,7 +71,7 @@ def configs(problem: PrepareIndexerProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: PrepareIndexerProblem, device: DeviceSpec) -> Config:
-    """As many heads a group as leave every SM a full load of threads, then blocks as small as it takes to reach every SM."""
+    """The most heads per group that leave every SM a full load of threads, then blocks small enough to reach every SM."""
     lanes = _indexer_rows.lanes_of(problem.head_dim)
     threads_wanted = problem.num_tokens * problem.num_heads * lanes
     for rows in (4, 2):
@@ -120,7 +120,7 @@ class _PrepareIndexer(IndexerRows):
         super().__init__(problem.head_dim, problem.rotary_dim, config.threads)
         self.rows = config.rows
         self.heads, self.kv_heads = problem.num_heads, problem.num_kv_heads
-        self.parts = problem.num_heads // config.rows  # groups of lanes of a token
+        self.parts = problem.num_heads // config.rows  # groups of lanes per token
         self.dtype, self.k_dtype, self.zero_centred = problem.dtype, problem.k_dtype, problem.zero_centred
         is_fp8 = problem.q_out_dtype == "float8_e4m3fn"
         self.form = SCALED if problem.folds_weights else CAST if is_fp8 else problem.dtype
@@ -155,7 +155,7 @@ class _PrepareIndexer(IndexerRows):
     def write_key(self, params: PrepareIndexerParams, item: Int32, lane: Int32):
         count = params.k.shape[0] * self.kv_heads
         is_live = item < count
-        if item >= count:  # the last row again: all lanes of a warp shuffle
+        if item >= count:  # repeats the last row, because all lanes of a warp shuffle
             item = count - 1
         token, head = item // self.kv_heads, item % self.kv_heads
         position, slot = params.positions[token], params.slot_mapping[token]

@@ -1,4 +1,4 @@
-"""Single instructions for rows of 16-bit values: two in a 32-bit word, the first in its lower half; and for e4m3."""
+"""Instructions that the DSL lacks, for rows of 16-bit values (two in a 32-bit word, the first in its lower half) and e4m3."""
 
 from typing import Any
 
@@ -6,26 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-_PACK = {
-    "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
-    "float16": "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
-}
-_UNPACK = {
-    "bfloat16": """{
-.reg .b32 low, high;
-shl.b32 low, {$r0}, 16;
-and.b32 high, {$r0}, 0xffff0000;
-mov.b32 {$w0}, low;
-mov.b32 {$w1}, high;
-}""",
-    "float16": """{
-.reg .b16 low, high;
-mov.b32 {low, high}, {$r0};
-cvt.f32.f16 {$w0}, low;
-cvt.f32.f16 {$w1}, high;
-}""",
-}
-# The larger half as a float. Bits of what is not negative order as numbers do, with NaN above infinity.
+# The larger half as a float. Bits of non-negative values are ordered as the values are, with NaN above infinity.
 _LARGER = {
     "bfloat16": """{
 .reg .b32 low, high, most;
@@ -52,7 +33,7 @@ cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
 cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};
 mov.b32 {$w0}, {low, high};
 }"""
-# The remainder is taken negative, and so is its correction: only so does -0.0 stay what it is.
+# The remainder is negated, and so is its correction: otherwise -0.0 would not stay -0.0.
 _QUOTIENT = """{
 .reg .f32 near, rest, value, inverse;
 mul.rn.f32 near, {$r0}, {$r1};
@@ -61,16 +42,6 @@ neg.f32 inverse, {$r1};
 fma.rn.f32 rest, near, {$r2}, value;
 fma.rn.f32 {$w0}, rest, inverse, near;
 }"""
-
-
-def pack(dtype: str, first: Any, second: Any) -> Any:
-    """Two floats rounded to nearest even, in one word."""
-    return cute.arch.inline_ptx(_PACK[dtype], write_only_types=[Uint32], read_only_args=[first, second])
-
-
-def unpack(dtype: str, word: Any) -> Any:
-    """The two floats of a word."""
-    return cute.arch.inline_ptx(_UNPACK[dtype], write_only_types=[Float32, Float32], read_only_args=[word])
 
 
 def magnitudes(word: Any) -> Any:
@@ -89,21 +60,10 @@ def larger_half(dtype: str, word: Any) -> Any:
 
 
 def at_least(value: Any, least: float) -> Any:
-    """max(value, least); NaN stays NaN."""
+    """max(value, least); NaN stays NaN. (cute.arch.fmax makes four instructions more of quantize_fp8.)"""
     return cute.arch.inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[value, Float32(least)]
     )
-
-
-def divide(value: Any, divisor: float) -> Any:
-    return cute.arch.inline_ptx(
-        "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[value, Float32(divisor)]
-    )
-
-
-def reciprocal(value: Any) -> Any:
-    """To one unit in the last place."""
-    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
 
 
 def quotient(value: Any, inverse: Any, divisor: Any) -> Any:
@@ -113,9 +73,10 @@ def quotient(value: Any, inverse: Any, divisor: Any) -> Any:
 
 
 def to_e4m3(first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Four values as e4m3 in one word."""
     return cute.arch.inline_ptx(_E4M3, write_only_types=[Uint32], read_only_args=[first, second, third, fourth])
 
 
 def where_infinite(value: Any, then: Any, otherwise: Any) -> Any:
-    """then where the value is +infinity, not where it is NaN."""
+    """then where the value is +infinity, else otherwise; NaN is not infinite."""
     return cutlass.select_(value == Float32(float("inf")), then, otherwise)

@@ -1,8 +1,8 @@
 """e4m3 values with one scale per group: scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated.
 
 Tensors: x [L, G, group] bfloat16 | float16 -> x_fp8 [L, G, group] float8_e4m3fn, scale [L, G] float32.
-`gdn.problems.QuantizeFp8Problem` is the contract. A group of lanes owns `rows` groups of values, which it loads together;
-`_indexer_rows` says how they lie in registers. Bits are those of the reference.
+`gdn.problems.QuantizeFp8Params` is the contract. A group of lanes owns `rows` groups of values, which it loads together;
+`rows.py` describes them in registers. The results are bit for bit the reference's.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from kernels_cute.indexer.rows import SCALED, WORDS, IndexerRows
 @dataclass(frozen=True)
 class Config:
     threads: int  # threads of a block
-    rows: int  # groups of values of a group of lanes: more bytes in flight, more registers, fewer blocks
+    rows: int  # groups of values per group of lanes: more bytes in flight, more registers, fewer blocks
 
 
 def refusal(problem: QuantizeFp8Problem) -> str | None:
@@ -47,7 +47,7 @@ def configs(problem: QuantizeFp8Problem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: QuantizeFp8Problem, device: DeviceSpec) -> Config:
-    """As many groups as leave every SM a full load of threads, then blocks as small as it takes to reach every SM."""
+    """The most rows that leave every SM a full load of threads, then blocks small enough to reach every SM."""
     threads_wanted = problem.num_tokens * problem.num_groups * _indexer_rows.lanes_of(problem.group_dim)
     for rows in (4, 2):
         if threads_wanted >= rows * 1024 * device.num_sms:
@@ -98,13 +98,13 @@ class _QuantizeFp8(IndexerRows):
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // self.lanes, thread % self.lanes
         count = Int64(params.x.shape[0]) * self.num_groups
-        # The groups of a block take neighbouring rows, so that it reads whole stretches of memory at a time.
+        # The groups of a block take neighbouring rows, so that a block reads contiguous memory.
         first = Int64(block) * (self.groups * self.rows) + group
         rRows = cute.make_rmem_tensor(self.rows * WORDS, Uint32)
         rCodes = cute.make_rmem_tensor(WORDS, Uint32)
         for u in cutlass.range_constexpr(self.rows):
             row = first + u * self.groups
-            if row >= count:  # the last row again: all lanes of a warp shuffle
+            if row >= count:  # repeats the last row, because all lanes of a warp shuffle
                 row = count - 1
             token = row // self.num_groups
             offset = token * params.x.stride[0] + (row - token * self.num_groups) * params.x.stride[1]

@@ -1,4 +1,4 @@
-"""Rows of `dim` 16-bit values in registers, and what the indexer does with them: RMS norm, RoPE, rounding, e4m3, the cache.
+"""Rows of `dim` 16-bit values in registers, and the indexer's steps on them: RMS norm, RoPE, rounding, e4m3, the cache.
 
 A group of dim / 16 lanes owns a row; a lane holds two chunks of 8 neighbouring values, which are one 16-byte load each:
 
@@ -6,8 +6,8 @@ A group of dim / 16 lanes owns a row; a lane holds two chunks of 8 neighbouring 
                       are in one thread, so RoPE needs no shuffle
     the other dims    likewise chunk c of their first half and chunk c of their second
 
-Sums and maxima cross the group by shuffles; all lanes of a warp must take part in them. Values are held as words of two
-(`_indexer_ptx`), which is what is loaded and stored; the arithmetic is float32, rounded to the row's dtype once.
+Sums and maxima cross the group by shuffles; all lanes of a warp must take part in them. Values are held as words of two, as they
+are loaded and stored; the arithmetic is float32, rounded to the row's dtype once.
 """
 
 from typing import Any
@@ -17,20 +17,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import load, pointer, store, word_pointer, words
+from kernels_cute.common.memory import CUTE_DTYPES, load, pointer, store, word_pointer, words
+from kernels_cute.common.ptx import pack, unpack
 from kernels_cute.indexer import ptx
 
-CHUNK = 8  # values of a 16-byte load
-ELEMENTS = 2 * CHUNK  # of a row in one lane
+CHUNK = 8  # values per 16-byte load
+ELEMENTS = 2 * CHUNK  # values of a row in one lane
 WORDS = ELEMENTS // 2
 HEAD_DIMS = (32, 64, 128, 256)
 ROW_DTYPES = ("bfloat16", "float16")
 INDEX_DTYPES = ("int32", "int64")
 CACHE_DTYPES = ("uint8", "float8_e4m3fn", "bfloat16")
 FP8_MAX = 448.0
-LEAST_PEAK = 1e-4  # a scale is never smaller than this one's
+LEAST_PEAK = 1e-4  # amax that gives the smallest scale
 
-# What a row becomes: a 16-bit dtype's name, or one of these.
+# Encoded form of a row: the name of a 16-bit dtype, or one of these.
 SCALED = "scaled"  # e4m3 of value / scale
 CAST = "cast"  # e4m3 of the value
 
@@ -40,12 +41,12 @@ def lanes_of(dim: int) -> int:
 
 
 def form_of(cache_dtype: str | None) -> str:
-    """What a key becomes in a cache of this dtype."""
+    """Encoded form of a key in a cache of this dtype."""
     return {"uint8": SCALED, "float8_e4m3fn": CAST}.get(str(cache_dtype), str(cache_dtype))
 
 
 def refusal(dim: int, dtypes: dict[str, str | None], cache_dtype: str | None, indices: dict[str, str | None]) -> str | None:
-    """What every kernel on such rows requires. dtypes: of rows, indices: of integer tensors; None = absent."""
+    """None if a kernel can work on such rows, else the reason. dtypes: of rows, indices: of integer tensors; None = absent."""
     if dim not in HEAD_DIMS:
         return f"requires a head dim of {', '.join(map(str, HEAD_DIMS))}, got {dim}"
     for name, dtype in dtypes.items():
@@ -66,19 +67,19 @@ def rotation_refusal(rotary_dim: int, dim: int) -> str | None:
 
 
 class IndexerRows:
-    """Compile-time constants of the rows, and the steps on them."""
+    """Compile-time constants of rows, and the steps on them."""
 
     def __init__(self, dim: int, rotary_dim: int, threads: int) -> None:
         self.dim, self.threads = dim, threads
         self.lanes = lanes_of(dim)
-        self.groups = threads // self.lanes  # of a block
+        self.groups = threads // self.lanes  # groups of lanes per block
         self.half = rotary_dim // 2
         self.rotated = self.half // CHUNK  # lanes whose chunks are rotated
         self.plain_half = (dim - rotary_dim) // 2
 
     @cute.jit
     def places(self, lane: Int32):
-        """Where a lane's two chunks start in a row."""
+        """Starts of a lane's two chunks in a row."""
         first = lane * CHUNK
         second = first + self.half
         if cutlass.const_expr(self.rotated < self.lanes):
@@ -89,7 +90,7 @@ class IndexerRows:
 
     @cute.jit
     def load_row(self, gX: cute.Tensor, offset: Int64, lane: Int32, rWords: cute.Tensor, start: cutlass.Constexpr):
-        """rWords[start : start + WORDS] = a lane's part of the row at gX + offset elements; read once, past L1."""
+        """Fills rWords[start : start + WORDS] with a lane's part of the row at gX + offset elements; read once, past L1."""
         first, second = self.places(lane)
         load(words(gX, offset + first, 16), WORDS // 2, rWords, start, True)
         load(words(gX, offset + second, 16), WORDS // 2, rWords, start + WORDS // 2, True)
@@ -122,14 +123,14 @@ class IndexerRows:
     @cute.jit
     def unpack(self, rWords: cute.Tensor, start: cutlass.Constexpr, dtype: cutlass.Constexpr, rX: cute.Tensor):
         for i in cutlass.range_constexpr(WORDS):
-            first, second = ptx.unpack(dtype, rWords[start + i])
+            first, second = unpack(CUTE_DTYPES[dtype], rWords[start + i])
             rX[2 * i] = first
             rX[2 * i + 1] = second
 
     @cute.jit
     def pack(self, rX: cute.Tensor, dtype: cutlass.Constexpr, rWords: cute.Tensor, start: cutlass.Constexpr):
         for i in cutlass.range_constexpr(WORDS):
-            rWords[start + i] = ptx.pack(dtype, rX[2 * i], rX[2 * i + 1])
+            rWords[start + i] = Uint32(pack(CUTE_DTYPES[dtype], rX[2 * i], rX[2 * i + 1]))
 
     @cute.jit
     def norm(self, rX: cute.Tensor, rGain: cute.Tensor, eps: Float32):
@@ -161,7 +162,7 @@ class IndexerRows:
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             peak = ptx.larger(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))
         most = ptx.at_least(ptx.larger_half(dtype, peak), LEAST_PEAK)
-        # The remainder of infinity would be NaN.
+        # For infinity the remainder would be NaN.
         return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(FP8_MAX)))
 
     @cute.jit
@@ -173,7 +174,7 @@ class IndexerRows:
         form: cutlass.Constexpr,
         rCodes: cute.Tensor,
     ):
-        """rCodes = the row's words in `form`, 4 of e4m3 or 8 of a 16-bit dtype; returns the scale (1 without one)."""
+        """Fills rCodes with the row's words in `form`, 4 of e4m3 or 8 of a 16-bit dtype; returns the scale (1 without one)."""
         scale = Float32(1.0)
         if cutlass.const_expr(form == dtype):
             for i in cutlass.range_constexpr(WORDS):
@@ -183,8 +184,8 @@ class IndexerRows:
             self.unpack(rWords, start, dtype, rX)
             if cutlass.const_expr(form == SCALED):
                 scale = self.scale_of(rWords, start, dtype)
-                inverse = ptx.reciprocal(scale)
-                # The remainder of a division by infinity would be NaN, where the quotient is 0.
+                inverse = cute.arch.rcp_approx(scale)
+                # In a division by infinity the remainder would be NaN, although the quotient is 0.
                 divisor = ptx.where_infinite(scale, Float32(0.0), scale)
                 for i in cutlass.range_constexpr(ELEMENTS):
                     rX[i] = ptx.quotient(rX[i], inverse, divisor)
@@ -197,7 +198,7 @@ class IndexerRows:
 
     @cute.jit
     def store_codes(self, rCodes: cute.Tensor, form: cutlass.Constexpr, address: Int64, lane: Int32):
-        """A lane's part of an encoded row that starts at this global address."""
+        """Stores a lane's part of an encoded row that starts at this global address."""
         width = cutlass.const_expr(1 if form in (SCALED, CAST) else 2)  # bytes of a value
         count = cutlass.const_expr(CHUNK * width // 4)  # words of a chunk
         first, second = self.places(lane)
@@ -217,10 +218,9 @@ class IndexerRows:
         lane: Int32,
         is_live: cutlass.Boolean,
     ):
-        """The row goes to slot (page * page_size + offset) of the cache, where it is live and an int32 that is not negative
-        holds the slot."""
+        """Writes the row to slot (page * page_size + offset) of the cache, if it is live and the slot is in [0, 2**31)."""
         rCodes = cute.make_rmem_tensor(WORDS, Uint32)
-        scale = self.encode(rWords, 0, dtype, form, rCodes)  # by all lanes: it shuffles
+        scale = self.encode(rWords, 0, dtype, form, rCodes)  # executed by all lanes, because it shuffles
         width = cutlass.const_expr(gCache.element_type.width // 8)
         row_bytes = cutlass.const_expr(self.dim * width)
         page_rows = Int32(gCache.shape[1]) // (self.dim + (4 if form == SCALED else 0))  # rows x key heads of a page

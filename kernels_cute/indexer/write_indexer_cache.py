@@ -1,8 +1,8 @@
 """Key rows into the indexer's cache, in the cache's form: e4m3 with a scale per row, plain e4m3, or bfloat16.
 
 Tensors: k [L, kv_heads, D] bfloat16 | float16, slot_mapping [L], cache [pages, elements of a page].
-`gdn.problems.WriteIndexerCacheProblem` is the contract. A group of lanes owns a row; `_indexer_rows` says how it lies in
-registers and in a page. Bits are those of the reference.
+`gdn.problems.WriteIndexerCacheParams` is the contract. A group of lanes owns a row; `rows.py` describes it in registers and
+in a page. The results are bit for bit the reference's.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def configs(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> list[Confi
 
 
 def default_config(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> Config:
-    """Blocks as small as it takes to reach every SM."""
+    """Blocks small enough to reach every SM."""
     threads_wanted = problem.num_tokens * problem.num_kv_heads * _indexer_rows.lanes_of(problem.head_dim)
     return Config(128 if threads_wanted >= 256 * device.num_sms else 32)
 
@@ -94,7 +94,7 @@ class _WriteIndexerCache(IndexerRows):
         item = block * self.groups + thread // self.lanes
         count = params.k.shape[0] * self.kv_heads
         is_live = item < count
-        if item >= count:  # the last row again: all lanes of a warp shuffle
+        if item >= count:  # repeats the last row, because all lanes of a warp shuffle
             item = count - 1
         token, head = item // self.kv_heads, item % self.kv_heads
         slot = params.slot_mapping[token]

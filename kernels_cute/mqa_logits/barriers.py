@@ -131,7 +131,7 @@ class BarrierTable:
 
 
 def initialise(table: BarrierTable, storage):
-    """By one lane of the block; the caller makes it visible to the others."""
+    """Initialises all mbarriers. One lane of the block calls it; the caller makes it visible to the others."""
     for full, free in table.rings():
         for stage in range(full.stages):
             cute.arch.mbarrier_init(pointer(full, storage, stage), full.count)
@@ -149,7 +149,7 @@ def arrive(barrier: Mbarrier, storage, stage, by: str):
 
 
 def arrive_and_expect(barrier: Mbarrier, storage, stage, num_bytes, by: str):
-    """One lane's arrival, and the bytes that the phase waits for besides."""
+    """One lane's arrival, and the number of bytes that the phase also waits for."""
     if not barrier.arrival_of(by).has_bytes:
         raise ValueError(f"{barrier.name}: {by} arrives without bytes")
     cute.arch.mbarrier_arrive_and_expect_tx(pointer(barrier, storage, stage), num_bytes)

@@ -14,7 +14,7 @@ with the heads of its own residue, and the sum ends in one or two shuffles:
     n = 8 * (head // (2 * lanes)) + 2 * (lanes * query + head % (2 * lanes) // 2) + head % 2        query in 0..4 / lanes - 1
 
 With several key heads every one has a product of its own with the query heads that belong to it; `head` then counts those.
-`HeadOrder` says which query head stands at which column, an odd number of them included.
+`HeadOrder` says which query head is at which column, an odd number of them included.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class HeadOrder:
 
     @property
     def columns(self) -> int:
-        """Of one query in all products."""
+        """Columns of one query in all products."""
         return self.slots * self.kv_heads
 
     @property
@@ -78,7 +78,7 @@ class HeadOrder:
             return (self.run, self.heads // self.run), (dim, self.run * dim)
         half = self.group - self.pairs
         if half == 0:
-            # Of an extent of one any stride will do. This one joins no other axis into one of the copy engine's.
+            # Any stride will do for an extent of one. This one joins no other axis into one of the copy engine's.
             return (1, self.heads), ((self.heads + 1) * dim, dim)
         return (2, self.heads - half), (half * dim, dim)
 

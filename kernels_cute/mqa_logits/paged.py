@@ -33,7 +33,7 @@ ENTRY = "gdn_cute_paged_mqa_logits"
 MAX_HEADS = 64
 HEAD_DIMS = (64, 128)
 MAX_COLUMNS = 256  # of one instruction
-SPARE_REGISTERS = 32  # of a math thread, beside accumulators and weights
+SPARE_REGISTERS = 32  # of a math thread, next to accumulators and weights
 IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the sequences or their lengths. What gains 1 % with 64 x 32768
 # loses 3 % with 1 x 131072.
@@ -150,7 +150,7 @@ def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config
 
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Two small blocks a multiprocessor: while one starts or ends, the other keeps memory busy. How many key tiles are in
-    flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: NOTES.md)."""
+    flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: LAB-NOTES.md)."""
     in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
     for groups, blocks, least in BLOCKS:
         tile_bytes = groups * KEY_ROWS * (_row_bytes(problem) + 4 * problem.has_k_scale)

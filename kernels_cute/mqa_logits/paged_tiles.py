@@ -62,8 +62,8 @@ class Lengths(NamedTuple):
 
 
 def barriers(key_stages: int, math_warpgroups: int, takes_turns: bool) -> BarrierTable:
-    """Turns are taken only where two warpgroups have so many columns that products and sums must not both run in step; both meet
-    the same tiles, so turns alternate strictly. Warpgroup 1 hands out the first, warpgroup 0 takes the last."""
+    """Turns are taken only where two warpgroups have enough columns that products and sums must not run in step; both meet the
+    same tiles, so turns alternate strictly. Warpgroup 1 hands out the first, warpgroup 0 takes the last."""
     copy, publish, math = Role("copy", 1), Role("publish", 1), Role("math", 4 * math_warpgroups)
     mbarriers = (
         Mbarrier("queries_full", QUERY_STAGES, (Arrival(copy, has_bytes=True), Arrival(publish, lanes=32)), (math,)),

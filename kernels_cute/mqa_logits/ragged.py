@@ -92,12 +92,12 @@ def _row_bytes(problem: MqaLogitsProblem) -> int:
 
 
 def _queries(problem: MqaLogitsProblem, columns: int) -> int:
-    """Of a block: two warpgroups of so many columns."""
+    """Queries of a block: two warpgroups of `columns` columns each."""
     return 2 * columns // _order(problem).columns
 
 
 def _two_sets(problem: MqaLogitsProblem, columns: int) -> bool:
-    """Whether the columns can be cut in two: one key head, whole pairs of heads, and halves that wgmma takes."""
+    """True if the columns can be cut in two: one key head, whole pairs of heads, and halves that wgmma takes."""
     return problem.num_kv_heads == 1 and problem.num_heads % 2 == 0 and columns % 16 == 0
 
 
@@ -143,7 +143,7 @@ def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
 
 
 def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
-    """Measured: NOTES.md."""
+    """Measured: LAB-NOTES.md."""
     fp8 = problem.dtype == "float8_e4m3fn"
     # The widest tile reads each key least often; a narrower one serves when it already holds every query, and where the write
     # of the scores is the limit.
@@ -174,18 +174,18 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
 
 
 def _few(problem: MqaLogitsProblem) -> bool:
-    """Whether the write of the scores is the limit, and heads are enough to hide longer runs of columns for a store."""
+    """True if the write of the scores is the limit, and there are heads enough to hide wider stores."""
     return problem.dtype == "float8_e4m3fn" and problem.head_dim == 128 and 4 <= problem.num_heads < 8
 
 
 def _steps_in_flight_at_turn(problem: MqaLogitsProblem) -> int:
-    """With one set of accumulators."""
+    """Default with one set of accumulators."""
     few = 8 <= problem.num_heads // problem.num_kv_heads < 16
     return 0 if few and problem.dtype == "float8_e4m3fn" else 1
 
 
 def _pass_turn_at_issue(problem: MqaLogitsProblem) -> bool:
-    """With two sets of accumulators."""
+    """Default with two sets of accumulators."""
     return problem.num_heads <= 48 or problem.dtype != "float8_e4m3fn"
 
 
@@ -201,13 +201,13 @@ def _deal(problem: MqaLogitsProblem, query_stages: int, device: DeviceSpec) -> t
 
 
 def _widths(problem: MqaLogitsProblem) -> list[int]:
-    """Those of which a block's products are worth their key tile."""
+    """Widths that make a block's products worth their key tile."""
     widths = _columns(problem)
     return [width for width in widths if width >= 64 or width == widths[-1]]
 
 
 def _enough_columns(problem: MqaLogitsProblem, widths: list[int]) -> int:
-    """The narrowest that hold every query at once, else the widest."""
+    """The narrowest width that holds every query at once, else the widest."""
     return next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
 
 

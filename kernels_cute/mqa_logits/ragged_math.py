@@ -115,7 +115,7 @@ def tile_with_one_set(tiles, storage, operands, registers, scales, target, tile,
         wait(barriers.keys_full, storage, key_stage, key_parity, by="math")
         wait_named(barriers.turn, half)
         issue_round(tiles, mma, rProducts, keys, queries, (), key_stage, target.stage * 2 + half, first_kv, True)
-        # While the last products are still on their way the other warpgroup may queue its own behind them.
+        # While the last products are still on their way the other warpgroup may queue its own after them.
         warpgroup.wait_group(tiles.steps_in_flight_at_turn)
         arrive_named(barriers.turn, 1 - half)
         warpgroup.wait_group(0)
@@ -151,7 +151,7 @@ def tile_with_two_sets(tiles, storage, operands, registers, scales, target, tile
     warpgroup.fence()
     issue_half(tiles, rFirst, operands, 0, key_stage, target.stage * 2 + half)
     issue_half(tiles, rSecond, operands, 1, key_stage, target.stage * 2 + half)
-    # While the second half is still on its way the other warpgroup may queue its own behind it.
+    # While the second half is still on its way the other warpgroup may queue its own after it.
     if cutlass.const_expr(tiles.pass_turn_at_issue):
         arrive_named(barriers.turn, 1 - half)
     warpgroup.wait_group(1)

@@ -40,7 +40,7 @@ def target_of(tiles, out, row0, stage, half, warp):
 
 @cute.jit
 def begin_tile(tiles, target):
-    """Before a tile's first `put`: what the tile before left in shared memory has been read."""
+    """Waits, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
         wait_named(tiles.barriers.scores, target.half)
 
@@ -64,7 +64,7 @@ def put(tiles, storage, target, tile, group: cutlass.Constexpr, low, high):
 
 @cute.jit
 def finish_tile(tiles, storage, target, tile):
-    """After a tile's last `put`."""
+    """Writes, after a tile's last `put`, what went through shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
         out, lane = target.out, cute.arch.lane_idx()
         sScores = storage.scores.get_tensor(cute.make_layout(tiles.score_words))

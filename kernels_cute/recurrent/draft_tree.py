@@ -23,7 +23,7 @@ from kernels_cute.recurrent.tokens import (
     slot_to_write,
     store_out,
     update,
-)  # fmt: skip
+)
 
 
 @cute.jit

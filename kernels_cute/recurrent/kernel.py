@@ -27,7 +27,7 @@ from kernels_cute.recurrent.tokens import (
     store_out,
     store_zeros,
     update,
-)  # fmt: skip
+)
 
 
 class Recurrent:

@@ -32,7 +32,7 @@ from kernels_cute.recurrent.tokens import (
     store_last,
     store_out,
     store_zeros,
-)  # fmt: skip
+)
 
 _LANES = 32  # of a warp
 

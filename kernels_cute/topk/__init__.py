@@ -1,11 +1,11 @@
 """Exact, deterministic top-k of rows of logits.
 
-    of row i, columns [row_starts[i], row_ends[i]): the k largest scores, of equal ones the smaller columns, as
-    column - row_starts[i], ascending or by descending score, -1 behind them; NaN and -inf never, -0.0 as 0.0
+    Row i: the k largest scores in columns [row_starts[i], row_ends[i]), smaller columns first among equal scores, as
+    column - row_starts[i], in ascending order or by descending score, then -1. NaN and -inf are never selected; -0.0 equals 0.0.
 
     logits [rows, n] float32 or bf16        row_starts, row_ends [rows] int32 or int64        out [rows, k] int32
 
-The kernel: _topk_rows.py.
+The kernel is in kernel.py, described in DESIGN.md.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ INDEX_DTYPES: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 @dataclass(frozen=True)
 class Config:
-    threads: int  # of a block, which works on one row
+    threads: int  # threads per block, which works on one row
     unroll: int  # quads of scores that a thread has in flight
-    blocks_per_sm: int  # caps registers so that so many blocks fit
-    list_entries: int  # scores above the sampled bound that the list takes (8 bytes each); more cost further reads of the row
-    max_columns: int  # longest row: a bit of shared memory each; longer ones run with ANY_SIZE
+    blocks_per_sm: int  # blocks that fit on an SM: caps the registers of a thread
+    list_entries: int  # capacity of the list of scores above the sampled bound (8 bytes each); more scores cost further reads
+    max_columns: int  # longest row, a bit of shared memory per column; longer rows run with ANY_SIZE
 
 
 ANY_SIZE = Config(1024, 4, 1, 8192, MOST_COLUMNS)
@@ -61,7 +61,7 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.blocks_per_sm >= 1
         and _registers_suffice(problem, config, device)
         and config.list_entries % 2048 == 0
-        # The list also holds what is sorted.
+        # The list also holds the entries that are sorted.
         and config.list_entries >= min(MOST_SORTED, max(2048, config.max_columns))
         and config.max_columns % 32 == 0
         and config.max_columns <= MOST_COLUMNS
@@ -70,14 +70,14 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def _registers_suffice(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
-    """Compiled variants do with 64 registers, and with 32 where scores in flight take up to 16; with 40 ptxas spills in some."""
+    """64 registers are enough for every variant, 32 if the scores in flight take at most 16; with 40, ptxas spills in some."""
     registers = device.registers_per_sm // (config.threads * config.blocks_per_sm) // 8 * 8
     most_quads = 4 if problem.dtype == "float32" else 8
     return registers >= 64 or (registers == 32 and config.unroll <= most_quads)
 
 
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
-    # Somewhat more than k entries pass a sampled bound. Blocks, threads and unrolling as measured (NOTES.md).
+    # About 1.5 k entries pass a sampled bound. Blocks, threads and unrolling are measured (DESIGN.md).
     entries = 4096 if problem.k <= 2048 else 8192
     if problem.num_columns <= 2048:
         return Config(256, 2, 4, 2048, 2048)
@@ -109,9 +109,9 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
 
 
 def suits(problem: TopkProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here: longer rows are served by `ANY_SIZE`, and a k that the list has
-    little room for by counting whole rows, which both is slow. A sample's rank of k/16 + 4 sqrt(k/16) + 4 must be within 7/8
-    of the list's share of it."""
+    """Whether tiles tuned at other sizes may be chosen here. Not for longer rows, which `ANY_SIZE` would serve, nor for a k with
+    little room in the list, which takes counts of whole rows: both are slow. A sample's rank of k/16 + 4 sqrt(k/16) + 4 must be
+    within 7/8 of the list's share of it."""
     is_roomy = problem.num_columns <= config.list_entries or 8 * problem.k <= 5 * config.list_entries
     return problem.num_columns <= config.max_columns and is_roomy
 

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from kernels_cute.common.ptx import load_words, store_zeros
 from kernels_cute.topk import ptx
 from kernels_cute.topk.read import load_quads, prefetch
 from kernels_cute.topk.tiles import (
@@ -146,7 +147,7 @@ def clear_bins(tiles: cutlass.Constexpr, storage, thread):
     """Zeroes the bins. No barrier."""
     bins = storage.bins.data_ptr().toint()
     for i in cutlass.range_constexpr(BINS // 4 // tiles.threads):
-        ptx.store_zeros(bins + (i * tiles.threads + thread) * 16)
+        store_zeros(bins + (i * tiles.threads + thread) * 16)
 
 
 @cute.jit
@@ -172,7 +173,7 @@ def find(tiles: cutlass.Constexpr, storage, thread, wanted, valid):
     last = (BINS - 4) - thread * (4 * groups)
     mine = Int32(0)
     for i in cutlass.range_constexpr(groups):
-        a, b, c, d = ptx.load_four(bins + (last - 4 * i) * 4)
+        a, b, c, d = load_words(bins + (last - 4 * i) * 4)
         mine = mine + cutlass.select_(last - 4 * i < valid, a + b + c + d, Int32(0))
     before, total = sum_before(tiles, storage, thread, mine)
     if before < wanted and wanted <= before + mine:
@@ -180,13 +181,13 @@ def find(tiles: cutlass.Constexpr, storage, thread, wanted, valid):
         for i in cutlass.range(groups, unroll=1):
             first = last - 4 * i
             if first < valid:
-                counts = ptx.load_four(bins + first * 4)
+                counts = load_words(bins + first * 4)
                 for j in cutlass.range_constexpr(4):
                     if before < wanted and wanted <= before + counts[3 - j]:
                         s_found[0], s_found[1], s_found[2] = first + (3 - j), wanted - before, counts[3 - j]
                     before = before + counts[3 - j]
     for i in cutlass.range_constexpr(groups):
-        ptx.store_zeros(bins + (last - 4 * i) * 4)
+        store_zeros(bins + (last - 4 * i) * 4)
     cute.arch.sync_threads()
     return s_found[0], s_found[1], s_found[2], total
 
@@ -203,7 +204,7 @@ def sum_before(tiles: cutlass.Constexpr, storage, thread, value):
     of_warp = Int32(0)
     if lane < tiles.warps:
         of_warp = s_sums[lane]
-    total = ptx.warp_sum(of_warp)
+    total = cute.arch.warp_redux_sync(of_warp, "add")
     if lane >= warp:
         of_warp = Int32(0)
-    return running - value + ptx.warp_sum(of_warp), total
+    return running - value + cute.arch.warp_redux_sync(of_warp, "add"), total

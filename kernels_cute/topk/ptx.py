@@ -1,4 +1,5 @@
-"""Single instructions that the top-k kernel wants exactly so: guarded loads, and shared memory by 32-bit address."""
+"""Instructions of the top-k kernel that the DSL lacks, or lacks in this form: guarded loads, counting and listing in step with
+the comparisons, shared memory by 32-bit address."""
 
 import struct
 from typing import Any
@@ -6,6 +7,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
+
+from kernels_cute.common.ptx import as_float
 
 _QUAD_FLOAT32 = """{
 .reg .pred there;
@@ -87,7 +90,7 @@ mov.b32 bit, 1;
 shf.l.wrap.b32 bit, bit, bit, {$r1};
 red.shared.or.b32 [address], bit;
 }"""
-# The rank's standard deviation is about its root where scores are independent; neighbouring ones are alike.
+# The rank's standard deviation is about its square root for independent scores; neighbouring scores are similar.
 _SAMPLE_RANK = """{
 .reg .f32 rank, root;
 cvt.rn.f32.s32 rank, {$r0};
@@ -100,12 +103,13 @@ cvt.rzi.s32.f32 {$w0}, rank;
 
 
 def load_quad(is_float32: bool, address: Any, there: Any) -> Any:
-    """Four neighbouring scores as float32 bits; NaN where `there` is 0, and then nothing is read."""
+    """Four neighbouring scores as float32 bits; NaN, and no read, where `there` is 0."""
     code = _QUAD_FLOAT32 if is_float32 else _QUAD_BFLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
 
 
 def load_one(is_float32: bool, address: Any, there: Any) -> Any:
+    """One score as float32 bits; NaN, and no read, where `there` is 0."""
     code = _ONE_FLOAT32 if is_float32 else _ONE_BFLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, there])
 
@@ -117,7 +121,7 @@ def load_access(address: Any) -> Any:
 
 
 def load_access_of_bfloat16(address: Any, there: Any) -> Any:
-    """The same of eight bf16; NaN where `there` is 0, and then nothing is read."""
+    """Eight bf16 as four words; NaN, and no read, where `there` is 0."""
     code = _QUAD_FLOAT32.replace("0x7fffffff", "0x7fff7fff")
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
 
@@ -133,21 +137,22 @@ def float_of(key: Any) -> Any:
 
 
 def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None:
-    """bins[min((value - lower) >> shift, top)] += 1; less than lower is very much.
+    """bins[min((value - lower) >> shift, top)] += 1; a value below lower wraps, and falls into the last bin.
 
-    An increment of one, by all lanes: those of one bin share an access.
+    An increment by one, so that the lanes of one bin share an access.
     """
     cute.arch.inline_ptx(_COUNT_DIGIT, read_only_args=[bins, value, lower, shift, top])
 
 
 def sample_rank(k: Any, share: float) -> Any:
-    """A rank in a sample of `share` of the scores that the k-th largest of all is almost never below."""
+    """Rank in a sample of `share` of the scores below which the k-th largest of all scores almost never falls."""
     code = _SAMPLE_RANK.replace("SHARE", "0f" + struct.pack(">f", share).hex())
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[k])
 
 
 def count_from(least: Any, scores: list[Any]) -> Any:
-    """How many of the scores, float32 bits all, are at least `least`; NaN is not. Summed as floats, beside the comparisons."""
+    """Number of scores, given as float32 bits, that are at least `least`; NaN never is. Summed as floats next to the
+    comparisons."""
     lines = [f"setp.ge.f32 hit, {{$r{i + 1}}}, {{$r0}};\n@hit add.rn.f32 hits, hits, 0f3f800000;" for i in range(len(scores))]
     code = (
         "{\n.reg .pred hit;\n.reg .f32 hits;\nmov.b32 hits, 0x4b000000;\n"  # 2**23: the count is the lowest bits
@@ -158,7 +163,7 @@ def count_from(least: Any, scores: list[Any]) -> Any:
 
 
 def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
-    """Those scores, each with its column, to shared[slot] and on; returns the slot behind them."""
+    """Stores these scores, each with its column, from shared[slot] on; returns the next free slot."""
     lines = [
         f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\nadd.s32 column, {{$r1}}, {i};\n"
         f"@hit st.shared.v2.b32 [slot], {{{{$r{i + 3}}}, column}};\n@hit add.s32 slot, slot, 8;"
@@ -170,7 +175,7 @@ def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
 
 
 def count_two_from(least: Any, words: list[Any]) -> Any:
-    """The same of words of two bf16 each, `least` twice in one. Up to 256 a half are exact."""
+    """`count_from` for words of two bf16 each, with `least` in both halves. Up to 256 per half are exact."""
     lines = [f"set.ge.bf16x2.bf16x2 one, {{$r{i + 1}}}, {{$r0}};\nadd.rn.bf16x2 hits, hits, one;" for i in range(len(words))]
     code = (
         "{\n.reg .b32 hits, one, low, high;\nmov.b32 hits, 0;\n"
@@ -182,7 +187,7 @@ def count_two_from(least: Any, words: list[Any]) -> Any:
 
 
 def store_two_from(least: Any, words: list[Any], column: Any, slot: Any) -> Any:
-    """Of two bf16 a word those from `least` on: (word, column) to shared[slot] and on; returns the slot behind them."""
+    """`store_from` for words of two bf16 each: stores (word, column) for every half from `least` on."""
     lines = []
     for i in range(len(words)):
         word = f"{{$r{i + 3}}}"
@@ -200,13 +205,8 @@ def store_two_from(least: Any, words: list[Any], column: Any, slot: Any) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, column, slot, *words])
 
 
-def two_of(bits: Any) -> Any:
-    """A float32's upper half twice: the bf16 of it."""
-    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r0}, 0x3232;", write_only_types=[Uint32], read_only_args=[bits])
-
-
 def half_of(word: Any, column: Any) -> Any:
-    """float32 bits of one of a word's two bf16: the lower one is of an even column."""
+    """float32 bits of one of a word's two bf16: the lower one belongs to an even column."""
     code = """{
 .reg .pred is_odd;
 .reg .b32 low, odd;
@@ -220,33 +220,29 @@ and.b32 {$w0}, {$r0}, 0xffff0000;
 
 
 def reserve(address: Any, count: Any) -> Any:
-    """The value of shared[address], which grows by count. One address for all lanes: ptxas adds up the warp's counts first."""
+    """Adds count to shared[address]; returns the value before. One address for all lanes: ptxas adds up the
+    warp's counts first."""
     return cute.arch.inline_ptx(
         "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, count]
     )
 
 
 def opaque_uniform(value: Any) -> Any:
-    """The same in all lanes, which ptxas does not know: it compares anew, which is less than to keep so many predicates."""
+    """The value, equal in all lanes, hidden from ptxas: it compares again, which costs less than to keep all predicates."""
     return cute.arch.inline_ptx(
         "shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
     )
 
 
-def ask_l2(address: Any, num_bytes: Any) -> None:
-    """Both multiples of 16."""
+def prefetch_l2(address: Any, num_bytes: Any) -> None:
+    """Prefetches global memory to the L2; both arguments are multiples of 16."""
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, num_bytes])
 
 
 def load_pair(address: Any) -> Any:
+    """An entry of shared memory: two words."""
     return cute.arch.inline_ptx(
         "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Int32], read_only_args=[address]
-    )
-
-
-def load_global_pair(address: Any) -> Any:
-    return cute.arch.inline_ptx(
-        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Int32], read_only_args=[address]
     )
 
 
@@ -255,7 +251,7 @@ def store_pair(address: Any, first: Any, second: Any) -> None:
 
 
 def count_if_greater(count: Any, address: Any, other: Any) -> Any:
-    """count, one more if the pair at shared[address] is greater than the one at shared[other], the second word first."""
+    """count, plus one if the pair at shared[address] is greater than the one at shared[other]; the second words compare first."""
     code = """{
 .reg .pred more;
 .reg .b64 one, two;
@@ -277,36 +273,12 @@ def set_bit(bitmap: Any, place: Any) -> None:
     cute.arch.inline_ptx(_SET_BIT, read_only_args=[bitmap, place])
 
 
-def store_zeros(address: Any) -> None:
-    """Four words."""
-    code = "{\n.reg .b32 zero;\nmov.b32 zero, 0;\nst.shared.v4.b32 [{$r0}], {zero, zero, zero, zero};\n}"
-    cute.arch.inline_ptx(code, read_only_args=[address])
-
-
-def load_four(address: Any) -> Any:
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
-    )
-
-
 def running_sum(value: Any) -> Any:
-    """The sum over the warp's lanes up to this one."""
+    """Sum over the warp's lanes up to and including this one."""
     lines = [f"shfl.sync.up.b32 other|there, sum, {1 << i}, 0, 0xffffffff;\n@there add.s32 sum, sum, other;" for i in range(5)]
     code = "{\n.reg .pred there;\n.reg .b32 sum, other;\nmov.b32 sum, {$r0};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, sum;\n}"
     return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[value])
 
 
-def warp_sum(value: Any) -> Any:
-    return cute.arch.inline_ptx("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value])
-
-
-def highest_bit(word: Any) -> Any:
-    return cute.arch.inline_ptx("bfind.u32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
-
-
 def as_int(condition: Any) -> Any:
     return cutlass.select_(condition, Int32(1), Int32(0))
-
-
-def as_float(bits: Any) -> Any:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Float32], read_only_args=[bits])

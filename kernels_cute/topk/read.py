@@ -41,7 +41,7 @@ def prefetch(address, num_bytes, thread):
         first = address & Int64(-ACCESS)
         end = (address + num_bytes + (ACCESS - 1)) & Int64(-ACCESS)
         if num_bytes > 0:
-            ptx.ask_l2(first, Int32(end - first))
+            ptx.prefetch_l2(first, Int32(end - first))
 
 
 @cute.jit
@@ -84,7 +84,8 @@ def filter_packed(tiles: cutlass.Constexpr, storage, span, thread, lower):
     places = storage.keys.data_ptr().toint()
     accesses = cutlass.const_expr((tiles.unroll + 1) // 2)
     words = cute.make_rmem_tensor(4 * accesses, Uint32)
-    least = ptx.two_of(ptx.float_of(next_bfloat16(lower)))
+    bound = ptx.float_of(next_bfloat16(lower))
+    least = Uint32(cute.arch.prmt(bound, bound, 0x3232))  # its upper half twice: the bf16
     lane = thread % 32
     first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
     for start in cutlass.range(thread - lane, end, tiles.threads * accesses, unroll=1):

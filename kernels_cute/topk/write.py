@@ -33,7 +33,7 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
             word, column = s_bitmap[i], i * 32
             while word != 0:
                 lowest = word & (~word + 1)
-                s_columns[place] = column + ptx.highest_bit(lowest)
+                s_columns[place] = column + Int32(cute.arch.bfind(lowest))
                 word = word ^ lowest
                 place = place + 1
         cute.arch.sync_threads()
@@ -46,7 +46,7 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
             word, column = s_bitmap[i], i * 32 - lead
             while word != 0:
                 lowest = word & (~word + 1)
-                line[place] = column + ptx.highest_bit(lowest)
+                line[place] = column + Int32(cute.arch.bfind(lowest))
                 word = word ^ lowest
                 place = place + 1
     for i in cutlass.range(written + thread, k, tiles.threads, unroll=1):

@@ -106,8 +106,11 @@ def flat(shape: Shape) -> bool:
 
 
 def loader_registers(shape: Shape) -> int:
-    """Registers of a thread of the producer warpgroup (setmaxnreg counts in eights)."""
-    return 40 if flat(shape) else 56
+    """Registers of a thread of the producer warpgroup (setmaxnreg counts in eights).
+
+    Head counts that are no power of two divide by them, which spilled with 40 (24 and 48 heads, bf16 out, head_dim 64).
+    """
+    return 40 if flat(shape) and shape.group & (shape.group - 1) == 0 else 56
 
 
 def math_registers(math_groups: int, shape: Shape) -> int:
@@ -120,17 +123,98 @@ def math_registers(math_groups: int, shape: Shape) -> int:
     return min(240, (pool - loader_registers(shape)) // math_groups // 8 * 8)
 
 
+class Tiles:
+    """Numbers of a kernel that are known when it is compiled."""
+
+    def __init__(self, problem: LogitsProblem, queries: int, math_warpgroups: int, stages: int, blocks: int) -> None:
+        shape = shape_of(problem)
+        self.num_heads, self.kv_heads, self.group, self.dim = shape.heads, shape.kv_heads, shape.group, shape.dim
+        self.padded = shape.columns  # columns of one query in a product
+        self.queries = queries  # (or drafts) of a product
+        self.columns = queries * self.padded
+        self.math_warpgroups, self.stages, self.blocks = math_warpgroups, stages, blocks
+        self.keys = 64 * math_warpgroups  # of a tile
+        self.math_threads = WARPGROUP * math_warpgroups
+        self.clean, self.relu, self.scaled, self.weighted = shape.clean, shape.relu, shape.scaled, shape.weights_dtype is not None
+        self.dtype, self.out_dtype = shape.dtype, shape.out_dtype
+        self.flat = flat(shape)  # the queries of an item are consecutive rows of `columns`
+        self.copy_columns = copy_columns(shape)
+        self.math_registers, self.loader_registers = math_registers(math_warpgroups, shape), loader_registers(shape)
+
+
 @T.macro
-def activate(product: Any, scores: Any, weights: Any, rows: int, queries: int, columns: int, relu: bool, weighted: bool):
+def multiply(tiles: Any, buffers: Any, count: Any, item: Any, group: Any, scores: Any):
+    """Queues the products of a block's count-th key tile and the queries of its item for one key head.
+
+    Macros take counts, not stages: an argument is a variable of its own, of which the compiler knows no range.
+    """
+    T.wgmma_gemm(
+        buffers.k[count % tiles.stages, :, :],
+        buffers.q[(item % 2) * tiles.kv_heads + group, :, :],
+        scores,
+        transpose_B=True,
+        clear_accum=True,
+        policy=T.GemmWarpPolicy.FullRow,
+    )
+
+
+@T.macro
+def activate(tiles: Any, product: Any, scores: Any, weights: Any):
     """product[j, b, h] = weights[b, h] * act(scores[j, b, h]); a buffer of its own, so that the sum fuses to one fma."""
-    for j, b, h in T.Parallel(rows, queries, columns):
-        if relu:
-            if weighted:
+    for j, b, h in T.Parallel(tiles.keys, tiles.queries, tiles.padded):
+        if tiles.relu:
+            if tiles.weighted:
                 product[j, b, h] = T.max(scores[j, b, h], 0.0) * weights[b, h]
             else:
                 product[j, b, h] = T.max(scores[j, b, h], 0.0)
         else:
-            if weighted:
+            if tiles.weighted:
                 product[j, b, h] = scores[j, b, h] * weights[b, h]
             else:
                 product[j, b, h] = scores[j, b, h]
+
+
+@T.macro
+def publish_weights(tiles: Any, buffers: Any, weights: Any, row0: Any, rows: Any, item: Any, lane: Any):
+    """Weights of an item's queries as float32, by one warp; padding weighs 0."""
+    for e in T.serial((tiles.kv_heads * tiles.columns + 31) // 32):
+        # Column x of key head g: query x // padded, head x % padded of the group.
+        x = (e * 32 + lane) % tiles.columns
+        g = (e * 32 + lane) // tiles.columns
+        if e * 32 + lane < tiles.kv_heads * tiles.columns:
+            buffers.weights[(item % 2) * tiles.kv_heads + g, x // tiles.padded, x % tiles.padded] = 0.0
+            if (row0 + x // tiles.padded < rows) & (x % tiles.padded < tiles.group):
+                buffers.weights[(item % 2) * tiles.kv_heads + g, x // tiles.padded, x % tiles.padded] = T.cast(
+                    weights[row0 + x // tiles.padded, g * tiles.group + x % tiles.padded], "float32"
+                )
+
+
+@T.macro
+def copy_queries(tiles: Any, buffers: Any, q: Any, row0: Any, item: Any):
+    """The queries of an item, by one warp; padded heads are read as zeros beyond the head axis."""
+    if tiles.flat:
+        T.tma_copy(
+            q[row0 * tiles.num_heads : row0 * tiles.num_heads + tiles.columns, :],
+            buffers.q[item % 2, :, :],
+            barrier=buffers.q_full[item % 2],
+            leader_scope_threads=32,
+        )
+    else:
+        for g in T.serial(tiles.kv_heads):
+            for b in T.serial(tiles.queries):
+                for half in T.unroll(tiles.dim // tiles.copy_columns):
+                    T.tma_copy(
+                        q[
+                            row0 + b,
+                            g,
+                            0 : tiles.padded,
+                            half * tiles.copy_columns : half * tiles.copy_columns + tiles.copy_columns,
+                        ],
+                        buffers.q[
+                            (item % 2) * tiles.kv_heads + g,
+                            b * tiles.padded : b * tiles.padded + tiles.padded,
+                            half * tiles.copy_columns : half * tiles.copy_columns + tiles.copy_columns,
+                        ],
+                        barrier=buffers.q_full[item % 2],
+                        leader_scope_threads=32,
+                    )

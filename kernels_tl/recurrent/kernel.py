@@ -6,7 +6,7 @@ import tilelang.language as T
 
 from kernels_tl.common.rounding import mix_seed
 from kernels_tl.recurrent.draft_tree import ancestor, start_path
-from kernels_tl.recurrent.spec import Exchange, Inputs, Place, Registers, Spec
+from kernels_tl.recurrent.spec import Exchange, Inputs, Place, Registers, Spec, v_exists
 from kernels_tl.recurrent.state import load_state, store_into_pool, store_state
 from kernels_tl.recurrent.tokens import add_up, finish_token, load_token, multiply
 
@@ -204,7 +204,7 @@ def kernel(spec: Spec) -> Any:
                 minus_decay = -T.exp(minus_decay)
 
             # Zero rows, while the state is on its way: after the tokens, their bounds would have taken registers all along.
-            if lane < spec.columns and spec.v_exists(v_start):
+            if lane < spec.columns and v_exists(spec, v_start):
                 for t in T.serial(count - live_count):
                     out[0, begin + t, head, v_start + lane] = T.cast(0.0, problem.dtype)
                 # Rows beyond the last sequence are dealt to all blocks of the head.

@@ -165,24 +165,20 @@ class Spec:
     def sum_width(self) -> int:
         return min(2 * self.columns, 4)
 
-    def register(self, column: Any, entry: Any) -> Any:
-        """Register of (column, K entry): the dim that is contiguous in memory runs fastest."""
-        return column * self.entries + entry if self.problem.state_v_first else entry * self.columns + column
 
-    def first_entry(self, chunk: Any, lane: Any) -> Any:
-        """First K entry of a thread's chunk."""
-        return (chunk * self.lanes + lane) * self.vector
+def register(spec: Spec, column: Any, entry: Any) -> Any:
+    """Register of (column, K entry): the dim that is contiguous in memory runs fastest."""
+    return column * spec.entries + entry if spec.problem.state_v_first else entry * spec.columns + column
 
-    def k_exists(self, entry: Any) -> Any:
-        return entry < self.problem.head_k_dim if self.masks_k else True
 
-    def v_exists(self, v_start: Any) -> Any:
-        return v_start < self.problem.head_v_dim if self.masks_v else True
+def first_entry(spec: Spec, chunk: Any, lane: Any) -> Any:
+    """First K entry of a thread's chunk."""
+    return (chunk * spec.lanes + lane) * spec.vector
 
-    def outer(self) -> int:
-        """Accesses (r, c) of a state: r counts columns and c accesses along K (V first), or r counts K entries and c accesses
-        along V."""
-        return self.columns if self.problem.state_v_first else self.entries
 
-    def inner(self, width: int) -> int:
-        return (self.entries if self.problem.state_v_first else self.columns) // width
+def k_exists(spec: Spec, entry: Any) -> Any:
+    return entry < spec.problem.head_k_dim if spec.masks_k else True
+
+
+def v_exists(spec: Spec, v_start: Any) -> Any:
+    return v_start < spec.problem.head_v_dim if spec.masks_v else True

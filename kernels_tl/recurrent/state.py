@@ -7,6 +7,7 @@ know.
 import tilelang.language as T
 
 from kernels_tl.common.rounding import make_key, round_value
+from kernels_tl.recurrent.spec import first_entry, k_exists, v_exists
 
 
 def state_unit(spec, slot_offset, place, r, c, width):
@@ -17,9 +18,21 @@ def state_unit(spec, slot_offset, place, r, c, width):
         column = place.head * p.head_v_dim + place.v_start + r
         within = column * (p.head_k_dim // width) + (c // per_chunk * spec.lanes + place.lane) * per_chunk + c % per_chunk
     else:
-        entry = place.head * p.head_k_dim + spec.first_entry(r // spec.vector, place.lane) + r % spec.vector
+        entry = place.head * p.head_k_dim + first_entry(spec, r // spec.vector, place.lane) + r % spec.vector
         within = entry * (p.head_v_dim // width) + place.v_start // width + c
     return slot_offset + within
+
+
+def outer_accesses(spec):
+    """Number of r in the accesses (r, c) of a state.
+
+    r counts columns and c accesses along K (V first), or r counts K entries and c accesses along V."""
+    return spec.columns if spec.problem.state_v_first else spec.entries
+
+
+def inner_accesses(spec, width):
+    """Number of c, of `width` values each."""
+    return (spec.entries if spec.problem.state_v_first else spec.columns) // width
 
 
 def first_register(spec, r, c, width):
@@ -29,13 +42,13 @@ def first_register(spec, r, c, width):
 
 def entry_of(spec, place, r, c, width):
     """First K entry of an access."""
-    return spec.first_entry(c * width // spec.vector if spec.problem.state_v_first else r // spec.vector, place.lane)
+    return first_entry(spec, c * width // spec.vector if spec.problem.state_v_first else r // spec.vector, place.lane)
 
 
 def element_of(spec, place, r, c, e):
     """k * V + v of value e of an access."""
     V = spec.problem.head_v_dim
-    first = spec.first_entry(0, place.lane) * V + place.v_start
+    first = first_entry(spec, 0, place.lane) * V + place.v_start
     if spec.problem.state_v_first:
         entry = c * spec.width + e
         return first + (entry // spec.vector * spec.lanes * spec.vector + entry % spec.vector) * V + r
@@ -44,9 +57,9 @@ def element_of(spec, place, r, c, e):
 
 @T.macro
 def load_state(spec, slot, stride, place, pool, state):
-    for r in T.unroll(spec.outer()):
-        for c in T.unroll(spec.inner(spec.width)):
-            if spec.v_exists(place.v_start) and spec.k_exists(entry_of(spec, place, r, c, spec.width)):
+    for r in T.unroll(outer_accesses(spec)):
+        for c in T.unroll(inner_accesses(spec, spec.width)):
+            if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, spec.width)):
                 for e in T.vectorized(spec.width):
                     unit = state_unit(spec, slot * (stride // spec.width), place, r, c, spec.width)
                     state[first_register(spec, r, c, spec.width) + e] = pool[0, 0, 0, unit * spec.width + e]
@@ -54,9 +67,9 @@ def load_state(spec, slot, stride, place, pool, state):
 
 @T.macro
 def store_state(spec, slot, stride, width, store_dtype, place, target, state):
-    for r in T.unroll(spec.outer()):
-        for c in T.unroll(spec.inner(width)):
-            if spec.v_exists(place.v_start) and spec.k_exists(entry_of(spec, place, r, c, width)):
+    for r in T.unroll(outer_accesses(spec)):
+        for c in T.unroll(inner_accesses(spec, width)):
+            if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, width)):
                 for e in T.vectorized(width):
                     unit = state_unit(spec, slot * (stride // width), place, r, c, width)
                     target[0, 0, 0, unit * width + e] = T.cast(state[first_register(spec, r, c, width) + e], store_dtype)
@@ -69,12 +82,12 @@ def store_rounded(spec, slot, stride, place, seed, pool, state):
     noise = T.alloc_var("uint32")
     rounded = T.alloc_local((spec.width,), "float32")
     make_key(seed, slot, place.head, key)
-    for r in T.unroll(spec.outer()):
-        for c in T.unroll(spec.inner(spec.width)):
+    for r in T.unroll(outer_accesses(spec)):
+        for c in T.unroll(inner_accesses(spec, spec.width)):
             for e in T.unroll(spec.width):
                 element = element_of(spec, place, r, c, e)
                 round_value(state[first_register(spec, r, c, spec.width) + e], key, element, noise, rounded[e])
-            if spec.v_exists(place.v_start) and spec.k_exists(entry_of(spec, place, r, c, spec.width)):
+            if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, spec.width)):
                 for e in T.vectorized(spec.width):
                     unit = state_unit(spec, slot * (stride // spec.width), place, r, c, spec.width)
                     pool[0, 0, 0, unit * spec.width + e] = T.cast(rounded[e], spec.problem.state_dtype)

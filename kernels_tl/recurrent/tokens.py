@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from kernels_tl.recurrent.spec import ALPHA, BETA, GATE, K_FACTOR, OUT, Q_FACTOR
+from kernels_tl.recurrent.spec import ALPHA, BETA, GATE, K_FACTOR, OUT, Q_FACTOR, first_entry, k_exists, register, v_exists
 
 L2NORM_EPS = 1e-6
 
@@ -17,14 +17,14 @@ def load_token(spec, strides, token, place, inputs, registers):
     """A token's inputs; strides: of tokens and heads, of q, k and v."""
     p, vector, lane = spec.problem, spec.vector, place.lane
     for c in T.unroll(spec.chunks):
-        if spec.k_exists(spec.first_entry(c, lane)):
+        if k_exists(spec, first_entry(spec, c, lane)):
             for e in T.vectorized(vector):
                 unit = row_unit(token, strides[0], place.head // (spec.heads // p.num_q_heads), vector) + c * spec.lanes + lane
                 registers.q_next[c * vector + e] = inputs.q[0, 0, 0, unit * vector + e]
             for e in T.vectorized(vector):
                 unit = row_unit(token, strides[1], place.head // (spec.heads // p.num_k_heads), vector) + c * spec.lanes + lane
                 registers.k_next[c * vector + e] = inputs.k[0, 0, 0, unit * vector + e]
-    if spec.v_exists(place.v_start):
+    if v_exists(spec, place.v_start):
         for e in T.vectorized(spec.columns):
             unit = row_unit(token, strides[2], place.head // (spec.heads // p.num_v_heads), spec.columns)
             registers.v_next[e] = inputs.v[0, 0, 0, (unit + place.v_start // spec.columns) * spec.columns + e]
@@ -65,8 +65,8 @@ def multiply(spec, minus_decay: T.Ref, bias: T.Ref, registers):
             sums[kk_sum] = sums[kk_sum] + k[i] * k[i]
             sums[qq_sum] = sums[qq_sum] + q[i] * q[i]
         for r in T.unroll(spec.columns):
-            sums[2 * r] = sums[2 * r] + state[spec.register(r, i)] * k[i]
-            sums[2 * r + 1] = sums[2 * r + 1] + state[spec.register(r, i)] * q[i]
+            sums[2 * r] = sums[2 * r] + state[register(spec, r, i)] * k[i]
+            sums[2 * r + 1] = sums[2 * r + 1] + state[register(spec, r, i)] * q[i]
 
 
 @T.macro
@@ -122,10 +122,10 @@ def finish_token(spec, begin: T.Ref, t, is_wanted, place, scale, registers, out)
                 scalars[OUT] = o_row
         elif place.lane == r:
             scalars[OUT] = scalars[Q_FACTOR] * (scalars[ALPHA] * sums[2 * r + 1] + u[r] * sums[qk_sum])
-    if place.lane < spec.columns and spec.v_exists(place.v_start) and is_wanted:
+    if place.lane < spec.columns and v_exists(spec, place.v_start) and is_wanted:
         out[0, begin + t, place.head, place.v_start + place.lane] = T.cast(scalars[OUT], spec.problem.dtype)
 
     for r in T.unroll(spec.columns):
         for i in T.unroll(spec.entries):
-            at = spec.register(r, i)
+            at = register(spec, r, i)
             state[at] = scalars[ALPHA] * state[at] + u[r] * registers.k[i]

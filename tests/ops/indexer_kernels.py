@@ -1,5 +1,5 @@
-"""Stand-ins for the kernels of the indexer's steps: they hold the launch contract of gdn.problems to its word, then compute
-with the reference from exactly the arguments of the launch."""
+"""Stand-ins for the kernels of the indexer's steps: they check the contract of the operator's Params, then compute with the
+reference from exactly the arguments of the launch."""
 
 from typing import Any
 

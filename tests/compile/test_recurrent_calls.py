@@ -1,0 +1,73 @@
+"""The compiled recurrent and decode kernels take what their launch hands them, None for absent tensors included.
+
+As far as they can be called without a GPU."""
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+
+from autotune import decode
+from gdn.device import H100
+from gdn.problems import Problem
+from gdn.runtime import compiled
+from gdn.testing.inputs import recurrent_inputs, recurrent_problem, recurrent_tensors
+from tests.compile import fake_cuda
+from tests.compile.test_decode_config import DRAFTS, MAIN
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
+
+HEADS: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 64, "head_v_dim": 64}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "pool": {"index_dtype": "int32", "use_gate": True, "gate_dtype": "bfloat16"},
+    "no state": {"has_initial_state": False, "has_final_state": False, "gate_dtype": None, "beta_dtype": None},
+    "new state": {"cu_seqlens_dtype": "int64"},
+    "tree": {"index_dtype": "int64", "write_every_token": True, "has_accepted": True, "has_parent": True},
+    "noise": {"index_dtype": "int32", "state_dtype": "bfloat16", "has_rounding": True, "has_final_indices": True},
+}
+
+
+def launch(module: Any, backend: str, problem: Problem, params: Any, folder: Path) -> None:
+    """Launches on tensors that say they are on a GPU.
+
+    RuntimeError where the driver is asked for one, TypeError or ValueError where an argument is not as declared."""
+    config = module.default_config(problem, H100)
+    ctypes.CDLL(str(compiled.runtime_library(backend)), mode=ctypes.RTLD_GLOBAL)
+    functions = {}
+    for name, library in module.compile(problem, config).items():
+        (folder / f"{name}.so").write_bytes(library)
+        functions[name] = tvm_ffi.load_module(str(folder / f"{name}.so"))[name]
+    module.launch(compiled.Compiled(functions, problem, config), type(params)(*map(fake_cuda.on_device, params)))
+
+
+@pytest.mark.parametrize("backend", ["cute", "tilelang"])
+@pytest.mark.parametrize("call", RECURRENT)
+def test_recurrent(call: str, backend: str, tmp_path: Path) -> None:
+    module = pytest.importorskip({"cute": "kernels_cute.recurrent", "tilelang": "kernels_tl.recurrent"}[backend])
+    problem = recurrent_problem(**HEADS | {"dtype": "bfloat16"} | RECURRENT[call])
+    params = recurrent_tensors(problem, recurrent_inputs(problem, lengths=[1, 2, 3], strided=True))
+    with pytest.raises(RuntimeError, match="(?i)cuda"):
+        launch(module, backend, problem, params, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["q", "g", "state_indices"])
+def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
+    module = pytest.importorskip("kernels_cute.recurrent", reason="needs the CuTe DSL")
+    problem = recurrent_problem(**HEADS | {"dtype": "bfloat16", "index_dtype": "int32"})
+    params = recurrent_tensors(problem, recurrent_inputs(problem, lengths=[1, 2, 3]))
+    with pytest.raises((TypeError, ValueError)):
+        launch(module, "cute", problem, params._replace(**{name: None}), tmp_path)
+
+
+@pytest.mark.parametrize("form", ["single", "drafts"])
+def test_decode(form: str, tmp_path: Path) -> None:
+    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
+    problem, lengths = (MAIN, (1, 1)) if form == "single" else (DRAFTS, (3, 3))
+    case = decode.DecodeCase(problem, lengths, torch.device("cpu"), 1)
+    params = case._params(case._arguments(seed=0))
+    with pytest.raises(RuntimeError, match="(?i)cuda"):
+        launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)
