@@ -152,7 +152,7 @@ def recurrent_inputs(
 def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> ChunkParams:
     """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
     final_state, out = _targets(problem, arguments)
-    given = {name: arguments.get(name) for name in ChunkParams._fields}
+    given: dict[str, Any] = {name: arguments.get(name) for name in ChunkParams._fields}
     return ChunkParams(
         **given
         | {
