@@ -51,6 +51,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
+from kernels_cute.chunk.barriers import block_barriers
 from kernels_cute.chunk.dispatch import works
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, first_own
@@ -85,12 +86,12 @@ from kernels_cute.chunk.shape import (
     STATE_REGISTERS,
     TILE_BYTES,
     VECTOR_BYTES,
-    WARPGROUP,
 )
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.start import bring_start, init_start
 from kernels_cute.chunk.state_memory import prefetch_state
 from kernels_cute.common import ptx
+from kernels_cute.common.barriers import init_barriers
 
 
 class FusedChunk:
@@ -168,32 +169,7 @@ def run_block(spec, params, copies, segment):
         cpasync.prefetch_descriptor(copies.v_atom)
         cpasync.prefetch_descriptor(copies.out_atom)
         with cute.arch.elect_one():
-            for stage in cutlass.range_constexpr(spec.key_stages):
-                cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
-                cute.arch.mbarrier_init(storage.keys_empty.data_ptr() + stage, 4)
-            for stage in cutlass.range_constexpr(spec.stages):
-                cute.arch.mbarrier_init(storage.full.data_ptr() + stage, 1)
-                cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 1)
-                cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4)
-            for buffer in cutlass.range_constexpr(BUFFERS):
-                # Of a pair, block b fills buffer b of both.
-                if cutlass.const_expr(spec.paired):
-                    count = Int32(1)
-                    if rank == buffer:
-                        count = Int32(2 * WARPGROUP)
-                    cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
-                else:
-                    cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, 2 * WARPGROUP)
-                cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * spec.sharers)
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
-                cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
-                cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
-            if cutlass.const_expr(spec.deals):
-                for record in cutlass.range_constexpr(RECORDS):
-                    cute.arch.mbarrier_init(storage.dealt.data_ptr() + record, 1)
-                    # A lane of every warp: of state, inverse, score and the copying ones.
-                    cute.arch.mbarrier_init(storage.noted.data_ptr() + record, 14 + spec.sharers)
+            init_barriers(block_barriers(spec), storage, rank)
             if cutlass.const_expr(segment is not None):
                 init_start(spec, storage)
         cute.arch.sync_warp()

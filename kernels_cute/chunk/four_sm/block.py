@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
 from kernels_cute.chunk.arguments import TokenCopies
+from kernels_cute.chunk.barriers import chain_barriers, maker_barriers
 from kernels_cute.chunk.dispatch import works
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
 from kernels_cute.chunk.four_sm.chain_copies import chain_copy_warp, value_warp
@@ -19,7 +20,6 @@ from kernels_cute.chunk.four_sm.copies import maker_copy_warp, maker_gate_warp
 from kernels_cute.chunk.four_sm.inverse import maker_inverse_warpgroup
 from kernels_cute.chunk.four_sm.score import maker_score_warpgroup
 from kernels_cute.chunk.four_sm.shape import (
-    CHAINS,
     COPY_REGISTERS,
     IDLE_REGISTERS,
     INVERSE_REGISTERS,
@@ -34,9 +34,10 @@ from kernels_cute.chunk.four_sm.shape import (
 )
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.scheduler import Item
-from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES, WARPGROUP
+from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
+from kernels_cute.common.barriers import init_barriers
 
 _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
 
@@ -156,9 +157,9 @@ def run_block(spec, form, params, copies, first_group):
         cpasync.prefetch_descriptor(copies.out_atom)
         with cute.arch.elect_one():
             if is_chain == 1:
-                init_chain(spec, chain)
+                init_barriers(chain_barriers(spec), chain, 0)
             else:
-                init_maker(form, maker)
+                init_barriers(maker_barriers(form), maker, 0)
         cute.arch.sync_warp()
     if is_chain == 0:
         # Above the diagonal M stays zero.
@@ -207,33 +208,3 @@ def run_block(spec, form, params, copies, first_group):
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     form.leave(chain)
-
-
-def init_chain(spec: Any, storage: Any) -> None:
-    for stage in range(spec.stages):
-        cute.arch.mbarrier_init(storage.k_full.data_ptr() + stage, 1)
-        cute.arch.mbarrier_init(storage.k_empty.data_ptr() + stage, 4 * CHAINS)
-        cute.arch.mbarrier_init(storage.q_full.data_ptr() + stage, 1)
-        cute.arch.mbarrier_init(storage.q_empty.data_ptr() + stage, 4 * CHAINS)
-        cute.arch.mbarrier_init(storage.v_full.data_ptr() + stage, 1)
-        cute.arch.mbarrier_init(storage.stored.data_ptr() + stage, 4)
-    for slot in range(SLOTS):
-        cute.arch.mbarrier_init(storage.ready.data_ptr() + slot, 1)
-        cute.arch.mbarrier_init(storage.free.data_ptr() + slot, 4 * CHAINS)
-
-
-def init_maker(form: Any, storage: Any) -> None:
-    for stage in range(SETS * SET_KEY_STAGES):
-        cute.arch.mbarrier_init(storage.k_full.data_ptr() + stage, 1)
-        cute.arch.mbarrier_init(storage.k_empty.data_ptr() + stage, 4)
-    for group in range(SETS):
-        cute.arch.mbarrier_init(storage.q_full.data_ptr() + group, 1)
-        cute.arch.mbarrier_init(storage.q_empty.data_ptr() + group, 4)
-        cute.arch.mbarrier_init(storage.m_full.data_ptr() + group, WARPGROUP)
-        cute.arch.mbarrier_init(storage.m_free.data_ptr() + group, 4)
-        cute.arch.mbarrier_init(storage.made.data_ptr() + group, WARPGROUP)
-        cute.arch.mbarrier_init(storage.taken.data_ptr() + group, form.taken_arrivals)
-    for i in range(SETS * 2):
-        cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
-        cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
-        cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 8)
