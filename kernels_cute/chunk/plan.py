@@ -27,11 +27,11 @@ class _Times(NamedTuple):
     wave: float  # of blocks, in either launch: start, first chunk, end
 
 
-# D = 128: fitted to measured calls, NOTES.md has them. D = 64, where a block prepares every chunk alone in either launch:
+# D = 128: fitted to measured calls, LAB-NOTES.md has them. D = 64, where a block prepares every chunk alone in either launch:
 # estimated.
 _TIMES = {128: _Times(1.3, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
 # The wide kernel, with four SMs for a sequence and head: a chunk where all tiles stay in clusters of four, or where some go
-# through the L2 cache; start and end. Measured, see NOTES.md.
+# through the L2 cache; start and end. Measured, see LAB-NOTES.md.
 _WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.87, 0.97, 12.0
 # Clusters of four that run at once on _SMS multiprocessors. It depends on how these are spread over GPCs: an H100 measured here
 # has room for 30 (cudaOccupancyMaxActiveClusters), others may for fewer. Fewer than there is room for costs nothing, for the rest
