@@ -35,10 +35,10 @@ def block_barriers(spec: ChunkSpec) -> BarrierTable:
         Barrier("factors_full", 2, (Arrivals("inverse", "thread", what="key factors written"),), ("score",)),
         Barrier("gates_free", 2, (Arrivals("inverse", "warp"), Arrivals("score", "warp")), ("gates",)),
     ]
-    if spec.deals:
+    if spec.is_persistent:
         barriers += [
-            Barrier("dealt", RECORDS, (Arrivals("gates", "role"),), tuple(warps)),
-            Barrier("noted", RECORDS, tuple(Arrivals(role, "warp") for role in warps), ("gates",)),
+            Barrier("work_full", RECORDS, (Arrivals("gates", "role"),), tuple(warps)),
+            Barrier("work_empty", RECORDS, tuple(Arrivals(role, "warp") for role in warps), ("gates",)),
         ]
     return BarrierTable(warps, barriers)
 

@@ -12,10 +12,10 @@ from cutlass import Boolean, Int32
 @cute.jit
 def works(spec, cu_seqlens, split_if_longest_exceeds):
     """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens."""
-    if cutlass.const_expr(not spec.decides):
+    if cutlass.const_expr(not spec.has_both_variants):
         return Boolean(True)
     is_longer = longest_sequence(cu_seqlens) > split_if_longest_exceeds
-    if cutlass.const_expr(not spec.cuts):
+    if cutlass.const_expr(not spec.is_split):
         return not is_longer
     # Launched before whole sequences are done, which saves microseconds where it then has nothing to do. Their first launch
     # waited for what came before the call, so the lengths may be read; nothing else is touched before this, and what follows

@@ -55,7 +55,7 @@ from kernels_cute.chunk.barriers import block_barriers
 from kernels_cute.chunk.dispatch import works
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, first_own
-from kernels_cute.chunk.roles.gates import deal_and_gate, gate_warp
+from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
 from kernels_cute.chunk.roles.hand_over import hand_over_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
 from kernels_cute.chunk.roles.load import copy_warp
@@ -69,7 +69,7 @@ from kernels_cute.chunk.scheduler import (
     can_sort,
     describe,
     goes_on,
-    item_of,
+    segment_work_tile,
     sort_sequences,
     take_work_tile,
     write_keys,
@@ -136,8 +136,8 @@ def storage_type(spec):
         factors_full: cute.struct.MemRange[Int64, 2]
         gates_free: cute.struct.MemRange[Int64, 2]
         start: cute.struct.MemRange[Int64, START_BARRIERS]  # of a split call, see split/compose.py
-        dealt: cute.struct.MemRange[Int64, RECORDS]
-        noted: cute.struct.MemRange[Int64, RECORDS]
+        work_full: cute.struct.MemRange[Int64, RECORDS]
+        work_empty: cute.struct.MemRange[Int64, RECORDS]
         records: cute.struct.Align[cute.struct.MemRange[Int32, RECORDS * RECORD_BYTES // 4], 16]
         order: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, SORTED], 16]
         vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
@@ -182,8 +182,8 @@ def run_block(spec, params, copies, segment):
         # Asked for before the barriers below, which take as long as the answer.
         only = first_item = describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
     else:
-        only = item_of(segment, head, piece)
-    if cutlass.const_expr(spec.deals):
+        only = segment_work_tile(segment, head, piece)
+    if cutlass.const_expr(spec.is_persistent):
         only = None
         is_sorted = can_sort(spec, params.cu_seqlens)
         if is_sorted:
@@ -193,7 +193,7 @@ def run_block(spec, params, copies, segment):
         ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
     for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, spec.threads, unroll=1):
         ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)
-    if cutlass.const_expr(spec.deals):
+    if cutlass.const_expr(spec.is_persistent):
         if is_sorted:
             cute.arch.sync_threads()
             sort_sequences(storage, params.cu_seqlens, thread)
@@ -236,7 +236,7 @@ def run_block(spec, params, copies, segment):
                 bring_start(spec, storage, head, segment)
             while going:
                 item = take_work_tile(storage, number, only)
-                if cutlass.const_expr(spec.deals):
+                if cutlass.const_expr(spec.is_persistent):
                     if number > 0:
                         prefetch_state(spec, params.initial_state, item)
                 copy_warp(spec, storage, copies, item, base)
@@ -245,8 +245,8 @@ def run_block(spec, params, copies, segment):
                 # Nothing of the other block was touched; the barrier at the end needs this one done.
                 cute.arch.cluster_wait()
         if copier == 1:
-            if cutlass.const_expr(spec.deals):
-                deal_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
+            if cutlass.const_expr(spec.is_persistent):
+                schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
             else:
                 first = first_own(spec, base, rank)
                 gate_warp(spec, storage, params, only.begin, only.live_length, only.head, first)

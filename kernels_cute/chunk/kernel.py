@@ -37,14 +37,14 @@ from kernels_cute.chunk.four_sm.kernel import FourSmChunk
 from kernels_cute.chunk.four_sm.shape import DIM, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.plan import (
-    default_places,
+    default_clusters,
     default_prefetch,
     default_split,
-    is_wide,
+    four_sm_clusters,
     splits_to_try,
-    wide_places,
+    uses_four_sm,
 )
-from kernels_cute.chunk.scheduler import places_limit
+from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, KEY_STAGES, SCRATCH_BYTES, STAGES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split import summary
@@ -138,7 +138,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         config.stages == STAGES
         and config.split_chunks >= 0
-        and 0 <= config.num_persistent_clusters <= places_limit(problem.head_v_dim == 128)
+        and 0 <= config.num_persistent_clusters <= max_scheduled_clusters(problem.head_v_dim == 128)
         and config.max_l2_ring_groups == 0
         and _shared_bytes(problem) <= device.shared_bytes_per_block
         and (config.split_chunks == 0 or _summary_shared_bytes(problem) <= device.shared_bytes_per_block)
@@ -148,13 +148,13 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     narrow = _narrow_config(problem, device)
     is_whole = narrow.split_chunks == 0 or narrow.split_if_longest_exceeds > 0
-    return _four_sm(narrow, device) if is_whole and is_wide(problem, device) else narrow
+    return _four_sm(narrow, device) if is_whole and uses_four_sm(problem, device) else narrow
 
 
 def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """The default with two SMs a head, at D = 64 one."""
     split_chunks, split_if_longest_exceeds = default_split(problem, device)
-    clusters = 0 if split_chunks else default_places(problem, device)
+    clusters = 0 if split_chunks else default_clusters(problem, device)
     return Config(
         stages=STAGES,
         prefetch=default_prefetch(problem, split_chunks, clusters),
@@ -165,7 +165,7 @@ def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
 
 
 def _four_sm(narrow: Config, device: DeviceSpec) -> Config:
-    clusters, ring_groups = wide_places(device)
+    clusters, ring_groups = four_sm_clusters(device)
     return replace(
         narrow,
         stages=3,
@@ -193,7 +193,7 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
         for (split_chunks, _), prefetch in product(splits, (0, 2)):
             yield replace(narrow, split_chunks=split_chunks, prefetch=prefetch, num_persistent_clusters=0)
         narrow = replace(narrow, split_chunks=0)
-    for prefetch, clusters in product((0, 2), sorted({0, default_places(problem, device)})):
+    for prefetch, clusters in product((0, 2), sorted({0, default_clusters(problem, device)})):
         yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
@@ -255,7 +255,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | 
     )
     if config.num_four_sm_clusters:
         return FourSmChunk(spec)
-    return SplitChunk(spec) if spec.cuts else FusedChunk(spec)
+    return SplitChunk(spec) if spec.is_split else FusedChunk(spec)
 
 
 def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[Any]:

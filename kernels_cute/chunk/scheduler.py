@@ -8,8 +8,8 @@ from cu_seqlens alone: nothing is exchanged, and no workspace holds a counter.
 The gate warp deals, an item ahead of its own gates, and leaves what the other warps need in a ring of records:
 
     barrier             arrivals                                      waits
-    dealt[record]       1: a lane of the gate warp                    every other warp, and the gate warp
-    noted[record]       1 a warp, done with the record                the gate warp, before it fills it again
+    work_full[record]   1: a lane of the gate warp                    every other warp, and the gate warp
+    work_empty[record]  1 a warp, done with the record                the gate warp, before it fills it again
 
 A record without a sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted
 on from one item to the next.
@@ -33,7 +33,7 @@ _TAKEN = 0x7FFFFFFF  # the load of a cluster that is not there
 _CHUNK_COST, _ITEM_COST = 4, 3
 
 
-class Item(NamedTuple):
+class WorkTile(NamedTuple):
     """Scalars of the kernel; sequence < 0: there is none."""
 
     sequence: Any
@@ -46,7 +46,7 @@ class Item(NamedTuple):
     read_slot: Any  # of the pool, or the sequence
 
 
-def places_limit(paired: bool) -> int:
+def max_scheduled_clusters(paired: bool) -> int:
     """Clusters that can be dealt to."""
     return 32 * load_slots(paired)
 
@@ -148,7 +148,7 @@ def load_ranks(spec, storage, loads, params, is_sorted, first):
 
 
 @cute.jit
-def deal(spec, storage, loads, params, is_sorted, cluster, rank, unit):
+def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
     """Deals from unit `unit` of the sequence at `rank` on, until this cluster gets one: (rank, unit, its sequence or -1,
     its unit). The clusters whose loads are the least take one each of the sequence's units at the same time."""
     slots = load_slots(spec.paired)
@@ -200,7 +200,7 @@ def describe(spec, params, sequence, unit, rank):
         head, piece = unit, rank
         if cutlass.const_expr(not spec.paired):
             head, piece = unit // spec.slices, unit % spec.slices
-    return Item(sequence, head, piece, starts, begin, length, live_length, read_slot)
+    return WorkTile(sequence, head, piece, starts, begin, length, live_length, read_slot)
 
 
 @cute.jit
@@ -209,24 +209,24 @@ def write_record(storage, number, item):
     starts = Int32(0)
     if item.starts:
         starts = Int32(1)
-    cute.arch.mbarrier_wait(storage.noted.data_ptr() + record, number // RECORDS & 1 ^ 1)
+    cute.arch.mbarrier_wait(storage.work_empty.data_ptr() + record, number // RECORDS & 1 ^ 1)
     if cute.arch.lane_idx() == 0:
         place = storage.records.data_ptr().toint() + record * RECORD_BYTES
         ptx.store_words(place, (item.sequence, item.head, 2 * item.piece + starts, item.begin))
         slot = item.read_slot
         ptx.store_words(place + 16, (item.length, item.live_length, Int32(slot), Int32(slot >> 32)))
-        cute.arch.mbarrier_arrive(storage.dealt.data_ptr() + record)
+        cute.arch.mbarrier_arrive(storage.work_full.data_ptr() + record)
 
 
 @cute.jit
 def read_record(storage, number):
     """The block's item `number`, as soon as it is dealt."""
     record = number % RECORDS
-    cute.arch.mbarrier_wait(storage.dealt.data_ptr() + record, number // RECORDS & 1)
+    cute.arch.mbarrier_wait(storage.work_full.data_ptr() + record, number // RECORDS & 1)
     place = storage.records.data_ptr().toint() + record * RECORD_BYTES
     first, second = ptx.load_words(place), ptx.load_words(place + 16)
     read_slot = (Int64(second[3]) << 32) | (Int64(second[2]) & 0xFFFFFFFF)
-    return Item(first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot)
+    return WorkTile(first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot)
 
 
 @cute.jit
@@ -234,7 +234,7 @@ def note_record(storage, number):
     """This warp needs the record no longer."""
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(storage.noted.data_ptr() + number % RECORDS)
+        cute.arch.mbarrier_arrive(storage.work_empty.data_ptr() + number % RECORDS)
 
 
 @cute.jit
@@ -247,8 +247,8 @@ def take_work_tile(storage, number, only):
     return item
 
 
-def item_of(segment: Any, head: Any, piece: Any) -> Item:
-    return Item(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
+def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:
+    return WorkTile(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
 
 
 @cute.jit

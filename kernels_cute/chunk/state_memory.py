@@ -43,7 +43,7 @@ def fetch_state(spec, initial_state, fetched, starts, read_slot, head, row0, pai
     fetched.fill(0.0)
     if cutlass.const_expr(spec.has_initial):
         if starts:
-            if cutlass.const_expr(is_wide(spec, initial_state)):
+            if cutlass.const_expr(has_wide_accesses(spec, initial_state)):
                 source = wide_address(spec, initial_state, read_slot, head, row0, pair)
                 for place in cutlass.range_constexpr(spec.dim // 8):
                     values = ptx.load_global_four(source + wide_offset(spec, place))
@@ -61,7 +61,7 @@ def fetch_state(spec, initial_state, fetched, starts, read_slot, head, row0, pai
 @cute.jit
 def settle_state(spec, initial_state, fetched, state, pair):
     """The accumulators of what fetch_state asked for. May be the same registers."""
-    if cutlass.const_expr(spec.has_initial and is_wide(spec, initial_state)):
+    if cutlass.const_expr(spec.has_initial and has_wide_accesses(spec, initial_state)):
         is_odd = pair % 2 == 1
         for n in cutlass.range_constexpr(0, spec.dim // 8, 2):
             own = [fetched[4 * n + i] for i in range(8)]
@@ -103,7 +103,7 @@ def store_checkpoints(spec, params, state, sequence, head, done, row0, pair):
 
 @cute.jit
 def write_state(spec, final_state, slot, state, head, row0, pair):
-    if cutlass.const_expr(is_wide(spec, final_state)):
+    if cutlass.const_expr(has_wide_accesses(spec, final_state)):
         target = wide_address(spec, final_state, slot, head, row0, pair)
         is_odd = pair % 2 == 1
         for n in cutlass.range_constexpr(0, spec.dim // 8, 2):
@@ -126,7 +126,7 @@ def write_state(spec, final_state, slot, state, head, row0, pair):
 
 # Where K is contiguous and entries are float32, two neighbouring lanes swap halves, so that each has 16 bytes in a row:
 # of 16 K columns the even lanes have the first 8, the odd ones the last 8. It takes a quarter of the accesses.
-def is_wide(spec: Any, states: Any) -> bool:
+def has_wide_accesses(spec: Any, states: Any) -> bool:
     return spec.v_first and states.element_type is Float32
 
 

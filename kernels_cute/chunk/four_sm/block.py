@@ -33,7 +33,7 @@ from kernels_cute.chunk.four_sm.shape import (
     maker_bytes,
 )
 from kernels_cute.chunk.operands import set_registers
-from kernels_cute.chunk.scheduler import Item
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
@@ -148,7 +148,7 @@ def run_block(spec, form, params, copies, first_group):
         read_slot = Int64(params.state_indices[sequence])
         if read_slot <= params.null_slot:
             live_length = Int32(0)
-    item = Item(sequence, head, number, None, begin, length, live_length, read_slot)
+    item = WorkTile(sequence, head, number, None, begin, length, live_length, read_slot)
     # The warp that copies in makes the barriers: a maker's begins to load before the other blocks are there.
     if warp == _COPIER:
         cpasync.prefetch_descriptor(copies.q_atom)

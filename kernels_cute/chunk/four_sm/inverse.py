@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import layouts
-from kernels_cute.chunk.four_sm.shape import KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS, WIDE_INVERSE_BARRIER
+from kernels_cute.chunk.four_sm.shape import KEY_BYTES, MAKERS, ROUND, SET_INVERSE_BARRIER, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.operands import exp2_clamped, multiply, row_values, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles.inverse import decayed_diagonal, invert_block, key_factors, next_block, store_lower
 from kernels_cute.chunk.roles.tile_blocks import diagonal_block, half_words, load_rows, row_decays, store_block, zero_keys
@@ -71,7 +71,7 @@ def maker_inverse_warpgroup(spec, storage, length, number, group, warp):
             # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in Z is NaN.
             zero_keys(spec, k_base + stage * KEY_BYTES, valid, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            sync_set(WIDE_INVERSE_BARRIER, group)
+            sync_set(SET_INVERSE_BARRIER, group)
         # The left operand in registers: both from shared memory would take all of its bandwidth.
         load_rows(spec, k_base + stage * KEY_BYTES, left_words, tile_row, unit)
         warpgroup.fence()
@@ -82,7 +82,7 @@ def maker_inverse_warpgroup(spec, storage, length, number, group, warp):
         diagonal_block(kk, diagonal, warp)
         key_factors(spec, diagonal, rows, row, pair, row0)
         cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
-        sync_set(WIDE_INVERSE_BARRIER, group)
+        sync_set(SET_INVERSE_BARRIER, group)
 
         # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
         row_cum = row_values(rows, CUM, row0)
@@ -100,7 +100,7 @@ def maker_inverse_warpgroup(spec, storage, length, number, group, warp):
             if warp == w:
                 for i in cutlass.range_constexpr(4):
                     left[4 * w + i] = words[i]
-        sync_set(WIDE_INVERSE_BARRIER, group)
+        sync_set(SET_INVERSE_BARRIER, group)
         cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, turn & 1 ^ 1)
         values = decayed_diagonal(inverse, columns, row_cum, keeps_diagonal, warp)
         total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import layouts
 from kernels_cute.chunk.four_sm.inverse import sync_set
-from kernels_cute.chunk.four_sm.shape import KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS, WIDE_SCORE_BARRIER
+from kernels_cute.chunk.four_sm.shape import KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SET_SCORE_BARRIER, SETS
 from kernels_cute.chunk.operands import multiply, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles.score import make_p, publish_vectors, query_factors
 from kernels_cute.chunk.roles.tile_blocks import load_rows, store_block
@@ -63,7 +63,7 @@ def maker_score_warpgroup(spec, storage, scale, length, number, group, warp):
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + group)
-        sync_set(WIDE_SCORE_BARRIER, group)
+        sync_set(SET_SCORE_BARRIER, group)
         cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
 
         make_p(spec, qk, diagonal, p_words, rows, columns, row_query, keeps_diagonal, row0, warp)

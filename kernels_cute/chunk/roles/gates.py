@@ -6,10 +6,10 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from kernels_cute.chunk.rings import chunks_in, first_own, half_of
 from kernels_cute.chunk.scheduler import (
-    deal,
     describe,
     load_slots,
     num_clusters,
+    schedule_next,
     sequence_at,
     start_loads,
     take_work_tile,
@@ -40,7 +40,7 @@ def gate_warp(spec, storage, params, begin, length, head, first, base=0, asked=N
 
 
 @cute.jit
-def deal_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
+def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
     """All of the gate warp's work. item: the first one, where nothing is sorted."""
     clusters = num_clusters(spec)
     loads = cute.make_rmem_tensor(cute.make_layout(load_slots(spec.paired) + 2), Int32)
@@ -61,7 +61,9 @@ def deal_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
         lane = cute.arch.lane_idx()
         asked = ask_item(spec, params, item.begin, first, item.live_length, item.head, lane)
         if going:
-            next_rank, next_unit, sequence, unit = deal(spec, storage, loads, params, is_sorted, cluster, next_rank, next_unit)
+            next_rank, next_unit, sequence, unit = schedule_next(
+                spec, storage, loads, params, is_sorted, cluster, next_rank, next_unit
+            )
             write_record(storage, number, describe(spec, params, sequence, unit, rank))
         gate_warp(spec, storage, params, item.begin, item.live_length, item.head, first, base, asked)
         base = base + chunks_in(item.live_length)

@@ -41,7 +41,7 @@ class SplitChunk:
             block=(self.summaries.spec.threads, 1, 1),
             cluster=(self.summaries.spec.sharers, 1, 1),
             min_blocks_per_mp=1,
-            use_pdl=self.spec.decides,
+            use_pdl=self.spec.has_both_variants,
             stream=stream,
         )
         self.kernel(params, copies, segment_tokens, split_if_longest_exceeds).launch(
@@ -49,7 +49,7 @@ class SplitChunk:
             block=(self.spec.threads, 1, 1),
             cluster=(self.spec.sharers, 1, 1),
             min_blocks_per_mp=1,
-            use_pdl=self.spec.decides,
+            use_pdl=self.spec.has_both_variants,
             stream=stream,
         )
 
