@@ -145,7 +145,7 @@ def recurrent_inputs(
     return arguments
 
 
-def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor) -> ChunkParams:
+def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None) -> ChunkParams:
     """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
     final_state, out = _targets(problem, arguments)
     given: dict[str, Any] = {name: arguments.get(name) for name in ChunkParams._fields}
@@ -154,7 +154,7 @@ def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace
         | {
             "final_state": final_state,
             "out": out,
-            "workspace": workspace if workspace.numel() else None,
+            "workspace": workspace if workspace is not None and workspace.numel() else None,
             "scale": problem.head_k_dim**-0.5,
             "null_slot": arguments.get("null_slot", -1),
         }

@@ -2,7 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
 from gdn.problems import ChunkParams
+from kernels_cute.chunk import layouts
+from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.memory import without_batch
 
 NUM_PARAMS = len(ChunkParams._fields)
@@ -28,3 +35,45 @@ def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]
     present = [name for name in _PER_TOKEN if getattr(params, name) is not None]
     tensors = without_batch(*[getattr(params, name) for name in present])
     return params._replace(**dict(zip(present, tensors, strict=True))), values[NUM_PARAMS:]
+
+
+def token_copies(spec: ChunkSpec, params: ChunkParams, multicast: bool = False) -> TokenCopies:
+    """multicast: a tile of K or Q may go to several blocks of a cluster."""
+    return TokenCopies(
+        *_copy_in(spec, params.q, spec.dim, multicast),
+        *_copy_in(spec, params.k, spec.dim, multicast),
+        *_copy_in(spec, params.v, spec.columns, False),
+        *_copy_out(spec, params.out),
+    )
+
+
+def _copy_in(spec: ChunkSpec, x: Any, columns: int, multicast: bool) -> Any:
+    """The bulk copy of a chunk's tile of columns into shared memory, and its tensor."""
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
+    layout = layouts.by_rows(spec.dtype, CHUNK, columns)
+    return cpasync.make_tiled_tma_atom(op, token_tensor(x), layout, (CHUNK, columns))
+
+
+def _copy_out(spec: ChunkSpec, x: Any) -> Any:
+    layout = layouts.by_rows(spec.dtype, CHUNK, 64)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), token_tensor(x), layout, (CHUNK, 64))
+
+
+@cute.jit
+def token_tensor(x):
+    """[tokens, heads, D] as (tokens, D, heads); strides are multiples of 16 bytes by contract."""
+    tokens, heads, dim = x.shape
+    token_stride = cute.assume(x.stride[0], divby=8)
+    # The stride of a single head is never used and may be anything.
+    head_stride = cute.assume(x.stride[1], divby=8) if cutlass.const_expr(heads > 1) else dim
+    return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
+
+
+@cute.jit
+def partition_tiles(spec, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
+    """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
+    layout = layouts.by_rows(spec.dtype, CHUNK, columns, stages)
+    shared = field.get_tensor(layout.outer, swizzle=layout.inner)
+    rows = cute.domain_offset((begin, 0), tensor[None, None, head])
+    chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))

@@ -10,15 +10,16 @@ G_ij = exp(c_i - c_j) for i >= j, else 0:
 
 L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside.
 
-The kernel, its roles and barriers: fused.py, with state.py, tiles.py and copies.py; which block works on what: scheduler.py;
-tiles in shared memory: layouts.py. With `split_chunks` a sequence is split into segments that run side by side: split/segments.py
-(slots, workspace), split/summary.py (first launch), split/compose.py (second). With `num_four_sm_clusters` a head has four SMs
-instead of two: four_sm/kernel.py. With `split_if_longest_exceeds` both whole sequences and segments are launched, and the lengths
-decide on the device which of the launches work: dispatch.py.
+The kernel and its barriers: fused.py. Its warp roles are functions of the ChunkSpec (spec.py), the launch's Params and the
+block's shared memory: roles/. Which block works on what: scheduler.py; tiles in shared memory: layouts.py. With `split_chunks` a
+sequence is split into segments that run side by side: split/segments.py (slots, workspace), split/summary.py (first launch),
+split/compose.py (second). With `num_four_sm_clusters` a head has four SMs instead of two: four_sm/kernel.py. With
+`split_if_longest_exceeds` both whole sequences and segments are launched, and the lengths decide on the device which of the
+launches work: dispatch.py.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -32,31 +33,29 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
-from kernels_cute.chunk.four_sm.kernel import WideChunk
+from kernels_cute.chunk.four_sm.kernel import FourSmChunk
 from kernels_cute.chunk.four_sm.shape import DIM, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.plan import (
-    default_places,
+    default_clusters,
     default_prefetch,
     default_split,
-    is_wide,
+    four_sm_clusters,
     splits_to_try,
-    wide_places,
+    uses_four_sm,
 )
-from kernels_cute.chunk.scheduler import places_limit
+from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, KEY_STAGES, SCRATCH_BYTES, STAGES, TILE_BYTES, VECTOR_BYTES
-from kernels_cute.chunk.split import summary as _chunk_summary
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split import summary
 from kernels_cute.chunk.split.compose import SplitChunk
 from kernels_cute.chunk.split.segments import num_slots, summary_bytes
-from kernels_cute.common.memory import CUTE_DTYPES, fake
+from kernels_cute.common.memory import fake
 
 ENTRY = "gdn_cute_chunk"
 _SPLIT_ENTRY = "gdn_cute_chunk_split"  # next to it, with `split_if_longest_exceeds`
 HEAD_DIMS = (64, 128)
 _BARRIER_BYTES = 1024  # most of the barriers, records and order, and of what aligning the vectors behind them costs
-# Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
-# its threads; with less than this ptxas spills, or serialises the products.
-_REGISTERS = (232, 128, 112, 40)
 _ALL_CLUSTERS = 2**31 - 1
 
 
@@ -112,7 +111,7 @@ def _summary_shared_bytes(problem: ChunkProblem) -> int:
     stage = CHUNK * 2 * 2 * problem.head_k_dim
     tiles = BUFFERS + 2  # M, and L and zeros
     rows = BUFFERS * VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES
-    return _chunk_summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
+    return summary.STAGES * stage + tiles * TILE_BYTES + -(-(rows + _BARRIER_BYTES) // 1024) * 1024
 
 
 def _four_sm_shared_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -139,7 +138,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     return (
         config.stages == STAGES
         and config.split_chunks >= 0
-        and 0 <= config.num_persistent_clusters <= places_limit(problem.head_v_dim == 128)
+        and 0 <= config.num_persistent_clusters <= max_scheduled_clusters(problem.head_v_dim == 128)
         and config.max_l2_ring_groups == 0
         and _shared_bytes(problem) <= device.shared_bytes_per_block
         and (config.split_chunks == 0 or _summary_shared_bytes(problem) <= device.shared_bytes_per_block)
@@ -149,13 +148,13 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     narrow = _narrow_config(problem, device)
     is_whole = narrow.split_chunks == 0 or narrow.split_if_longest_exceeds > 0
-    return _four_sm(narrow, device) if is_whole and is_wide(problem, device) else narrow
+    return _four_sm(narrow, device) if is_whole and uses_four_sm(problem, device) else narrow
 
 
 def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     """The default with two SMs a head, at D = 64 one."""
     split_chunks, split_if_longest_exceeds = default_split(problem, device)
-    clusters = 0 if split_chunks else default_places(problem, device)
+    clusters = 0 if split_chunks else default_clusters(problem, device)
     return Config(
         stages=STAGES,
         prefetch=default_prefetch(problem, split_chunks, clusters),
@@ -166,7 +165,7 @@ def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
 
 
 def _four_sm(narrow: Config, device: DeviceSpec) -> Config:
-    clusters, ring_groups = wide_places(device)
+    clusters, ring_groups = four_sm_clusters(device)
     return replace(
         narrow,
         stages=3,
@@ -194,7 +193,7 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
         for (split_chunks, _), prefetch in product(splits, (0, 2)):
             yield replace(narrow, split_chunks=split_chunks, prefetch=prefetch, num_persistent_clusters=0)
         narrow = replace(narrow, split_chunks=0)
-    for prefetch, clusters in product((0, 2), sorted({0, default_places(problem, device)})):
+    for prefetch, clusters in product((0, 2), sorted({0, default_clusters(problem, device)})):
         yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
@@ -245,37 +244,18 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     }
 
 
-def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk:
-    heads = problem.num_state_heads
-    has_gate, has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
-    kernel: Callable[..., FusedChunk] = SplitChunk if config.split_chunks > 0 else FusedChunk
-    if config.num_four_sm_clusters:
-        kernel = WideChunk
-    return kernel(
-        heads=heads,
-        q_group=heads // problem.num_q_heads,
-        k_group=heads // problem.num_k_heads,
-        v_group=heads // problem.num_v_heads,
-        dim=problem.head_k_dim,
-        dtype=CUTE_DTYPES[problem.dtype],
-        has_gate=has_gate,
-        raw_gate=has_gate and problem.use_gate,
-        has_beta=has_beta,
-        raw_beta=has_beta and problem.use_beta_sigmoid,
-        normalize=problem.use_qk_l2norm,
-        v_first=problem.state_v_first,
-        pooled=problem.pooled,
-        has_initial=problem.has_initial_state,
-        has_mask=problem.has_mask,
-        has_final=problem.has_final_state,
-        has_final_indices=problem.has_final_indices,
-        has_checkpoints=problem.has_checkpoints,
+def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | FourSmChunk:
+    spec = ChunkSpec(
+        problem,
         stages=config.stages,
         prefetch=config.prefetch,
-        registers=_REGISTERS,
-        deals=config.num_persistent_clusters > 0,
-        decides=config.split_if_longest_exceeds > 0,
+        is_persistent=config.num_persistent_clusters > 0,
+        has_both_variants=config.split_if_longest_exceeds > 0,
+        is_split=config.split_chunks > 0,
     )
+    if config.num_four_sm_clusters:
+        return FourSmChunk(spec)
+    return SplitChunk(spec) if spec.is_split else FusedChunk(spec)
 
 
 def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
 from kernels_cute.chunk.four_sm.shape import BLOCKS, DIM
-from kernels_cute.chunk.scheduler import places_limit
+from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK
 
 # Lengths in chunks that are considered: few enough that a process sees few configurations.
@@ -27,12 +27,12 @@ class _Times(NamedTuple):
     wave: float  # of blocks, in either launch: start, first chunk, end
 
 
-# D = 128: fitted to measured calls, NOTES.md has them. D = 64, where a block prepares every chunk alone in either launch:
+# D = 128: fitted to measured calls, LAB-NOTES.md has them. D = 64, where a block prepares every chunk alone in either launch:
 # estimated.
 _TIMES = {128: _Times(1.3, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
-# The wide kernel, with four SMs for a sequence and head: a chunk where all tiles stay in clusters of four, or where some go
-# through the L2 cache; start and end. Measured, see NOTES.md.
-_WIDE_CHUNK, _RINGED_CHUNK, _WIDE_START = 0.87, 0.97, 12.0
+# The four-SM form, with four SMs for a sequence and head: a chunk where all tiles stay in clusters of four, or where some go
+# through the L2 cache; start and end. Measured, see LAB-NOTES.md.
+_FOUR_SM_CHUNK, _RING_CHUNK, _FOUR_SM_START = 0.87, 0.97, 12.0
 # Clusters of four that run at once on _SMS multiprocessors. It depends on how these are spread over GPCs: an H100 measured here
 # has room for 30 (cudaOccupancyMaxActiveClusters), others may for fewer. Fewer than there is room for costs nothing, for the rest
 # runs beside them; with more the last cluster would begin when the first is done.
@@ -50,7 +50,7 @@ def default_split(problem: ChunkProblem, device: DeviceSpec) -> tuple[int, int]:
     best = min(times.values())
     segment = max(length for length, time in times.items() if time <= _TIE * best)
     if problem.num_sequences <= 1:
-        gains = best < min(_LEAST_GAIN * _whole_time(problem, device), _wide_time(problem, device))
+        gains = best < min(_LEAST_GAIN * _whole_time(problem, device), _four_sm_time(problem, device))
         return (segment, 0) if gains else (0, 0)
     longest = _longest_whole(problem, times[segment], device)
     if longest >= problem.num_tokens:
@@ -75,21 +75,21 @@ def splits_to_try(problem: ChunkProblem, device: DeviceSpec) -> list[tuple[int, 
     return [(length, longest) for length, longest in splits if longest < problem.num_tokens]
 
 
-def is_wide(problem: ChunkProblem, device: DeviceSpec) -> bool:
+def uses_four_sm(problem: ChunkProblem, device: DeviceSpec) -> bool:
     """Whether whole sequences are faster with four SMs for each sequence and head."""
-    return _wide_time(problem, device) < _whole_time(problem, device)
+    return _four_sm_time(problem, device) < _whole_time(problem, device)
 
 
-def wide_places(device: DeviceSpec) -> tuple[int, int]:
+def four_sm_clusters(device: DeviceSpec) -> tuple[int, int]:
     """Sequences and heads that run at once, with four SMs each: in clusters of four, and beside them in clusters of two."""
     fours = device.num_sms * _FOURS // _SMS
     return fours, device.num_sms // BLOCKS - fours
 
 
-def default_places(problem: ChunkProblem, device: DeviceSpec) -> int:
+def default_clusters(problem: ChunkProblem, device: DeviceSpec) -> int:
     """Clusters that take item after item: as many as run side by side, 0 where no cluster would get a second item."""
     blocks = problem.head_v_dim // 64
-    places = min(device.num_sms // blocks, places_limit(blocks == 2))
+    places = min(device.num_sms // blocks, max_scheduled_clusters(blocks == 2))
     return places if _blocks(problem, max(problem.num_sequences, 1)) // blocks > places else 0
 
 
@@ -103,8 +103,8 @@ def default_prefetch(problem: ChunkProblem, segment: int, places: int) -> int:
 def _longest_whole(problem: ChunkProblem, time: float, device: DeviceSpec) -> int:
     """Tokens of the longest sequence with which whole sequences take so long."""
     chunk, start = _TIMES[problem.head_k_dim].chunk, _TIMES[problem.head_k_dim].wave
-    if is_wide(problem, device):
-        chunk, start = _wide_chunk(problem, device), _WIDE_START
+    if uses_four_sm(problem, device):
+        chunk, start = _four_sm_chunk(problem, device), _FOUR_SM_START
     return max(int((time - start) / chunk), 1) * CHUNK
 
 
@@ -113,16 +113,16 @@ def _whole_time(problem: ChunkProblem, device: DeviceSpec) -> float:
     return (_chunks(problem) * times.chunk + times.wave) * _waves(problem, device, max(problem.num_sequences, 1))
 
 
-def _wide_time(problem: ChunkProblem, device: DeviceSpec) -> float:
+def _four_sm_time(problem: ChunkProblem, device: DeviceSpec) -> float:
     """Where all run at once. If they took turns, whole sequences with two SMs each, twice as many at once, would be faster: two
     waves of the one to one of the other, three to two."""
-    if problem.head_v_dim != DIM or _groups(problem) > sum(wide_places(device)):
+    if problem.head_v_dim != DIM or _groups(problem) > sum(four_sm_clusters(device)):
         return float("inf")
-    return _chunks(problem) * _wide_chunk(problem, device) + _WIDE_START
+    return _chunks(problem) * _four_sm_chunk(problem, device) + _FOUR_SM_START
 
 
-def _wide_chunk(problem: ChunkProblem, device: DeviceSpec) -> float:
-    return _WIDE_CHUNK if _groups(problem) <= wide_places(device)[0] else _RINGED_CHUNK
+def _four_sm_chunk(problem: ChunkProblem, device: DeviceSpec) -> float:
+    return _FOUR_SM_CHUNK if _groups(problem) <= four_sm_clusters(device)[0] else _RING_CHUNK
 
 
 def _groups(problem: ChunkProblem) -> int:

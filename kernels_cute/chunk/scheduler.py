@@ -8,8 +8,8 @@ from cu_seqlens alone: nothing is exchanged, and no workspace holds a counter.
 The gate warp deals, an item ahead of its own gates, and leaves what the other warps need in a ring of records:
 
     barrier             arrivals                                      waits
-    dealt[record]       1: a lane of the gate warp                    every other warp, and the gate warp
-    noted[record]       1 a warp, done with the record                the gate warp, before it fills it again
+    work_full[record]   1: a lane of the gate warp                    every other warp, and the gate warp
+    work_empty[record]  1 a warp, done with the record                the gate warp, before it fills it again
 
 A record without a sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted
 on from one item to the next.
@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
 SORTED = 256  # sequences at most: a byte names one
@@ -32,7 +33,7 @@ _TAKEN = 0x7FFFFFFF  # the load of a cluster that is not there
 _CHUNK_COST, _ITEM_COST = 4, 3
 
 
-class Item(NamedTuple):
+class WorkTile(NamedTuple):
     """Scalars of the kernel; sequence < 0: there is none."""
 
     sequence: Any
@@ -45,239 +46,215 @@ class Item(NamedTuple):
     read_slot: Any  # of the pool, or the sequence
 
 
-def places_limit(paired: bool) -> int:
+def max_scheduled_clusters(paired: bool) -> int:
     """Clusters that can be dealt to."""
-    return 32 * _slots(paired)
+    return 32 * load_slots(paired)
 
 
-def _slots(paired: bool) -> int:
+def load_slots(paired: bool) -> int:
     """Clusters a lane of the gate warp keeps the loads of; no SM90 device has more than 144 multiprocessors."""
     return 3 if paired else 5
 
 
-class Items:
-    """Methods of the whole kernel's blocks; `self` is the FusedChunk."""
+@cute.jit
+def num_clusters(spec):
+    blocks, _, _ = cute.arch.grid_dim()
+    return blocks // spec.sharers
 
-    @cute.jit
-    def num_clusters(self):
-        blocks, _, _ = cute.arch.grid_dim()
-        return blocks // self.sharers
 
-    @cute.jit
-    def is_sorted(self, cu_seqlens):
-        """Whether there is anything to deal, and few enough sequences to order."""
-        sequences = cute.size(cu_seqlens, mode=[0]) - 1
-        return (self.num_clusters() < sequences * self.units) & (sequences <= SORTED)
+@cute.jit
+def can_sort(spec, cu_seqlens):
+    """Whether there is anything to deal, and few enough sequences to order."""
+    sequences = cute.size(cu_seqlens, mode=[0]) - 1
+    return (num_clusters(spec) < sequences * spec.units) & (sequences <= SORTED)
 
-    @cute.jit
-    def live_length(self, params, sequence):
-        length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]), 0)
-        if cutlass.const_expr(self.pooled):
-            if Int64(params.state_indices[sequence]) <= params.null_slot:
-                length = Int32(0)
-        return length
 
-    @cute.jit
-    def chunks_of(self, params, sequence):
-        return (self.live_length(params, sequence) + (CHUNK - 1)) // CHUNK
+@cute.jit
+def live_length_of(spec, params, sequence):
+    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]), 0)
+    if cutlass.const_expr(spec.pooled):
+        if Int64(params.state_indices[sequence]) <= params.null_slot:
+            length = Int32(0)
+    return length
 
-    @cute.jit
-    def write_keys(self, storage, params, thread):
-        """Sort keys of the sequences, all different: the larger the earlier. They lie where L will."""
-        if thread < SORTED:
-            key = Int32(-1)
-            if thread < cute.size(params.cu_seqlens, mode=[0]) - 1:
-                key = self.chunks_of(params, thread) * SORTED + (SORTED - 1 - thread)
-            ptx.store_word(storage.lower.data_ptr().toint() + thread * 4, key)
 
-    @cute.jit
-    def sort(self, storage, cu_seqlens, thread):
-        """order[rank] = sequence, by counting the keys before each."""
-        sequences = cute.size(cu_seqlens, mode=[0]) - 1
-        keys = storage.lower.data_ptr().toint()
-        if thread < sequences:
-            own = ptx.load_word(keys + thread * 4)
-            rank = Int32(0)
-            for i in cutlass.range((sequences + 3) // 4, unroll=1):
-                others = ptx.load_words(keys + i * 16)
-                for j in cutlass.range_constexpr(4):
-                    if others[j] > own:
-                        rank = rank + 1
-            ptx.store_byte(storage.order.data_ptr().toint() + rank, thread)
+@cute.jit
+def chunks_of(spec, params, sequence):
+    return (live_length_of(spec, params, sequence) + (CHUNK - 1)) // CHUNK
 
-    @cute.jit
-    def sequence_at(self, storage, is_sorted, rank):
-        sequence = rank
-        if is_sorted:
-            sequence = ptx.load_byte(storage.order.data_ptr().toint() + rank)
-        return sequence
 
-    @cute.jit
-    def cost_at(self, storage, params, is_sorted, rank):
-        """(sequence, cost of an item of it); beyond the last sequence (-1, 0)."""
-        sequence, cost = Int32(-1), Int32(0)
-        if rank < cute.size(params.cu_seqlens, mode=[0]) - 1:
-            sequence = self.sequence_at(storage, is_sorted, rank)
-            cost = self.chunks_of(params, sequence) * _CHUNK_COST + _ITEM_COST
-        return sequence, cost
+@cute.jit
+def write_keys(spec, storage, params, thread):
+    """Sort keys of the sequences, all different: the larger the earlier. They lie where L will."""
+    if thread < SORTED:
+        key = Int32(-1)
+        if thread < cute.size(params.cu_seqlens, mode=[0]) - 1:
+            key = chunks_of(spec, params, thread) * SORTED + (SORTED - 1 - thread)
+        ptx.store_word(storage.lower.data_ptr().toint() + thread * 4, key)
 
-    @cute.jit
-    def start_loads(self, storage, loads, params, is_sorted):
-        """loads: of cluster lane + 32 i, with the item that it begins with; then this lane's one of 32 ranks: its sequence and
-        what an item of it costs."""
-        clusters = self.num_clusters()
-        for i in cutlass.range_constexpr(_slots(self.paired)):
-            cluster = cute.arch.lane_idx() + 32 * i
-            load = Int32(_TAKEN)
-            if cluster < clusters:
-                _, load = self.cost_at(storage, params, is_sorted, cluster // self.units)
+
+@cute.jit
+def sort_sequences(storage, cu_seqlens, thread):
+    """order[rank] = sequence, by counting the keys before each."""
+    sequences = cute.size(cu_seqlens, mode=[0]) - 1
+    keys = storage.lower.data_ptr().toint()
+    if thread < sequences:
+        own = ptx.load_word(keys + thread * 4)
+        rank = Int32(0)
+        for i in cutlass.range((sequences + 3) // 4, unroll=1):
+            others = ptx.load_words(keys + i * 16)
+            for j in cutlass.range_constexpr(4):
+                if others[j] > own:
+                    rank = rank + 1
+        ptx.store_byte(storage.order.data_ptr().toint() + rank, thread)
+
+
+@cute.jit
+def sequence_at(storage, is_sorted, rank):
+    sequence = rank
+    if is_sorted:
+        sequence = ptx.load_byte(storage.order.data_ptr().toint() + rank)
+    return sequence
+
+
+@cute.jit
+def cost_at(spec, storage, params, is_sorted, rank):
+    """(sequence, cost of an item of it); beyond the last sequence (-1, 0)."""
+    sequence, cost = Int32(-1), Int32(0)
+    if rank < cute.size(params.cu_seqlens, mode=[0]) - 1:
+        sequence = sequence_at(storage, is_sorted, rank)
+        cost = chunks_of(spec, params, sequence) * _CHUNK_COST + _ITEM_COST
+    return sequence, cost
+
+
+@cute.jit
+def start_loads(spec, storage, loads, params, is_sorted):
+    """loads: of cluster lane + 32 i, with the item that it begins with; then this lane's one of 32 ranks: its sequence and
+    what an item of it costs."""
+    clusters = num_clusters(spec)
+    for i in cutlass.range_constexpr(load_slots(spec.paired)):
+        cluster = cute.arch.lane_idx() + 32 * i
+        load = Int32(_TAKEN)
+        if cluster < clusters:
+            _, load = cost_at(spec, storage, params, is_sorted, cluster // spec.units)
+        loads[i] = load
+    load_ranks(spec, storage, loads, params, is_sorted, clusters // spec.units // 32 * 32)
+
+
+@cute.jit
+def load_ranks(spec, storage, loads, params, is_sorted, first):
+    sequence, cost = cost_at(spec, storage, params, is_sorted, first + cute.arch.lane_idx())
+    loads[load_slots(spec.paired)], loads[load_slots(spec.paired) + 1] = sequence, cost
+
+
+@cute.jit
+def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
+    """Deals from unit `unit` of the sequence at `rank` on, until this cluster gets one: (rank, unit, its sequence or -1,
+    its unit). The clusters whose loads are the least take one each of the sequence's units at the same time."""
+    slots = load_slots(spec.paired)
+    sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
+    own_sequence, own_unit = Int32(-1), Int32(0)
+    before_lane = (Int32(1) << cute.arch.lane_idx()) - 1
+    before_own = (Int32(1) << cluster % 32) - 1
+    while (own_sequence < 0) & (rank < sequences):
+        sequence = cute.arch.shuffle_sync(loads[slots], rank % 32)
+        cost = cute.arch.shuffle_sync(loads[slots + 1], rank % 32)
+        least = loads[0]
+        for i in cutlass.range_constexpr(1, slots):
+            least = cutlass.min(least, loads[i])
+        least = cute.arch.warp_redux_sync(least, "min")
+        left = spec.units - unit
+        taken = Int32(0)
+        for i in cutlass.range_constexpr(slots):
+            load = loads[i]
+            mask = cute.arch.vote_ballot_sync(load == least)
+            if (load == least) & (taken + cute.arch.popc(mask & before_lane) < left):
+                load = least + cost
             loads[i] = load
-        self.load_ranks(storage, loads, params, is_sorted, clusters // self.units // 32 * 32)
+            place = taken + cute.arch.popc(mask & before_own)
+            if (cluster // 32 == i) & ((mask >> cluster % 32) & 1 == 1) & (place < left):
+                own_sequence, own_unit = sequence, unit + place
+            taken = taken + cute.arch.popc(mask)
+        unit = unit + cutlass.min(taken, left)
+        if unit == spec.units:
+            rank, unit = rank + 1, Int32(0)
+            if rank % 32 == 0:
+                load_ranks(spec, storage, loads, params, is_sorted, rank)
+    return rank, unit, own_sequence, own_unit
 
-    @cute.jit
-    def load_ranks(self, storage, loads, params, is_sorted, first):
-        sequence, cost = self.cost_at(storage, params, is_sorted, first + cute.arch.lane_idx())
-        loads[_slots(self.paired)], loads[_slots(self.paired) + 1] = sequence, cost
 
-    @cute.jit
-    def deal(self, storage, loads, params, is_sorted, cluster, rank, unit):
-        """Deals from unit `unit` of the sequence at `rank` on, until this cluster gets one: (rank, unit, its sequence or -1,
-        its unit). The clusters whose loads are the least take one each of the sequence's units at the same time."""
-        slots = _slots(self.paired)
-        sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
-        own_sequence, own_unit = Int32(-1), Int32(0)
-        before_lane = (Int32(1) << cute.arch.lane_idx()) - 1
-        before_own = (Int32(1) << cluster % 32) - 1
-        while (own_sequence < 0) & (rank < sequences):
-            sequence = cute.arch.shuffle_sync(loads[slots], rank % 32)
-            cost = cute.arch.shuffle_sync(loads[slots + 1], rank % 32)
-            least = loads[0]
-            for i in cutlass.range_constexpr(1, slots):
-                least = cutlass.min(least, loads[i])
-            least = cute.arch.warp_redux_sync(least, "min")
-            left = self.units - unit
-            taken = Int32(0)
-            for i in cutlass.range_constexpr(slots):
-                load = loads[i]
-                mask = cute.arch.vote_ballot_sync(load == least)
-                if (load == least) & (taken + cute.arch.popc(mask & before_lane) < left):
-                    load = least + cost
-                loads[i] = load
-                place = taken + cute.arch.popc(mask & before_own)
-                if (cluster // 32 == i) & ((mask >> cluster % 32) & 1 == 1) & (place < left):
-                    own_sequence, own_unit = sequence, unit + place
-                taken = taken + cute.arch.popc(mask)
-            unit = unit + cutlass.min(taken, left)
-            if unit == self.units:
-                rank, unit = rank + 1, Int32(0)
-                if rank % 32 == 0:
-                    self.load_ranks(storage, loads, params, is_sorted, rank)
-        return rank, unit, own_sequence, own_unit
+@cute.jit
+def describe(spec, params, sequence, unit, rank):
+    """An item; rank: of the block in the pair."""
+    begin, length, live_length, head, piece = (Int32(0),) * 5
+    read_slot, starts = Int64(sequence), Boolean(False)
+    if sequence >= 0:
+        begin = Int32(params.cu_seqlens[sequence])
+        length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
+        live_length = length
+        if cutlass.const_expr(spec.pooled):
+            read_slot = Int64(params.state_indices[sequence])
+            if read_slot <= params.null_slot:
+                live_length = Int32(0)
+        starts = starts_from_initial(spec, params.has_initial_state, sequence, live_length)
+        head, piece = unit, rank
+        if cutlass.const_expr(not spec.paired):
+            head, piece = unit // spec.slices, unit % spec.slices
+    return WorkTile(sequence, head, piece, starts, begin, length, live_length, read_slot)
 
-    @cute.jit
-    def deal_and_gate(self, storage, params, is_sorted, cluster, rank, item):
-        """All of the gate warp's work. item: the first one, where nothing is sorted."""
-        clusters = self.num_clusters()
-        loads = cute.make_rmem_tensor(cute.make_layout(_slots(self.paired) + 2), Int32)
-        if is_sorted:
-            sequence = self.sequence_at(storage, is_sorted, cluster // self.units)
-            sorted_item = self.describe(params, sequence, cluster % self.units, rank)
-            self.write_record(storage, Int32(0), sorted_item)
-        else:
-            self.write_record(storage, Int32(0), item)
-        self.start_loads(storage, loads, params, is_sorted)
-        next_rank, next_unit = clusters // self.units, clusters % self.units
-        number, base, going = Int32(0), Int32(0), Boolean(True)
-        while going:
-            item = self.take(storage, number, None)
-            going = item.sequence >= 0
-            number = number + 1
-            first = self.first_own(base, rank)
-            lane = cute.arch.lane_idx()
-            asked = self.ask_item(params, item.begin, first, item.live_length, item.head, lane)
-            if going:
-                next_rank, next_unit, sequence, unit = self.deal(storage, loads, params, is_sorted, cluster, next_rank, next_unit)
-                self.write_record(storage, number, self.describe(params, sequence, unit, rank))
-            self.gate_warp(storage, params, item.begin, item.live_length, item.head, first, base, asked)
-            base = base + self.num_chunks(item.live_length)
 
-    @cute.jit
-    def describe(self, params, sequence, unit, rank):
-        """An item; rank: of the block in the pair."""
-        begin, length, live_length, head, piece = (Int32(0),) * 5
-        read_slot, starts = Int64(sequence), Boolean(False)
-        if sequence >= 0:
-            begin = Int32(params.cu_seqlens[sequence])
-            length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
-            live_length = length
-            if cutlass.const_expr(self.pooled):
-                read_slot = Int64(params.state_indices[sequence])
-                if read_slot <= params.null_slot:
-                    live_length = Int32(0)
-            starts = self.starts_from_initial(params.has_initial_state, sequence, live_length)
-            head, piece = unit, rank
-            if cutlass.const_expr(not self.paired):
-                head, piece = unit // self.slices, unit % self.slices
-        return Item(sequence, head, piece, starts, begin, length, live_length, read_slot)
-
-    @cute.jit
-    def write_record(self, storage, number, item):
-        record = number % RECORDS
-        starts = Int32(0)
-        if item.starts:
-            starts = Int32(1)
-        cute.arch.mbarrier_wait(storage.noted.data_ptr() + record, number // RECORDS & 1 ^ 1)
-        if cute.arch.lane_idx() == 0:
-            place = storage.records.data_ptr().toint() + record * RECORD_BYTES
-            ptx.store_words(place, (item.sequence, item.head, 2 * item.piece + starts, item.begin))
-            slot = item.read_slot
-            ptx.store_words(place + 16, (item.length, item.live_length, Int32(slot), Int32(slot >> 32)))
-            cute.arch.mbarrier_arrive(storage.dealt.data_ptr() + record)
-
-    @cute.jit
-    def read_record(self, storage, number):
-        """The block's item `number`, as soon as it is dealt."""
-        record = number % RECORDS
-        cute.arch.mbarrier_wait(storage.dealt.data_ptr() + record, number // RECORDS & 1)
+@cute.jit
+def write_record(storage, number, item):
+    record = number % RECORDS
+    starts = Int32(0)
+    if item.starts:
+        starts = Int32(1)
+    cute.arch.mbarrier_wait(storage.work_empty.data_ptr() + record, number // RECORDS & 1 ^ 1)
+    if cute.arch.lane_idx() == 0:
         place = storage.records.data_ptr().toint() + record * RECORD_BYTES
-        first, second = ptx.load_words(place), ptx.load_words(place + 16)
-        read_slot = (Int64(second[3]) << 32) | (Int64(second[2]) & 0xFFFFFFFF)
-        return Item(first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot)
+        ptx.store_words(place, (item.sequence, item.head, 2 * item.piece + starts, item.begin))
+        slot = item.read_slot
+        ptx.store_words(place + 16, (item.length, item.live_length, Int32(slot), Int32(slot >> 32)))
+        cute.arch.mbarrier_arrive(storage.work_full.data_ptr() + record)
 
-    @cute.jit
-    def note_record(self, storage, number):
-        """This warp needs the record no longer."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(storage.noted.data_ptr() + number % RECORDS)
 
-    @cute.jit
-    def take(self, storage, number, only):
-        """The block's item `number`."""
-        item = only
-        if cutlass.const_expr(only is None):
-            item = self.read_record(storage, number)
-            self.note_record(storage, number)
-        return item
+@cute.jit
+def read_record(storage, number):
+    """The block's item `number`, as soon as it is dealt."""
+    record = number % RECORDS
+    cute.arch.mbarrier_wait(storage.work_full.data_ptr() + record, number // RECORDS & 1)
+    place = storage.records.data_ptr().toint() + record * RECORD_BYTES
+    first, second = ptx.load_words(place), ptx.load_words(place + 16)
+    read_slot = (Int64(second[3]) << 32) | (Int64(second[2]) & 0xFFFFFFFF)
+    return WorkTile(first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot)
 
-    def item_of(self, segment: Any, head: Any, piece: Any) -> Item:
-        return Item(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
 
-    @cute.jit
-    def goes_on(self, item, only):
-        """Whether there may be another item after this one."""
-        going = Boolean(False)
-        if cutlass.const_expr(only is None):
-            going = item.sequence >= 0
-        return going
+@cute.jit
+def note_record(storage, number):
+    """This warp needs the record no longer."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(storage.work_empty.data_ptr() + number % RECORDS)
 
-    def num_chunks(self, length: Any) -> Any:
-        return (length + (CHUNK - 1)) // CHUNK
 
-    @cute.jit
-    def first_own(self, base, rank):
-        """The first chunk of an item that this block prepares; base: chunks before the item."""
-        first = Int32(0)
-        if cutlass.const_expr(self.paired):
-            first = (rank ^ base) & 1
-        return first
+@cute.jit
+def take_work_tile(storage, number, only):
+    """The block's item `number`."""
+    item = only
+    if cutlass.const_expr(only is None):
+        item = read_record(storage, number)
+        note_record(storage, number)
+    return item
+
+
+def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:
+    return WorkTile(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
+
+
+@cute.jit
+def goes_on(item, only):
+    """Whether there may be another item after this one."""
+    going = Boolean(False)
+    if cutlass.const_expr(only is None):
+        going = item.sequence >= 0
+    return going

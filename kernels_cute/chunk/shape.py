@@ -24,6 +24,9 @@ COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 ROW_PITCH = 96  # bytes of a row of an inverted diagonal block
 SCRATCH_BYTES = BLOCK * ROW_PITCH
 START_BARRIERS = 5
+# Registers a thread of the state, inverse, score and copying warpgroups. The block's pool is what a thread has at launch times
+# its threads; with less than this ptxas spills, or serialises the products.
+STATE_REGISTERS, INVERSE_REGISTERS, SCORE_REGISTERS, COPY_REGISTERS = 232, 128, 112, 40
 NORM_EPS = 1e-6
 SOFTPLUS_THRESHOLD = 20.0
 LOG2E = 1.4426950408889634

@@ -11,7 +11,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels_cute.chunk.four_sm.block import WideBlock
 from kernels_cute.chunk.four_sm.shape import BLOCKS, CHAINS, HANDED_BYTES, KEY_BYTES, MAKERS, ROUND, SLOTS
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.common import ptx
@@ -29,7 +28,7 @@ class _Route(NamedTuple):
     taken: Any
 
 
-class ClusterForm(WideBlock):
+class ClusterForm:
     cluster_blocks, first_maker, taken_arrivals = BLOCKS, CHAINS, 4 * CHAINS
     key_loader, query_loader = 0, 1
 

@@ -1,6 +1,6 @@
 """The wide chunk kernel: four SMs for a sequence and state head of D = 128, where the fused kernel would leave SMs idle.
 
-With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms, P as in `_chunk_fused` and M so
+With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms, P as in fused.py and M so
 too, but with its diagonal of ones,
 
     Z    = (exp(c_last - c) f beta M)^T K     16-bit, of the scaled M in `parts` 16-bit summands; P M is 16-bit, too
@@ -12,9 +12,9 @@ too, but with its diagonal of ones,
 so that the chain from state to state is two products, U and W Z. Z, P M and the vectors do not depend on the state: two makers
 make them, two chains carry the state of 64 V columns each. Makers hand over in one of two ways:
 
-    clusters of four    `_chunk_wide_cluster`: copies between shared memories. A device has less room for those than for blocks:
+    clusters of four    cluster.py: copies between shared memories. A device has less room for those than for blocks:
                         30 on an H100 of 132 SMs, where not all GPCs have a multiple of four
-    clusters of two     `_chunk_wide_ring`: through a ring in the workspace, that is through the L2 cache, for the sequences and
+    clusters of two     l2_ring.py: through a ring in the workspace, that is through the L2 cache, for the sequences and
                         heads that find no such room, in a launch of its own on the SMs that are left
 
 The second launch begins as soon as all blocks of the first have (they say so at once, programmatic dependent launch): not
@@ -56,49 +56,50 @@ relaxed arrivals: what they free has been read by then, and is refilled by copie
 them. No block of a cluster leaves before all are done.
 """
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels_cute.chunk.arguments import packed_params
+from kernels_cute.chunk.arguments import packed_params, token_copies
+from kernels_cute.chunk.four_sm.block import FourSmBlock
 from kernels_cute.chunk.four_sm.cluster import ClusterForm
 from kernels_cute.chunk.four_sm.l2_ring import CLEAR_THREADS, RingForm
-from kernels_cute.chunk.four_sm.shape import BLOCKS, WORDS_BYTES
-from kernels_cute.chunk.fused import FusedChunk
+from kernels_cute.chunk.four_sm.shape import BLOCKS, WARPGROUPS, WORDS_BYTES
+from kernels_cute.chunk.shape import WARPGROUP
+from kernels_cute.chunk.spec import ChunkSpec
 
 
-class WideChunk(FusedChunk):
-    """options: FusedChunk's; `registers` is not used."""
+class FourSmChunk:
+    """Whole sequences with four SMs a head."""
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.four, self.ring = ClusterForm(**options), RingForm(**options)
+    def __init__(self, spec: ChunkSpec):
+        self.spec = spec = spec.with_threads(WARPGROUPS * WARPGROUP)
+        self.ring_form = RingForm()
+        self.four, self.ring = FourSmBlock(spec, ClusterForm()), FourSmBlock(spec, self.ring_form)
 
     @cute.jit
     def launch(self, *values):
         """values: Params, groups of the L2 ring (the last ones), split_if_longest_exceeds, stream."""
         params, (ring_groups, split_if_longest_exceeds, stream) = packed_params(values)
-        copies = self.four.token_copies(params)
-        first_ring_group = self.heads * (cute.size(params.cu_seqlens, mode=[0]) - 1) - ring_groups
+        copies = token_copies(self.spec, params, multicast=True)
+        first_ring_group = self.spec.heads * (cute.size(params.cu_seqlens, mode=[0]) - 1) - ring_groups
         words_bytes = (ring_groups + 1) * WORDS_BYTES
         cleared = 16 * CLEAR_THREADS  # by a block
         if ring_groups > 0:
-            self.ring.clear(params.workspace, words_bytes).launch(
+            self.ring_form.clear(params.workspace, words_bytes).launch(
                 grid=((words_bytes + (cleared - 1)) // cleared, 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
             )
         self.four.kernel(params, copies, Int32(0), split_if_longest_exceeds).launch(
             grid=(BLOCKS * first_ring_group, 1, 1),
-            block=(self.four.threads, 1, 1),
-            cluster=(self.four.cluster_blocks, 1, 1),
+            block=(self.spec.threads, 1, 1),
+            cluster=(self.four.form.cluster_blocks, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
         if ring_groups > 0:
             self.ring.kernel(params, copies, first_ring_group, split_if_longest_exceeds).launch(
                 grid=(BLOCKS * ring_groups, 1, 1),
-                block=(self.ring.threads, 1, 1),
-                cluster=(self.ring.cluster_blocks, 1, 1),
+                block=(self.spec.threads, 1, 1),
+                cluster=(self.ring.form.cluster_blocks, 1, 1),
                 min_blocks_per_mp=1,
                 use_pdl=True,
                 stream=stream,

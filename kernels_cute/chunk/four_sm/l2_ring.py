@@ -24,7 +24,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
-from kernels_cute.chunk.four_sm.block import WideBlock
 from kernels_cute.chunk.four_sm.shape import (
     BLOCKS,
     CHAINS,
@@ -53,7 +52,7 @@ class _Route(NamedTuple):
     free: Any  # the barriers of the chain that loads tiles
 
 
-class RingForm(WideBlock):
+class RingForm:
     """The launch runs next to that of the clusters of four, which began before it."""
 
     cluster_blocks, first_maker, taken_arrivals = 2, 0, 1

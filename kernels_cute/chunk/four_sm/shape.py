@@ -1,4 +1,4 @@
-"""Sizes and barrier counts of the wide chunk kernel, see _chunk_wide."""
+"""Sizes and barrier counts of the four-SM form, see kernel.py."""
 
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
@@ -8,15 +8,15 @@ MAKERS = 2  # blocks that make tiles for them
 BLOCKS = CHAINS + MAKERS
 SETS = 2  # inverse and score warpgroups, of each kind, in a maker block
 ROUND = MAKERS * SETS  # chunk j is made by set j // MAKERS % SETS of maker j % MAKERS
-KEY_STAGES = 2  # of a set
+SET_KEY_STAGES = 2  # of a set
 SLOTS = 4  # of tiles in a chain block; in clusters of four one for each set
 RING = 16  # slots of tiles of a sequence and head in the workspace
 TAKEN_EVERY = 4  # chunks after which the chains say how many they have taken; RING exceeds SLOTS + TAKEN_EVERY
 TILE_LOADER = 0  # the chain that loads tiles from the ring for both
 WARPGROUPS = 2 * SETS + 1
 # Named barriers, and the next of each for the second set.
-WIDE_INVERSE_BARRIER = 1
-WIDE_SCORE_BARRIER = 3
+SET_INVERSE_BARRIER = 1
+SET_SCORE_BARRIER = 3
 KEY_BYTES = CHUNK * DIM * 2
 HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
 WORDS_BYTES, WORD_BYTES = 256, 32  # of the counts of a sequence and head, and from one to the next
@@ -49,7 +49,7 @@ def scaled_parts(is_bfloat16: bool) -> int:
 def maker_bytes(parts: int) -> int:
     """Shared memory of a maker block: for every set stages of K, one of Q, M plain and in parts, L, and what is handed over."""
     rows = _whole(SETS * (VECTOR_BYTES + 2 * AUX_BYTES + 4 * SCRATCH_BYTES) + BARRIER_BYTES)
-    return rows + SETS * ((KEY_STAGES + 2) * KEY_BYTES + (parts + 3) * TILE_BYTES)
+    return rows + SETS * ((SET_KEY_STAGES + 2) * KEY_BYTES + (parts + 3) * TILE_BYTES)
 
 
 def _whole(num_bytes: int) -> int:

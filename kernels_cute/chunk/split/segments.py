@@ -56,70 +56,71 @@ class Segment(NamedTuple):
     workspace: Any
 
 
-class Segments:
-    """Methods of both launches of a split call; `self` is a FusedChunk."""
+@cute.jit
+def find_segment(spec, params, slot, segment_tokens):
+    cu_seqlens = params.cu_seqlens
+    sequence = find_sequence(slot, cu_seqlens, segment_tokens)
+    start = Int32(cu_seqlens[sequence])
+    length = cutlass.max(Int32(cu_seqlens[sequence + 1]) - start, 0)
+    first = start // segment_tokens + sequence
+    index = slot - first
+    count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
+    before = index * segment_tokens
+    segment_length = cutlass.max(cutlass.min(length - before, segment_tokens), 0)
+    live_length = segment_length
+    read_slot = Int64(sequence)
+    is_live = Boolean(True)
+    if cutlass.const_expr(spec.pooled):
+        read_slot = Int64(params.state_indices[sequence])
+        is_live = read_slot > params.null_slot
+        if read_slot <= params.null_slot:
+            live_length = Int32(0)
+    return Segment(
+        index < count, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length,
+        live_length, read_slot, params.workspace,
+    )  # fmt: skip
 
-    cuts = True  # see _chunk_choice
 
-    @cute.jit
-    def find_segment(self, params, slot, segment_tokens):
-        cu_seqlens = params.cu_seqlens
-        sequence = self.find_sequence(slot, cu_seqlens, segment_tokens)
-        start = Int32(cu_seqlens[sequence])
-        length = cutlass.max(Int32(cu_seqlens[sequence + 1]) - start, 0)
-        first = start // segment_tokens + sequence
-        index = slot - first
-        count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
-        before = index * segment_tokens
-        segment_length = cutlass.max(cutlass.min(length - before, segment_tokens), 0)
-        live_length = segment_length
-        read_slot = Int64(sequence)
-        is_live = Boolean(True)
-        if cutlass.const_expr(self.pooled):
-            read_slot = Int64(params.state_indices[sequence])
-            is_live = read_slot > params.null_slot
-            if read_slot <= params.null_slot:
-                live_length = Int32(0)
-        return Segment(
-            index < count, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length,
-            live_length, read_slot, params.workspace,
-        )  # fmt: skip
+@cute.jit
+def find_sequence(slot, cu_seqlens, segment_tokens):
+    """The last sequence whose first slot is not beyond `slot`: a warp narrows the range 32 fold at a time."""
+    lane = cute.arch.lane_idx()
+    low = Int32(0)
+    span = Int32(cute.size(cu_seqlens, mode=[0]) - 1)
+    while span > 1:
+        stride = (span + 31) // 32
+        is_before = Boolean(False)
+        if lane * stride < span:
+            sequence = low + lane * stride
+            is_before = Int32(cu_seqlens[sequence]) // segment_tokens + sequence <= slot
+        found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1, 0) * stride
+        low = low + found
+        span = cutlass.min(stride, span - found)
+    return low
 
-    @cute.jit
-    def find_sequence(self, slot, cu_seqlens, segment_tokens):
-        """The last sequence whose first slot is not beyond `slot`: a warp narrows the range 32 fold at a time."""
-        lane = cute.arch.lane_idx()
-        low = Int32(0)
-        span = Int32(cute.size(cu_seqlens, mode=[0]) - 1)
-        while span > 1:
-            stride = (span + 31) // 32
-            is_before = Boolean(False)
-            if lane * stride < span:
-                sequence = low + lane * stride
-                is_before = Int32(cu_seqlens[sequence]) // segment_tokens + sequence <= slot
-            found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1, 0) * stride
-            low = low + found
-            span = cutlass.min(stride, span - found)
-        return low
 
-    def summary_address(self, segment: Segment, index: Any, head: Any) -> Any:
-        """Where the summary of segment `index` of the sequence begins."""
-        number = Int64(segment.first + index) * self.heads + head
-        return segment.workspace.iterator.toint() + number * summary_bytes(self.dim)
+def summary_address(spec: Any, segment: Segment, index: Any, head: Any) -> Any:
+    """Where the summary of segment `index` of the sequence begins."""
+    number = Int64(segment.first + index) * spec.heads + head
+    return segment.workspace.iterator.toint() + number * summary_bytes(spec.dim)
 
-    def transition_address(self, segment: Segment, index: Any, head: Any) -> Any:
-        return self.summary_address(segment, index, head) + summary_bytes(self.dim) // 2
 
-    def load_summary(self, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
-        """h of 64 V columns; sums: the accumulators of a state warpgroup."""
-        for n in range(self.dim // 8):
-            values = ptx.load_global_four(address + self.summary_offset(group, n, warp, lane))
-            for i in range(4):
-                sums[4 * n + i] = values[i]
+def transition_address(spec: Any, segment: Segment, index: Any, head: Any) -> Any:
+    return summary_address(spec, segment, index, head) + summary_bytes(spec.dim) // 2
 
-    def store_summary(self, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
-        for n in range(self.dim // 8):
-            ptx.store_global_four(address + self.summary_offset(group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
 
-    def summary_offset(self, group: Any, n: int, warp: Any, lane: Any) -> Any:
-        return Int64(((group * (self.dim // 8) + n) * 4 + warp) * 512 + lane * 16)
+def load_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
+    """h of 64 V columns; sums: the accumulators of a state warpgroup."""
+    for n in range(spec.dim // 8):
+        values = ptx.load_global_four(address + summary_offset(spec, group, n, warp, lane))
+        for i in range(4):
+            sums[4 * n + i] = values[i]
+
+
+def store_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
+    for n in range(spec.dim // 8):
+        ptx.store_global_four(address + summary_offset(spec, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
+
+
+def summary_offset(spec: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
+    return Int64(((group * (spec.dim // 8) + n) * 4 + warp) * 512 + lane * 16)

@@ -1,4 +1,4 @@
-"""The wide form of the CuTe chunk kernel: four SMs for a sequence and head, where it is chosen, and its machine code."""
+"""The four-SM form of the CuTe chunk kernel: four SMs for a sequence and head, where it is chosen, and its machine code."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 
     )  # fmt: skip
 
 
-def wide_config(problem: ChunkProblem) -> Any:
+def four_sm_config(problem: ChunkProblem) -> Any:
     return replace(
         chunk.default_config(problem, H100), stages=3, prefetch=0, split_chunks=0, split_if_longest_exceeds=0,
         num_persistent_clusters=0, num_four_sm_clusters=30, max_l2_ring_groups=3,
@@ -35,7 +35,7 @@ def wide_config(problem: ChunkProblem) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("heads", "num_tokens", "num_sequences", "is_wide"),
+    ("heads", "num_tokens", "num_sequences", "is_four_sm"),
     [
         (32, 8192, 1, True), (33, 32768, 1, True), (32, 1024, 1, True), (24, 8192, 1, True), (8, 2048, 1, True),
         (16, 8192, 2, True), (8, 16384, 4, True), (30, 8192, 1, True), (31, 8192, 1, True),
@@ -44,10 +44,10 @@ def wide_config(problem: ChunkProblem) -> Any:
         (32, 0, 1, False),
     ],
 )  # fmt: skip
-def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_wide: bool) -> None:
+def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_four_sm: bool) -> None:
     problem = problem_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
-    assert bool(config.num_four_sm_clusters) == is_wide and chunk.fits(problem, config, H100)
+    assert bool(config.num_four_sm_clusters) == is_four_sm and chunk.fits(problem, config, H100)
     found = chunk.configs(problem, H100)
     assert config in found and {bool(one.num_four_sm_clusters) for one in found} == {False, True}
 
@@ -59,7 +59,7 @@ def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_
 def test_what_goes_through_the_ring(heads: int, num_sequences: int, groups: int) -> None:
     """The rest beside the clusters of four, unless it is more than there is room for: then nothing."""
     problem = problem_of(heads, 4096, num_sequences)
-    config = wide_config(problem)
+    config = four_sm_config(problem)
     assert kernel.num_l2_ring_groups(heads * num_sequences, config) == groups
     assert kernel.num_l2_ring_groups(heads * num_sequences, replace(config, max_l2_ring_groups=0)) == 0
     # A place of counts more than there are rings of tiles.
@@ -70,8 +70,8 @@ def test_what_goes_through_the_ring(heads: int, num_sequences: int, groups: int)
 
 @pytest.mark.parametrize("num_sms", [132, 114, 144])
 def test_all_run_at_once(num_sms: int) -> None:
-    fours, ringed = plan.wide_places(replace(H100, num_sms=num_sms))
-    assert fours > 0 and ringed >= 0 and shape.BLOCKS * (fours + ringed) <= num_sms
+    fours, groups = plan.four_sm_clusters(replace(H100, num_sms=num_sms))
+    assert fours > 0 and groups >= 0 and shape.BLOCKS * (fours + groups) <= num_sms
 
 
 def test_the_ring() -> None:
@@ -82,7 +82,7 @@ def test_the_ring() -> None:
 
 def test_what_does_not_fit() -> None:
     problem = problem_of(32, 8192, 1)
-    config = wide_config(problem)
+    config = four_sm_config(problem)
     assert chunk.fits(problem, config, H100)
     for changes in (
         {"split_chunks": 16},
@@ -95,7 +95,7 @@ def test_what_does_not_fit() -> None:
     ):
         assert not chunk.fits(problem, replace(config, **changes), H100)
     narrow = problem_of(32, 8192, 1, head_dim=64)
-    assert not chunk.fits(narrow, wide_config(narrow), H100)
+    assert not chunk.fits(narrow, four_sm_config(narrow), H100)
     assert all(one.num_four_sm_clusters == 0 for one in chunk.configs(narrow, H100))
     assert not chunk.fits(problem, replace(config, num_four_sm_clusters=0, stages=4), H100)  # a ring of nobody
     assert chunk.fits(problem, replace(config, num_four_sm_clusters=0, max_l2_ring_groups=0, stages=4), H100)
@@ -109,9 +109,9 @@ def test_batch_invariance_fixes_the_form() -> None:
         assert choice.config.num_four_sm_clusters > 0
 
 
-def test_places_compile_nothing_new() -> None:
+def test_numbers_of_clusters_compile_nothing_new() -> None:
     problem = problem_of(32, 8192, 1)
-    config = wide_config(problem)
+    config = four_sm_config(problem)
     keys = [
         compiled.entry_key("chunk", "cute", chunk, problem, replace(config, num_four_sm_clusters=clusters, max_l2_ring_groups=r))
         for clusters, r in ((30, 3), (1, 9), (2, 0))

@@ -1,0 +1,72 @@
+"""Operands, products and registers that the warp roles of the chunk kernels share."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.common import ptx
+
+
+def tiled_mma(spec: Any, columns: int, register_operand: bool, by_columns: bool = False) -> Any:
+    """The tiled m64 x columns x k16 instruction of one warpgroup."""
+    source = warpgroup.OperandSource.RMEM if register_operand else warpgroup.OperandSource.SMEM
+    major = OperandMajorMode.MN if by_columns else OperandMajorMode.K
+    op = warpgroup.MmaF16BF16Op(spec.dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, major)
+    return cute.make_tiled_mma(op)
+
+
+@cute.jit
+def smem_operand_b(mma, field, layout):
+    """A shared-memory B operand, (MMA, columns, k steps, *outer)."""
+    thread = mma.get_slice(0)
+    return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+
+@cute.jit
+def multiply(mma, sums, left, right, clear: cutlass.Constexpr):
+    """sums (+)= left right; operands (MMA, rows, k steps)."""
+    for step in cutlass.range_constexpr(cute.size(right, mode=[2])):
+        multiply_step(mma, sums, left, right, step, clear and step == 0)
+
+
+def multiply_step(mma: Any, sums: Any, left: Any, right: Any, step: int, clear: bool) -> None:
+    """One k step of 16."""
+    mma.set(warpgroup.Field.ACCUMULATE, not clear)
+    cute.gemm(mma, sums, left[None, None, step], right[None, None, step], sums)
+
+
+@cute.jit
+def select(condition, value, other):
+    result = other
+    if condition:
+        result = value
+    return result
+
+
+@cute.jit
+def exp2_clamped(exponent):
+    """2 ** exponent; above the diagonal, where the result is thrown away, the exponent may be positive."""
+    return cute.math.exp2(cute.arch.fmin(exponent, Float32(0.0)), fastmath=True)
+
+
+def row_values(rows: Any, kind: int, row0: Any) -> tuple[Any, Any]:
+    """Of this lane's two rows of the tile."""
+    place = rows + kind * CHUNK * 4 + row0 * 4
+    return ptx.load_one(place), ptx.load_one(place + 32)
+
+
+def set_registers(spec: Any, count: int) -> None:
+    """What a thread has at launch is 65536 over the threads, in steps of 8."""
+    if count > 65536 // spec.threads // 8 * 8:
+        cute.arch.setmaxregister_increase(count)
+    else:
+        cute.arch.setmaxregister_decrease(count)
+
+
+def load_factors(vector: Any, kind: int) -> list[Any]:
+    """A row of vectors, as pairs for the columns of this lane."""
+    return [ptx.load_pair(vector + kind * CHUNK * 4 + n * 32) for n in range(CHUNK // 8)]

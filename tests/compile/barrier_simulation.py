@@ -1,0 +1,124 @@
+"""Runs the warp roles of a kernel against its barrier tables, with random times: no GPU, no compiler.
+
+A role is a generator that yields what it waits for: a time, or a barrier and the parity of the phase that must be over. The
+simulation ends when every role has; it raises where none can go on, where a phase ends with other arrivals than the table says,
+where a role waits that the table does not name, and where a buffer is written while somebody still reads it, or read before it
+holds what is expected.
+"""
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Generator
+from typing import Any
+
+Step = float | tuple["Mbarrier", str, int]
+Role = Generator[Step, None, None]
+
+
+class Mbarrier:
+    """One mbarrier: phases end when all arrivals and all announced bytes (here: copies) are there."""
+
+    def __init__(self, table: Any, name: str, is_from_peer: bool = False) -> None:
+        barrier = table.barriers[name]
+        arrivals = barrier.from_peer if is_from_peer and barrier.from_peer else barrier.arrivals
+        self.name, self.waits, self.phase, self.pending = name, set(barrier.waits), 0, 0
+        self.expected = Counter({one.role: one.count(table.warps[one.role]) for one in arrivals})
+        self.found: Counter[str] = Counter()
+
+    def arrive(self, role: str, count: int = 1, copies: int = 0) -> None:
+        self.found[role] += count
+        self.pending += copies
+        assert self.found[role] <= self.expected[role], f"{self.name}: {self.found[role]} arrivals of {role} in one phase"
+        self._end()
+
+    def complete(self) -> None:
+        """One of the announced copies has ended."""
+        self.pending -= 1
+        self._end()
+
+    def _end(self) -> None:
+        if self.pending == 0 and self.found == self.expected:
+            self.phase, self.found = self.phase + 1, Counter()
+
+    def is_over(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+class Buffer:
+    """What one place in shared memory holds, and who reads it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.content, self.readers = name, None, 0
+
+    def write(self, content: Any) -> None:
+        assert self.readers == 0, f"{self.name}: {content} is written over {self.content}, which is still read"
+        self.content = content
+
+
+class Simulation:
+    def __init__(self, seed: int) -> None:
+        self.random, self.now = random.Random(seed), 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count, self._waiting = 0, []  # type: ignore[var-annotated]
+        self._alive = 0
+
+    def start(self, name: str, role: Role) -> None:
+        self._alive += 1
+        self.after(0.0, lambda: self._go(name, role))
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + delay, self._count, action))
+
+    def some_time(self, most: float) -> float:
+        """Mostly short, sometimes very long."""
+        return self.random.random() * most * (20 if self.random.random() < 0.05 else 1)
+
+    def read(self, buffer: Buffer, content: Any, most: float) -> Role:
+        assert buffer.content == content, f"{buffer.name}: expected {content}, holds {buffer.content}"
+        buffer.readers += 1
+        yield self.some_time(most)
+        buffer.readers -= 1
+
+    def copy(self, barrier: Mbarrier, buffer: Buffer, content: Any, source: Buffer | None = None) -> None:
+        """An asynchronous copy into a buffer, which the barrier counts; it reads its source until it ends."""
+        if source is not None:
+            assert source.content == content, f"{source.name}: expected {content}, holds {source.content}"
+            source.readers += 1
+
+        def end() -> None:
+            if source is not None:
+                source.readers -= 1
+            buffer.write(content)
+            barrier.complete()
+
+        self.after(self.some_time(3.0), end)
+
+    def _go(self, name: str, role: Role) -> None:
+        step = next(role, None)
+        if step is None:
+            self._alive -= 1
+        elif isinstance(step, tuple):
+            barrier, as_role, parity = step
+            assert as_role in barrier.waits, f"{barrier.name}: {as_role} waits, which the table does not say"
+            self._waiting.append((barrier, parity, name, role))
+        else:
+            self.after(step, lambda: self._go(name, role))
+
+    def run(self) -> None:
+        while self._events or self._waiting:
+            still = []
+            for waiting in self._waiting:
+                barrier, parity, name, role = waiting
+                if barrier.is_over(parity):
+                    self.after(self.random.random() * 0.1, lambda name=name, role=role: self._go(name, role))  # type: ignore[misc]
+                else:
+                    still.append(waiting)
+            self._waiting = still
+            if not self._events:
+                names = sorted(f"{name} on {barrier.name}" for barrier, _, name, _ in still)
+                raise AssertionError(f"deadlock: {', '.join(names)}")
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        assert self._alive == 0

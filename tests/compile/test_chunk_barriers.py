@@ -1,0 +1,219 @@
+"""Roles and barriers of the CuTe chunk kernel's blocks, simulated with random times from the kernel's own barrier tables."""
+
+from typing import Any
+
+import pytest
+
+from gdn.testing.inputs import chunk_problem
+from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+
+barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
+shape = pytest.importorskip("kernels_cute.chunk.shape", reason="needs the CuTe DSL")
+specs = pytest.importorskip("kernels_cute.chunk.spec", reason="needs the CuTe DSL")
+
+
+def spec_of(head_dim: int) -> Any:
+    problem = chunk_problem(head_k_dim=head_dim, head_v_dim=head_dim, dtype="bfloat16")
+    return specs.ChunkSpec(problem, shape.STAGES, 0, is_persistent=False, has_both_variants=False, is_split=False)
+
+
+class Block:
+    """A block of the fused kernel."""
+
+    def __init__(self, simulation: Simulation, spec: Any, rank: int, num_chunks: int) -> None:
+        self.sim, self.spec, self.rank, self.num_chunks = simulation, spec, rank, num_chunks
+        self.peers: list[Block] = []
+        table = barriers.block_barriers(spec)
+        self.bars = {
+            name: [Mbarrier(table, name, is_from_peer=stage != rank) for stage in range(one.stages)]
+            for name, one in table.barriers.items()
+        }
+        self.keys = [Buffer(f"K {i}") for i in range(spec.key_stages)]
+        self.queries = [Buffer(f"Q {i}") for i in range(spec.stages)]
+        self.values = [[Buffer(f"V {i}, warp {warp}") for warp in range(4)] for i in range(spec.stages)]
+        self.m, self.p = [Buffer(f"M {i}") for i in range(2)], [Buffer(f"P {i}") for i in range(2)]
+        self.rows = [Buffer(f"gates {i}") for i in range(2)]
+
+    def start(self) -> None:
+        roles = {
+            "load": self.load(),
+            "gates": self.gates(),
+            "inverse": self.inverse(),
+            "score": self.score(),
+            "store": self.store(),
+        }
+        roles |= {f"state {warp}": self.state(warp) for warp in range(4)}
+        if self.spec.paired:
+            roles["hand_over"] = self.hand_over()
+        for name, role in roles.items():
+            self.sim.start(f"{name} of block {self.rank}", role)
+
+    def own(self) -> range:
+        """Chunks that this block prepares."""
+        return range(self.rank if self.spec.paired else 0, self.num_chunks, self.spec.aux_step)
+
+    def wait(self, role: str, name: str, stage: int, parity: int) -> Role:
+        yield self.bars[name][stage], role, parity
+
+    def place(self, stages: int, chunk: int) -> tuple[int, int]:
+        return chunk % stages, chunk // stages % 2
+
+    def half(self, chunk: int) -> tuple[int, int]:
+        own = chunk // self.spec.aux_step
+        return own % 2, own // 2 % 2
+
+    def load_keys(self, chunk: int) -> Role:
+        stage, turn = self.place(self.spec.key_stages, chunk)
+        yield from self.wait("load", "keys_empty", stage, turn ^ 1)
+        self.bars["keys_full"][stage].arrive("load", copies=1)
+        self.sim.copy(self.bars["keys_full"][stage], self.keys[stage], ("K", chunk))
+
+    def load(self) -> Role:
+        yield from self.load_keys(0)
+        for chunk in range(self.num_chunks):
+            if chunk + 1 < self.num_chunks:
+                yield from self.load_keys(chunk + 1)
+            stage, turn = self.place(self.spec.stages, chunk)
+            yield from self.wait("load", "empty", stage, turn ^ 1)
+            full = self.bars["full"][stage]
+            full.arrive("load", copies=5)
+            self.sim.copy(full, self.queries[stage], ("Q", chunk))
+            for part in self.values[stage]:
+                self.sim.copy(full, part, ("V", chunk))
+
+    def gates(self) -> Role:
+        for chunk in self.own():
+            half, turn = self.half(chunk)
+            yield self.sim.some_time(0.5)
+            yield from self.wait("gates", "gates_free", half, turn ^ 1)
+            self.rows[half].write(("gates", chunk))
+            self.bars["gates_full"][half].arrive("gates", 32)
+
+    def inverse(self) -> Role:
+        for chunk in self.own():
+            stage, turn = self.place(self.spec.key_stages, chunk)
+            half, half_turn = self.half(chunk)
+            buffer, buffer_turn = self.place(2, chunk)
+            yield from self.wait("inverse", "keys_full", stage, turn)
+            yield from self.sim.read(self.keys[stage], ("K", chunk), 1.0)
+            yield from self.wait("inverse", "gates_full", half, half_turn)
+            self.bars["factors_full"][half].arrive("inverse", 128)
+            yield from self.sim.read(self.rows[half], ("gates", chunk), 1.0)
+            self.bars["gates_free"][half].arrive("inverse", 4)
+            yield from self.wait("inverse", "taken", buffer, buffer_turn ^ 1)
+            self.m[buffer].write(("M", chunk))
+            self.bars["ready"][buffer].arrive("inverse", 128)
+
+    def score(self) -> Role:
+        for chunk in self.own():
+            key_stage, key_turn = self.place(self.spec.key_stages, chunk)
+            stage, turn = self.place(self.spec.stages, chunk)
+            half, half_turn = self.half(chunk)
+            buffer, buffer_turn = self.place(2, chunk)
+            yield from self.wait("score", "keys_full", key_stage, key_turn)
+            yield from self.wait("score", "full", stage, turn)
+            yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
+            yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
+            yield from self.wait("score", "gates_full", half, half_turn)
+            yield from self.wait("score", "factors_full", half, half_turn)
+            yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
+            yield from self.wait("score", "taken", buffer, buffer_turn ^ 1)
+            self.p[buffer].write(("P", chunk))
+            self.bars["gates_free"][half].arrive("score", 4)
+            self.bars["ready"][buffer].arrive("score", 128)
+
+    def hand_over(self) -> Role:
+        other = self.peers[self.rank ^ 1]
+        for chunk in self.own():
+            yield from self.wait("hand_over", "ready", self.rank, chunk // 2 % 2)
+            ready = other.bars["ready"][self.rank]
+            ready.arrive("hand_over", copies=2)
+            self.sim.copy(ready, other.m[self.rank], ("M", chunk), self.m[self.rank])
+            self.sim.copy(ready, other.p[self.rank], ("P", chunk), self.p[self.rank])
+
+    def state(self, warp: int) -> Role:
+        for chunk in range(self.num_chunks):
+            key_stage, key_turn = self.place(self.spec.key_stages, chunk)
+            stage, turn = self.place(self.spec.stages, chunk)
+            buffer, buffer_turn = self.place(2, chunk)
+            yield from self.wait("state", "keys_full", key_stage, key_turn)
+            yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
+            yield from self.wait("state", "full", stage, turn)
+            yield from self.sim.read(self.values[stage][warp], ("V", chunk), 0.2)
+            yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.2)
+            yield from self.wait("state", "ready", buffer, buffer_turn)
+            yield from self.sim.read(self.m[buffer], ("M", chunk), 0.3)
+            yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
+            self.bars["keys_empty"][key_stage].arrive("state")
+            yield from self.sim.read(self.p[buffer], ("P", chunk), 0.3)
+            self.values[stage][warp].write(("O", chunk))
+            self.bars["stored"][stage].arrive("state")
+            owner = self.peers[buffer] if self.spec.paired else self
+            owner.bars["taken"][buffer].arrive("state")
+
+    def store(self) -> Role:
+        for chunk in range(self.num_chunks):
+            stage, turn = self.place(self.spec.stages, chunk)
+            yield from self.wait("store", "stored", stage, turn)
+            for part in self.values[stage]:
+                yield from self.sim.read(part, ("O", chunk), 0.3)
+            self.bars["empty"][stage].arrive("store")
+
+
+def simulate(head_dim: int, num_chunks: int, seed: int) -> None:
+    simulation, spec = Simulation(seed), spec_of(head_dim)
+    blocks = [Block(simulation, spec, rank, num_chunks) for rank in range(spec.sharers)]
+    for block in blocks:
+        block.peers = blocks
+        block.start()
+    simulation.run()
+
+
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 41])
+def test_blocks_of_the_fused_kernel(head_dim: int, num_chunks: int) -> None:
+    """No deadlock, no overwrite of what is still read, the arrivals of the table in every phase."""
+    for seed in range(20):
+        simulate(head_dim, num_chunks, seed)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("keys_empty", 5), ("empty", 4), ("taken", 2)])
+def test_a_wrong_table_is_found(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One arrival too few or too many on a barrier."""
+    plain = barriers.block_barriers
+
+    def wrong(spec: Any) -> Any:
+        table = plain(spec)
+        barrier = table.barriers[name]
+        assert barrier.stages == stages
+        role = "store" if name == "empty" else "state"
+        per = "thread" if name == "empty" else "role"
+        arrivals = (common.Arrivals(role, per),)
+        changed = [*(one for one in table.barriers.values() if one is not barrier)]
+        changed.append(common.Barrier(name, barrier.stages, arrivals, barrier.waits))
+        return common.BarrierTable(table.warps, changed)
+
+    monkeypatch.setattr(barriers, "block_barriers", wrong)
+    with pytest.raises(AssertionError, match="arrivals of|still read|holds|deadlock"):
+        simulate(128, 41, 0)
+
+
+def test_tables_say_what_the_kernel_needs() -> None:
+    table = barriers.block_barriers(spec_of(128))
+    assert table.count("ready") == 256 and table.count("ready", is_from_peer=True) == 1
+    assert (table.count("taken"), barriers.block_barriers(spec_of(64)).count("taken")) == (8, 4)
+    assert "gates_free[2]" in str(table)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: common.Barrier("full", 2, (common.Arrivals("nobody", "warp"),), ("state",)),
+        lambda: common.Barrier("full", 2, (common.Arrivals("state", "thread", blocks=10000),), ("state",)),
+        lambda: common.Barrier("full", 2, (common.Arrivals("state", "warp"),), ("nobody",)),
+    ],
+)
+def test_the_host_refuses_a_wrong_table(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="full: expected"):
+        common.BarrierTable({"state": 4}, [wrong()])
