@@ -1,1 +1,1 @@
-"""What tests and the autotuner share: exact oracles, seeded inputs, comparisons."""
+"""Helpers of tests and the autotuner: exact oracles, seeded inputs, comparisons, timing, machine code."""

@@ -68,7 +68,7 @@ class Timed:
         self.sample_us()
 
     def _ready(self, rounds: int) -> tuple[Call, bool]:
-        """What runs every call so many times, and whether it is a graph."""
+        """Function that runs every call `rounds` times, and whether it replays a graph."""
         graph = self._capture(rounds)
         if graph is not None:
             return graph.replay, True
