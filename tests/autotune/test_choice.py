@@ -20,7 +20,7 @@ from autotune.workers import Outcome
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.problems import MqaLogitsProblem
-from gdn.runtime import Choice, Prepared, explaining, order, select, tuned
+from gdn.runtime import Choice, Prepared, explaining, order, registry, select, tuned
 
 CPU = torch.device("cpu")
 CALLS = calls.calls(300)
@@ -217,7 +217,7 @@ def test_every_kernel_is_compiled_and_failures_are_named(monkeypatch: pytest.Mon
     found = choice.compile_all(questions, num_workers=1, timeout_s=1)
     assert [kernel.backend for kernel, *_ in ran] == ["cute"] * 4 + ["tilelang"] * 4  # one DSL at a time
     assert {(kernel.module_name, problem, config) for kernel, problem, config in ran} == {
-        (f"kernels_{ {'cute': 'cute', 'tilelang': 'tl'}[backend] }.{question.shape.op}", question.shape.problem, config)
+        (registry.operator(question.shape.op).modules[backend], question.shape.problem, config)
         for question in questions
         for backend, config in question.configs.items()
     }
