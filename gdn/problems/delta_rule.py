@@ -8,7 +8,7 @@ from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes
 
 @dataclass(frozen=True)
 class DeltaRuleProblem(Problem):
-    """What the chunk and the recurrent operator share.
+    """Fields common to the chunk and the recurrent operator.
 
     State heads: with GVA (num_v_heads = r * num_k_heads, num_q_heads = num_k_heads) there is one state per value head;
     with GQA (num_q_heads = r * num_k_heads, num_v_heads = num_k_heads) one per query head. So
