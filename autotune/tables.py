@@ -151,7 +151,7 @@ def restamp(
         for row in kinds[outcome.index]:
             if outcome.failure is not None:
                 found.left.append(f"{_label(row)}: did not compile: {outcome.failure}")
-            elif any(row is one for one in unrecorded):
+            elif row.entry.machine_code is None:
                 row.entry.machine_code = outcome.value
                 found.recorded += outcome.value is not None
             elif outcome.value != row.entry.machine_code:

@@ -10,7 +10,7 @@ Tensor = Any  # a torch.Tensor or None: leaves import no torch
 
 @dataclass(frozen=True)
 class DeltaRuleProblem(Problem):
-    """What the chunk and the recurrent operator share.
+    """Fields common to the chunk and the recurrent operator.
 
     State heads: with GVA (num_v_heads = r * num_k_heads, num_q_heads = num_k_heads) there is one state per value head;
     with GQA (num_q_heads = r * num_k_heads, num_v_heads = num_k_heads) one per query head. So

@@ -129,7 +129,7 @@ class TopkProblem(Problem):
         return 0
 
     def bytes_moved(self) -> int:
-        """As if every row were num_columns long."""
+        """Upper bound: counts every row as num_columns long."""
         return self.num_rows * (self.num_columns * DTYPE_BYTES[self.dtype] + 4 * self.k)
 
 
