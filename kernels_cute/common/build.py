@@ -1,6 +1,6 @@
-"""Turns a CuTe DSL host function into a shared library that tvm-ffi loads: `library(name, host, *arguments) -> bytes`.
+"""From a CuTe DSL host function to a shared library that tvm-ffi loads, and its launch.
 
-Needs a host linker, no GPU and no nvcc. The runtime stores these bytes and calls the function `name`; loading them needs
+Needs a host linker, no GPU and no nvcc. The runtime stores the library's bytes and calls its entry; loading them needs
 libcute_dsl_runtime and no import of the DSL.
 """
 
@@ -29,3 +29,18 @@ def library(name: str, host: Any, *arguments: Any, options: str = "") -> bytes:
         # Undefined symbols are resolved against libcute_dsl_runtime and libtvm_ffi, which the runtime loads first.
         subprocess.run(["cc", "-shared", "-o", str(path), str(object_path)], check=True, capture_output=True)
         return path.read_bytes()
+
+
+def one_entry(name: str, host: Any, fakes: Any) -> dict[str, bytes]:
+    """The library of an operator whose kernel is one entry; fakes: its Params."""
+    return {name: library(name, host, *fakes)}
+
+
+def launch(compiled: Any, params: Any) -> None:
+    """Launches a kernel of `one_entry`."""
+    (function,) = compiled.functions.values()
+    function(*params)
+
+
+def no_workspace(problem: Any, config: Any) -> int:
+    return 0

@@ -2,34 +2,42 @@
 and wide loads and stores.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-CUTE_DTYPES: dict[str, Any] = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-    "uint8": cutlass.Uint8,
-    "float8_e4m3fn": cutlass.Float8E4M3FN,
-    "bool": cutlass.Boolean,
-}
-FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+_FLOATS: dict[str, Any] = {"float32": cutlass.Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+_INTEGERS: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64, "uint8": cutlass.Uint8}
+CUTE_DTYPES = _FLOATS | _INTEGERS | {"float8_e4m3fn": cutlass.Float8E4M3FN, "bool": cutlass.Boolean}
+FLOAT_DTYPES = tuple(_FLOATS)
+HALF_DTYPES = ("bfloat16", "float16")
 ACCESS_BYTES = 16  # the widest load and store
 
 
-def fake(dtype: str, *shape: Any, last: Any = None, align: int | None = None) -> Any:
-    """A tensor to compile for: any strides but the last (None = that one too); align: of its address, in bytes.
+def unserved(allowed: Sequence[str], dtypes: Mapping[str, str | None]) -> str | None:
+    """Reason of a refusal: the first of the tensors, dtypes by name, that is there and of no allowed dtype."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype not in allowed:
+            return f"requires {name} of {', '.join(allowed[:-1])} or {allowed[-1]}, got {dtype}"
+    return None
 
-    Strides carry no divisibility: the launch check would also test it on dims of size 1, where torch reports any stride.
-    Kernels state the alignment at each access instead.
+
+def fake(dtype: str | None, *shape: Any, last: Any = None, align: int | None = None) -> Any:
+    """A tensor to compile for; None without a dtype.
+
+    shape: None = any size. last: stride of the last dim, or strides of the last dims, None = any; those before are any. align: of
+    the address, in bytes. Strides carry no divisibility: the launch check would also test it on dims of size 1, where torch
+    reports any stride. Kernels state the alignment at each access instead.
     """
-    strides = [cute.sym_int64() for _ in shape[:-1]] + [cute.sym_int64() if last is None else last]
-    return make_fake_tensor(CUTE_DTYPES[dtype], shape, stride=tuple(strides), assumed_align=align)
+    if dtype is None:
+        return None
+    given = last if isinstance(last, tuple) else (last,)
+    strides = [cute.sym_int64() if one is None else one for one in (*[None] * (len(shape) - len(given)), *given)]
+    sizes = [cute.sym_int() if one is None else one for one in shape]
+    return make_fake_tensor(CUTE_DTYPES[dtype], tuple(sizes), stride=tuple(strides), assumed_align=align)
 
 
 def without_batch(*tensors: Any) -> list[Any]:

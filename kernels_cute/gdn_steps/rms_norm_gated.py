@@ -1,7 +1,6 @@
 """Gated RMS norm: x / sqrt(mean(x * x) + eps) * weight * gate(z) over the last dim, in float32; gate silu or sigmoid.
 
-Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. `gdn.problems.RmsNormGatedParams` is the contract.
-
+Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. See `gdn.problems.RmsNormGatedParams`.
 A group of `lanes` threads owns `rows` rows (a row: one head of one token) and holds `chunks` accesses of each; all of x
 and z is loaded before anything is summed, and the sums cross the group by shuffles.
 """
@@ -9,16 +8,16 @@ and z is loaded before anything is summed, and the sums cross the group by shuff
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.device import DeviceSpec
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
-from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, sigmoid, store
+from kernels_cute.common import build
+from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, load, pointer, sigmoid, store, unserved
 
+launch, workspace_bytes = build.launch, build.no_workspace
 _MOST_ELEMENTS = 64  # elements of x in a thread's registers
 
 
@@ -32,36 +31,22 @@ def refusal(problem: RmsNormGatedProblem) -> str | None:
     """None where this kernel serves the problem, else why not."""
     if problem.head_dim % 4 or not 4 <= problem.head_dim <= 1024:
         return f"requires a last dim that is a multiple of 4 up to 1024, got {problem.head_dim}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires x of bfloat16 or float16, got {problem.dtype}"
-    for name, dtype in (("z", problem.z_dtype), ("weight", problem.weight_dtype)):
-        if dtype not in FLOAT_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    return None
+    others = {"z": problem.z_dtype, "weight": problem.weight_dtype}
+    return unserved(HALF_DTYPES, {"x": problem.dtype}) or unserved(FLOAT_DTYPES, others)
 
 
-def _vector(problem: RmsNormGatedProblem) -> int:
-    """Elements per access."""
-    return 4 if problem.head_dim % 8 else 8
-
-
-def _lanes(problem: RmsNormGatedProblem) -> int:
-    """Threads per row: a power of two, one access each if a warp is enough."""
-    accesses = -(-problem.head_dim // _vector(problem))
-    return min(32, 1 << (accesses - 1).bit_length())
-
-
-def _elements(problem: RmsNormGatedProblem) -> int:
-    """Elements of a row in one thread."""
-    vector, lanes = _vector(problem), _lanes(problem)
-    return -(-problem.head_dim // (vector * lanes)) * vector
+def _parts(problem: RmsNormGatedProblem) -> tuple[int, int, int]:
+    """Elements per access; threads per row, a power of two, one access each if a warp is enough; elements of a row in a thread."""
+    vector = 4 if problem.head_dim % 8 else 8
+    lanes = min(32, 1 << (-(-problem.head_dim // vector) - 1).bit_length())
+    return vector, lanes, -(-problem.head_dim // (vector * lanes)) * vector
 
 
 def fits(problem: RmsNormGatedProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled and launched."""
     if config.threads not in (32, 64, 128, 256) or config.rows not in (1, 2, 4, 8):
         return False
-    return config.rows == 1 or config.rows * _elements(problem) <= _MOST_ELEMENTS
+    return config.rows * _parts(problem)[2] <= _MOST_ELEMENTS
 
 
 def configs(problem: RmsNormGatedProblem, device: DeviceSpec) -> list[Config]:
@@ -72,45 +57,28 @@ def configs(problem: RmsNormGatedProblem, device: DeviceSpec) -> list[Config]:
 
 def default_config(problem: RmsNormGatedProblem, device: DeviceSpec) -> Config:
     """The most rows per group that leave every SM two full loads of threads, then the most threads per block."""
-    lanes, count = _lanes(problem), problem.num_tokens * problem.num_heads
+    (_, lanes, _), count = _parts(problem), problem.num_tokens * problem.num_heads
     for rows in (4, 2, 1):
         if fits(problem, Config(128, rows), device) and count * lanes >= 2 * 1024 * device.num_sms * rows:
             return Config(128, rows)
     return Config(128 if count * lanes >= 256 * device.num_sms else 32, 1)
 
 
-def workspace_bytes(problem: RmsNormGatedProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: RmsNormGatedProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {"rms_norm_gated": build.library("rms_norm_gated", _RmsNormGated(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: RmsNormGatedParams) -> None:
-    compiled.functions["rms_norm_gated"](*params)
-
-
-def _arguments(problem: RmsNormGatedProblem) -> RmsNormGatedParams:
-    """Fake tensors and scalars to compile for."""
-    tokens, shape = cute.sym_int(), (problem.num_heads, problem.head_dim)
-    return RmsNormGatedParams(
-        x=fake(problem.dtype, tokens, *shape, last=1),
-        z=fake(problem.z_dtype, tokens, *shape, last=1),
-        weight=fake(problem.weight_dtype, problem.head_dim, last=1),
-        out=fake(problem.dtype, tokens, *shape, last=1),
-        eps=cutlass.Float32(1e-6),
-    )
+    shape = (cute.sym_int(), problem.num_heads, problem.head_dim)
+    x, z, out = [fake(dtype, *shape, last=1) for dtype in (problem.dtype, problem.z_dtype, problem.dtype)]
+    fakes = RmsNormGatedParams(x, z, fake(problem.weight_dtype, problem.head_dim, last=1), out, eps=Float32(1e-6))
+    return build.one_entry("rms_norm_gated", _RmsNormGated(problem, config), fakes)
 
 
 class _RmsNormGated:
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
+    """The kernel of one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: RmsNormGatedProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
         self.heads, self.dim, self.sigmoid = problem.num_heads, problem.head_dim, problem.sigmoid
-        self.vector, self.lanes, self.elements = _vector(problem), _lanes(problem), _elements(problem)
+        self.vector, self.lanes, self.elements = _parts(problem)
         self.chunks = self.elements // self.vector
         self.mask = self.elements * self.lanes != self.dim
         self.block_rows = config.threads // self.lanes * config.rows
@@ -118,9 +86,9 @@ class _RmsNormGated:
     @cute.jit
     def __call__(self, *values: Any):
         params, stream = RmsNormGatedParams(*values[:-1]), values[-1]
-        count = cutlass.Int64(params.x.shape[0]) * self.heads
+        count = Int64(params.x.shape[0]) * self.heads
         blocks = (count + self.block_rows - 1) // self.block_rows
-        self.kernel(params).launch(grid=[cutlass.Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+        self.kernel(params).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, params: RmsNormGatedParams):
@@ -129,12 +97,12 @@ class _RmsNormGated:
         lane = thread % self.lanes
         groups = cutlass.const_expr(self.threads // self.lanes)
         # The groups of a block take neighbouring rows, so that a block reads contiguous memory.
-        first = cutlass.Int64(block) * self.block_rows + thread // self.lanes
-        count = cutlass.Int64(params.x.shape[0]) * self.heads
+        first = Int64(block) * self.block_rows + thread // self.lanes
+        count = Int64(params.x.shape[0]) * self.heads
         rX = cute.make_rmem_tensor(self.rows * self.elements, params.x.element_type)
         rZ = cute.make_rmem_tensor(self.rows * self.elements, params.z.element_type)
-        rWeight = cute.make_rmem_tensor(self.elements, cutlass.Float32)
-        rSums = cute.make_rmem_tensor(self.rows, cutlass.Float32)
+        rWeight = cute.make_rmem_tensor(self.elements, Float32)
+        rSums = cute.make_rmem_tensor(self.rows, Float32)
         rX.fill(0.0)
         rZ.fill(0.0)
         rWeight.fill(0.0)
@@ -147,23 +115,23 @@ class _RmsNormGated:
         for c in cutlass.range_constexpr(self.chunks):
             place = (c * self.lanes + lane) * self.vector
             if place < self.dim:
-                self.load_piece(params.weight, cutlass.Int64(place), rWeight, c * self.vector, False)
+                self.load_piece(params.weight, Int64(place), rWeight, c * self.vector, False)
 
         rSums.fill(0.0)
         for u in cutlass.range_constexpr(self.rows):
             for i in cutlass.range_constexpr(self.elements):
-                value = rX[u * self.elements + i].to(cutlass.Float32)
+                value = rX[u * self.elements + i].to(Float32)
                 rSums[u] += value * value
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             for u in cutlass.range_constexpr(self.rows):
                 rSums[u] += cute.arch.shuffle_sync_bfly(rSums[u], offset=1 << step)
 
-        rOut = cute.make_rmem_tensor(self.elements, cutlass.Float32)
+        rOut = cute.make_rmem_tensor(self.elements, Float32)
         for u in cutlass.range_constexpr(self.rows):
             factor = cute.math.rsqrt(rSums[u] * (1.0 / self.dim) + params.eps)
             for i in cutlass.range_constexpr(self.elements):
-                value = rX[u * self.elements + i].to(cutlass.Float32)
-                gate = rZ[u * self.elements + i].to(cutlass.Float32)
+                value = rX[u * self.elements + i].to(Float32)
+                gate = rZ[u * self.elements + i].to(Float32)
                 weighted = value * factor * rWeight[i] * sigmoid(gate)
                 if cutlass.const_expr(not self.sigmoid):
                     weighted = weighted * gate
@@ -177,7 +145,7 @@ class _RmsNormGated:
                         store(rOut, c * self.vector, self.vector, target)
 
     @cute.jit
-    def load_row(self, gX: cute.Tensor, row: cutlass.Int64, lane: cutlass.Int32, rX: cute.Tensor, start: cutlass.Constexpr):
+    def load_row(self, gX: cute.Tensor, row: Int64, lane: Int32, rX: cute.Tensor, start: Constexpr):
         token = row // self.heads
         offset = token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
         for c in cutlass.range_constexpr(self.chunks):
@@ -189,14 +157,7 @@ class _RmsNormGated:
                 self.load_piece(gX, offset + place, rX, start + c * self.vector, True)
 
     @cute.jit
-    def load_piece(
-        self,
-        gX: cute.Tensor,
-        offset: cutlass.Int64,
-        rX: cute.Tensor,
-        start: cutlass.Constexpr,
-        once: cutlass.Constexpr,
-    ):
+    def load_piece(self, gX: cute.Tensor, offset: Int64, rX: cute.Tensor, start: Constexpr, once: Constexpr):
         # A float32 row takes two accesses: 16 bytes are known of its alignment.
         align = cutlass.const_expr(min(16, self.vector * gX.element_type.width // 8))
         load(pointer(gX, offset, align), self.vector, rX, start, once)

@@ -2,7 +2,7 @@
 
 Tensors: mixed_qkvz [L, H * (2 * K + 2 * r * V)] with groups [q (K) | k (K) | v (r * V) | z (r * V)], mixed_ba [L, 2 * HV]
 with groups [b (r) | a (r)] -> mixed_qkv [L, 2 * H * K + HV * V] = [all q | all k | all v], z [L, HV * V], b, a [L, HV].
-`gdn.problems.SplitParams` is the contract.
+See `gdn.problems.SplitParams`.
 
 A thread owns one 16-byte piece of a row. It computes the piece's target once and moves the piece in `rows` rows, which it
 loads together. The last slice of blocks of every row tile moves b and a, element by element.
@@ -11,15 +11,16 @@ loads together. The last slice of blocks of every row tile moves b and a, elemen
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Int64
 
 from gdn.device import DeviceSpec
 from gdn.problems import SplitParams, SplitProblem
-from kernels_cute.common.memory import FLOAT_DTYPES, fake, load, pointer, store
+from kernels_cute.common import build
+from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, load, pointer, store, unserved
+
+launch, workspace_bytes = build.launch, build.no_workspace
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,7 @@ def refusal(problem: SplitProblem) -> str | None:
     """None where this kernel serves the problem, else why not."""
     if problem.head_k_dim % 4 or problem.head_v_dim % 4:
         return f"requires head dims that are multiples of 4, got K={problem.head_k_dim}, V={problem.head_v_dim}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires mixed_qkvz of bfloat16 or float16, got {problem.dtype}"
-    if problem.ba_dtype not in FLOAT_DTYPES:
-        return f"requires mixed_ba of float32, bfloat16 or float16, got {problem.ba_dtype}"
-    return None
+    return unserved(HALF_DTYPES, {"mixed_qkvz": problem.dtype}) or unserved(FLOAT_DTYPES, {"mixed_ba": problem.ba_dtype})
 
 
 def _vector(problem: SplitProblem) -> int:
@@ -70,35 +67,18 @@ def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:
     return Config(threads, 1)
 
 
-def workspace_bytes(problem: SplitProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: SplitProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {"split": build.library("split", _Split(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: SplitParams) -> None:
-    compiled.functions["split"](*params)
-
-
-def _arguments(problem: SplitProblem) -> SplitParams:
-    """Fake tensors and scalars to compile for."""
-    rows = cute.sym_int()
-    keys, values = problem.num_k_heads * problem.head_k_dim, problem.num_v_heads * problem.head_v_dim
-    return SplitParams(
-        mixed_qkvz=fake(problem.dtype, rows, problem.row_elements, last=1),
-        mixed_ba=fake(problem.ba_dtype, rows, 2 * problem.num_v_heads, last=1),
-        mixed_qkv=fake(problem.dtype, rows, 2 * keys + values, last=1),
-        z=fake(problem.dtype, rows, values, last=1),
-        b=fake(problem.ba_dtype, rows, problem.num_v_heads, last=1),
-        a=fake(problem.ba_dtype, rows, problem.num_v_heads, last=1),
-    )
+    rows, gates, heads, tokens = problem.dtype, problem.ba_dtype, problem.num_v_heads, cute.sym_int()
+    keys, values = problem.num_k_heads * problem.head_k_dim, heads * problem.head_v_dim
+    inputs = [(rows, problem.row_elements), (gates, 2 * heads)]
+    outputs = [(rows, 2 * keys + values), (rows, values), (gates, heads), (gates, heads)]
+    fakes = SplitParams(*(fake(dtype, tokens, width, last=1) for dtype, width in inputs + outputs))
+    return build.one_entry("split", _Split(problem, config), fakes)
 
 
 class _Split:
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
+    """The kernel of one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: SplitProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
@@ -133,7 +113,7 @@ class _Split:
                 self.move_gate(params, first, element)
 
     @cute.jit
-    def move_piece(self, params: SplitParams, first: cutlass.Int32, piece: cutlass.Int32):
+    def move_piece(self, params: SplitParams, first: Int32, piece: Int32):
         vector, align = cutlass.const_expr(self.vector), cutlass.const_expr(2 * self.vector)
         head = piece // self.group
         within = piece % self.group
@@ -152,7 +132,7 @@ class _Split:
             row = first + u
             if row > last:
                 row = last
-            source = pointer(params.mixed_qkvz, cutlass.Int64(row) * params.mixed_qkvz.stride[0] + piece * vector, align)
+            source = pointer(params.mixed_qkvz, Int64(row) * params.mixed_qkvz.stride[0] + piece * vector, align)
             load(source, vector, rPieces, u * vector, True)
         if is_z:
             self.store_pieces(rPieces, first, place, last, params.z)
@@ -160,16 +140,14 @@ class _Split:
             self.store_pieces(rPieces, first, place, last, params.mixed_qkv)
 
     @cute.jit
-    def store_pieces(
-        self, rPieces: cute.Tensor, first: cutlass.Int32, place: cutlass.Int32, last: cutlass.Int32, gOut: cute.Tensor
-    ):
+    def store_pieces(self, rPieces: cute.Tensor, first: Int32, place: Int32, last: Int32, gOut: cute.Tensor):
         for u in cutlass.range_constexpr(self.rows):
             if first + u <= last:
-                offset = cutlass.Int64(first + u) * gOut.stride[0] + place * self.vector
+                offset = Int64(first + u) * gOut.stride[0] + place * self.vector
                 store(rPieces, u * self.vector, self.vector, pointer(gOut, offset, 2 * self.vector))
 
     @cute.jit
-    def move_gate(self, params: SplitParams, first: cutlass.Int32, element: cutlass.Int32):
+    def move_gate(self, params: SplitParams, first: Int32, element: Int32):
         head = element // (2 * self.ratio)
         within = element % (2 * self.ratio)
         for u in cutlass.range_constexpr(self.rows):
