@@ -1,9 +1,7 @@
-"""Causal depthwise convolution of packed prompts, with its windows in a pool of slots.
-
-    y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
+"""Causal depthwise convolution of packed prompts, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
-input first. `gdn.problems.Conv1dParams` is the contract.
+input first: see `gdn.problems.Conv1dParams`.
 
 A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in
 registers, so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start
@@ -15,23 +13,27 @@ sequence by a search of 32 probes per step. Blocks whose number falls between se
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
 
 from gdn.device import DeviceSpec
 from gdn.problems import Conv1dParams, Conv1dProblem
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
-from kernels_cute.conv1d import convolution as _convolution
-from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution
+from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, refusal, slices, threads_fit
+
+__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+
+launch, workspace_bytes = build.launch, build.no_workspace
 
 # How close a tuned entry's sizes must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the
 # tiles of a long prompt, a short one would run on few threads, each with many trips to memory.
 TUNED_WITHIN = 0.5
+_ROWS, _BATCHES, _MIN_THREADS_PER_SM = (8, 16, 32, 64, 128), (2, 4), (384, 512)
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,18 @@ class Config:
     min_threads_per_sm: int = 384  # resident threads that registers must allow: at most 65536 / min_threads_per_sm a thread
 
 
-def refusal(problem: Conv1dProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    return _convolution.refusal(problem)
-
-
 def fits(problem: Conv1dProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled and launched."""
-    if config.rows not in (8, 16, 32, 64, 128) or config.batch not in (2, 4):
-        return False
-    if config.min_threads_per_sm not in (384, 512):
+    if config.rows not in _ROWS or config.batch not in _BATCHES or config.min_threads_per_sm not in _MIN_THREADS_PER_SM:
         return False
     if config.min_threads_per_sm == 512 and config.batch == 4 and (problem.bias_dtype is not None or not problem.silu):
         return False  # a few values spill
-    return _convolution.threads_fit(problem, config.threads)
+    return threads_fit(problem, config.threads)
 
 
 def configs(problem: Conv1dProblem, device: DeviceSpec) -> list[Config]:
     """Every feasible configuration."""
-    space = [
-        Config(threads, rows, batch, min_threads_per_sm)
-        for threads in THREADS
-        for rows in (8, 16, 32, 64, 128)
-        for batch in (2, 4)
-        for min_threads_per_sm in (384, 512)
-    ]
+    space = [Config(*values) for values in product(THREADS, _ROWS, _BATCHES, _MIN_THREADS_PER_SM)]
     return [config for config in space if fits(problem, config, device)]
 
 
@@ -75,55 +64,37 @@ def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     # float16 with a bias: 4 rows take all of the 168 registers, and were not timed.
     batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4
     threads = 128
-    while not _convolution.threads_fit(problem, threads):
+    while not threads_fit(problem, threads):
         threads //= 2
     wanted = 2 * 384 * device.num_sms
     for rows in (32, 16, 8):
-        if -(-problem.num_tokens // rows) * _convolution.slices(problem.dim, threads) * threads >= wanted:
+        if -(-problem.num_tokens // rows) * slices(problem.dim, threads) * threads >= wanted:
             return Config(threads, rows, batch)
     return Config(min(threads, 64), 8, batch)
 
 
-def workspace_bytes(problem: Conv1dProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: Conv1dProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {"conv1d": build.library("conv1d", _Conv1d(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: Conv1dParams) -> None:
-    compiled.functions["conv1d"](*params)
-
-
-def _arguments(problem: Conv1dProblem) -> Conv1dParams:
-    """Fake tensors and scalars to compile for."""
-
-    def checkpoints() -> Any:
-        dtype = problem.checkpoint_dtype
-        return None if dtype is None else fake(dtype, cute.sym_int(), cute.sym_int())
-
-    return Conv1dParams(
-        **_convolution.fake_common(problem),
-        conv_states=None if problem.state_dtype is None else _convolution.fake_slots(problem),
-        cu_seqlens=fake(str(problem.cu_seqlens_dtype), cute.sym_int(), last=1),
-        cache_indices=None if problem.index_dtype is None else fake(problem.index_dtype, cute.sym_int()),
-        has_initial_state=fake("uint8", cute.sym_int(), last=1) if problem.has_mask else None,
-        checkpoint_offsets=checkpoints(),
-        checkpoint_slots=checkpoints(),
+    offsets, slots = [fake(problem.checkpoint_dtype, None, None) for _ in range(2)]
+    fakes = Conv1dParams(
+        **fake_common(problem, "conv_states"),
+        cache_indices=fake(problem.index_dtype, None),
+        has_initial_state=fake("uint8" if problem.has_mask else None, None, last=1),
+        checkpoint_offsets=offsets,
+        checkpoint_slots=slots,
     )
+    return build.one_entry("conv1d", _Conv1d(problem, config), fakes)
 
 
 class _Conv1d(Convolution):
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
+    """The kernel of one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: Conv1dProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
         self.rows = config.rows
         self.min_blocks = config.min_threads_per_sm // config.threads
         # Single float16 values take a register each, and instructions that split words and join them again.
-        self.line_dtype = cutlass.Int32 if self.dtype is cutlass.Float16 else self.dtype
+        self.line_dtype = Int32 if self.dtype is cutlass.Float16 else self.dtype
         self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # elements of a row in rLine
 
     @cute.jit
@@ -146,23 +117,25 @@ class _Conv1d(Convolution):
         if is_live:
             self.run_tile(params, tile, sequence, channel)
             tiles = params.x.shape[0] // self.rows + num_sequences
-            self.zero_rows(params.out, cutlass.Int32(params.cu_seqlens[num_sequences]) + tile, tiles, channel)
+            # Rows after the last sequence are dealt to all blocks.
+            first = Int32(params.cu_seqlens[num_sequences]) + tile
+            self.zero_rows(params.out, first, params.out.shape[0], tiles, channel)
 
     @cute.jit
-    def find_sequence(self, tile: cutlass.Int32, num_sequences: cutlass.Int32, cu_seqlens: cute.Tensor):
+    def find_sequence(self, tile: Int32, num_sequences: Int32, cu_seqlens: cute.Tensor):
         """The last sequence whose first tile is numbered at most `tile`: all lanes of a warp search together."""
         lane = cute.arch.lane_idx()
-        low = cutlass.Int32(0)
-        size = cutlass.Int32(num_sequences)
+        low = Int32(0)
+        size = Int32(num_sequences)
         while size > 1:
             step = (size + 31) // 32
-            is_before = cutlass.Boolean(False)
+            is_before = Boolean(False)
             if lane * step < size:
                 probe = low + lane * step
-                is_before = cutlass.Int32(cu_seqlens[probe]) // self.rows + probe <= tile
+                is_before = Int32(cu_seqlens[probe]) // self.rows + probe <= tile
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1
             if passed < 0:
-                passed = cutlass.Int32(0)
+                passed = Int32(0)
             low += passed * step
             size -= passed * step
             if size > step:
@@ -170,40 +143,42 @@ class _Conv1d(Convolution):
         return low
 
     @cute.jit
-    def run_tile(self, params: Conv1dParams, tile: cutlass.Int32, sequence: cutlass.Int32, channel: cutlass.Int32):
-        history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
-        begin = cutlass.Int32(params.cu_seqlens[sequence])
-        end = cutlass.Int32(params.cu_seqlens[sequence + 1])
-        slot = cutlass.Int64(sequence)
-        is_live = cutlass.Boolean(True)
+    def start_of(self, params: Conv1dParams, sequence: Int32):
+        """A sequence's slot, whether it is none of padding, and whether it continues the window there."""
+        slot = Int64(sequence)
+        is_live = Boolean(True)
         if cutlass.const_expr(params.cache_indices is not None):
-            slot = cutlass.Int64(params.cache_indices[sequence])
+            slot = Int64(params.cache_indices[sequence])
             is_live = slot > params.null_slot
-        is_continued = cutlass.Boolean(True)
+        is_continued = Boolean(True)
         if cutlass.const_expr(params.has_initial_state is not None):
             is_continued = params.has_initial_state[sequence] != 0
+        return slot, is_live, is_continued
 
+    @cute.jit
+    def run_tile(self, params: Conv1dParams, tile: Int32, sequence: Int32, channel: Int32):
+        history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
+        begin = Int32(params.cu_seqlens[sequence])
+        end = Int32(params.cu_seqlens[sequence + 1])
+        slot, is_live, is_continued = self.start_of(params, sequence)
         first = begin + (tile - begin // self.rows - sequence) * self.rows
         stop = first + self.rows
         if stop > end:
             stop = end
         if first >= begin:
-            rOut = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
             if is_live and first < end:
-                rWeight = cute.make_rmem_tensor(CHANNELS * self.width, cutlass.Float32)
-                rBias = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
-                rLine = cute.make_rmem_tensor((history + batch) * self.row_places, self.line_dtype)
+                registers = self.make_registers(self.line_dtype)
+                rLine = registers.line
                 rNext = cute.make_rmem_tensor(batch * self.row_places, self.line_dtype)
                 rLine.fill(0)
                 if first == begin:
                     if cutlass.const_expr(params.conv_states is not None):
                         if is_continued:
-                            for c in cutlass.range_constexpr(history):
-                                self.load_column(params.conv_states, slot, cutlass.Int32(c), channel, rLine, c)
+                            self.load_history(params.conv_states, slot, Int32(0), channel, rLine)
                 else:
                     for c in cutlass.range_constexpr(history):
                         self.load_row(params.x, first - history + c, channel, rLine, c)
-                self.load_filter(channel, params.weight, params.bias, rWeight, rBias)
+                self.load_filter(channel, params.weight, params.bias, registers)
 
                 self.load_batch(params.x, first, stop, channel, rNext)
                 for token in cutlass.range(first, stop, batch, unroll=1):
@@ -212,21 +187,19 @@ class _Conv1d(Convolution):
                     if token + batch < stop:
                         self.load_batch(params.x, token + batch, stop, channel, rNext)
                     for u in cutlass.range_constexpr(batch):
-                        self.convolve(rLine, u, rWeight, rBias, rOut)
+                        self.convolve(registers, u)
                         if token + u < stop:
-                            self.store_row(rOut, params.out, token + u, channel)
+                            self.store_row(registers.out, params.out, token + u, channel)
                     for i in cutlass.range_constexpr(history * self.row_places):
                         rLine[i] = rLine[batch * self.row_places + i]
 
                 if cutlass.const_expr(params.conv_states is not None):
-                    self.keep_windows(params, tile, sequence, channel)
+                    self.store_windows(params, tile, sequence, channel)
             else:
-                rOut.fill(0.0)
-                for token in cutlass.range(first, stop, unroll=1):
-                    self.store_row(rOut, params.out, token, channel)
+                self.zero_rows(params.out, first, stop, Int32(1), channel)
 
     @cute.jit
-    def load_batch(self, gX: cute.Tensor, token: cutlass.Int32, stop: cutlass.Int32, channel: cutlass.Int32, rNext: cute.Tensor):
+    def load_batch(self, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int32, rNext: cute.Tensor):
         """Loads the next rows; after the tile's end its last row again, so that no load needs its own condition."""
         for u in cutlass.range_constexpr(self.batch):
             row = token + u
@@ -235,50 +208,31 @@ class _Conv1d(Convolution):
             self.load_row(gX, row, channel, rNext, u)
 
     @cute.jit
-    def keep_windows(self, params: Conv1dParams, tile: cutlass.Int32, sequence: cutlass.Int32, channel: cutlass.Int32):
+    def store_windows(self, params: Conv1dParams, tile: Int32, sequence: Int32, channel: Int32):
         """At the end of a sequence's first tile: stores the last window in the sequence's slot, then the checkpoints.
 
         Everything is read again, also the old window where it is part of a new one: holding it over the tile would take
         more registers than there are.
         """
-        begin = cutlass.Int32(params.cu_seqlens[sequence])
+        begin = Int32(params.cu_seqlens[sequence])
         if tile == begin // self.rows + sequence:
-            slot = cutlass.Int64(sequence)
-            if cutlass.const_expr(params.cache_indices is not None):
-                slot = cutlass.Int64(params.cache_indices[sequence])
-            is_continued = cutlass.Boolean(True)
-            if cutlass.const_expr(params.has_initial_state is not None):
-                is_continued = params.has_initial_state[sequence] != 0
-            count = cutlass.Int32(params.cu_seqlens[sequence + 1]) - begin
-            self.store_windows(params, sequence, begin, count, slot, is_continued, channel)
-
-    @cute.jit
-    def store_windows(
-        self,
-        params: Conv1dParams,
-        sequence: cutlass.Int32,
-        begin: cutlass.Int32,
-        count: cutlass.Int32,
-        slot: cutlass.Int64,
-        is_continued: cutlass.Boolean,
-        channel: cutlass.Int32,
-    ):
-        rHistory = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
-        rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
-        rHistory.fill(0.0)
-        rKept.fill(0.0)
-        is_needed = is_continued
-        if cutlass.const_expr(params.checkpoint_slots is None):
-            is_needed = is_continued & (count < self.history)
-        if is_needed:
-            for c in cutlass.range_constexpr(self.history):
-                self.load_column(params.conv_states, slot, cutlass.Int32(c), channel, rHistory, c)
-        self.load_window(params.x, begin, count, channel, rHistory, rKept)
-        self.store_window(rKept, params.conv_states, slot, channel)
-        if cutlass.const_expr(params.checkpoint_slots is not None):
-            for i in cutlass.range(params.checkpoint_offsets.shape[1], unroll=1):
-                tokens = cutlass.Int64(params.checkpoint_offsets[sequence, i])
-                target = cutlass.Int64(params.checkpoint_slots[sequence, i])
-                if tokens > 0 and tokens <= count and target > params.null_slot:
-                    self.load_window(params.x, begin, cutlass.Int32(tokens), channel, rHistory, rKept)
-                    self.store_window(rKept, params.conv_states, target, channel)
+            count = Int32(params.cu_seqlens[sequence + 1]) - begin
+            slot, _, is_continued = self.start_of(params, sequence)
+            rHistory = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
+            rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
+            rHistory.fill(0.0)
+            rKept.fill(0.0)
+            is_needed = is_continued
+            if cutlass.const_expr(params.checkpoint_slots is None):
+                is_needed = is_continued & (count < self.history)
+            if is_needed:
+                self.load_history(params.conv_states, slot, Int32(0), channel, rHistory)
+            self.load_window(params.x, begin, count, channel, rHistory, rKept)
+            self.store_window(rKept, 0, params.conv_states, slot, channel)
+            if cutlass.const_expr(params.checkpoint_slots is not None):
+                for i in cutlass.range(params.checkpoint_offsets.shape[1], unroll=1):
+                    tokens = Int64(params.checkpoint_offsets[sequence, i])
+                    target = Int64(params.checkpoint_slots[sequence, i])
+                    if tokens > 0 and tokens <= count and target > params.null_slot:
+                        self.load_window(params.x, begin, Int32(tokens), channel, rHistory, rKept)
+                        self.store_window(rKept, 0, params.conv_states, target, channel)

@@ -1,9 +1,7 @@
-"""Causal depthwise convolution of a decode step, with its windows in a pool of slots.
-
-    y[t] = activation(bias + sum_j weight[:, j] * x[t - (width - 1) + j])
+"""Causal depthwise convolution of a decode step, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first. `gdn.problems.Conv1dUpdateParams` is the contract.
+first: see `gdn.problems.Conv1dUpdateParams`.
 
 A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any
 column of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft
@@ -12,19 +10,22 @@ is kept in registers.
 """
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
 
 from gdn.device import DeviceSpec
 from gdn.problems import Conv1dUpdateParams, Conv1dUpdateProblem
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
-from kernels_cute.conv1d import convolution as _convolution
-from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution
+from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, Registers, fake_common, refusal, slices, threads_fit
+
+__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+
+launch, workspace_bytes = build.launch, build.no_workspace
 
 # How close a tuned entry's sizes must be (see gdn.runtime.tuned): up to 1.7 times as many tokens and sequences, or as few. The
 # wide blocks of a large batch would leave most SMs idle with a small one.
@@ -37,18 +38,13 @@ class Config:
     batch: int  # rows of x that a thread loads at once: all tokens of a sequence, or a few
 
 
-def refusal(problem: Conv1dUpdateProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    return _convolution.refusal(problem)
-
-
 def fits(problem: Conv1dUpdateProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled and launched."""
     if config.batch not in (1, 2, 4):
         return False
     if config.batch > 1 and (problem.cu_seqlens_dtype is None or problem.has_parent):
         return False  # one token at a time
-    return _convolution.threads_fit(problem, config.threads)
+    return threads_fit(problem, config.threads)
 
 
 def configs(problem: Conv1dUpdateProblem, device: DeviceSpec) -> list[Config]:
@@ -61,49 +57,26 @@ def default_config(problem: Conv1dUpdateProblem, device: DeviceSpec) -> Config:
     """Up to 4 tokens of a sequence at once, and the widest blocks that leave two per SM."""
     per_sequence = problem.num_tokens / max(problem.num_sequences, 1)
     batch = 4 if per_sequence > 2 else 2 if per_sequence > 1 else 1
-    feasible = [config for config in configs(problem, device) if config.batch == batch or problem.has_parent]
-    feasible = feasible or configs(problem, device)
-    enough = [
-        config
-        for config in feasible
-        if problem.num_sequences * _convolution.slices(problem.dim, config.threads) >= 2 * device.num_sms
-        and config.threads <= 128
-    ]
-    return max(enough, key=lambda config: config.threads) if enough else feasible[0]
-
-
-def workspace_bytes(problem: Conv1dUpdateProblem, config: Config) -> int:
-    return 0
+    space = configs(problem, device)
+    feasible = [config for config in space if config.batch == batch or problem.has_parent] or space
+    least = 2 * device.num_sms
+    enough = [c.threads <= 128 and problem.num_sequences * slices(problem.dim, c.threads) >= least for c in feasible]
+    return max(compress(feasible, enough), key=lambda config: config.threads, default=feasible[0])
 
 
 def compile(problem: Conv1dUpdateProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {"conv1d_update": build.library("conv1d_update", _Conv1dUpdate(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: Conv1dUpdateParams) -> None:
-    compiled.functions["conv1d_update"](*params)
-
-
-def _arguments(problem: Conv1dUpdateProblem) -> Conv1dUpdateParams:
-    """Fake tensors and scalars to compile for."""
-
-    def vector(dtype: str | None, contiguous: bool, columns: bool = False) -> Any:
-        shape = [cute.sym_int() for _ in range(1 + columns)]
-        return None if dtype is None else fake(dtype, *shape, last=1 if contiguous else None)
-
-    return Conv1dUpdateParams(
-        **_convolution.fake_common(problem),
-        conv_state=_convolution.fake_slots(problem),
-        conv_state_indices=vector(problem.index_dtype, False, problem.has_columns),
-        num_accepted_tokens=vector("int32" if problem.has_accepted else None, False),
-        cu_seqlens=vector(problem.cu_seqlens_dtype, True),
-        parent_token=vector("int32" if problem.has_parent else None, True),
+    fakes = Conv1dUpdateParams(
+        **fake_common(problem, "conv_state"),
+        conv_state_indices=fake(problem.index_dtype, *[None] * (2 if problem.has_columns else 1)),
+        num_accepted_tokens=fake("int32" if problem.has_accepted else None, None),
+        parent_token=fake("int32" if problem.has_parent else None, None, last=1),
     )
+    return build.one_entry("conv1d_update", _Conv1dUpdate(problem, config), fakes)
 
 
 class _Conv1dUpdate(Convolution):
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
+    """The kernel of one problem and configuration; attributes are compile-time constants."""
 
     def __init__(self, problem: Conv1dUpdateProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
@@ -126,44 +99,36 @@ class _Conv1dUpdate(Convolution):
     def kernel(self, params: Conv1dUpdateParams):
         sequence, channel, is_live = self.assignment()
         if is_live:
-            begin = cutlass.Int32(sequence)
-            count = cutlass.Int32(1)
+            begin = Int32(sequence)
+            count = Int32(1)
             if cutlass.const_expr(params.cu_seqlens is not None):
-                begin = cutlass.Int32(params.cu_seqlens[sequence])
-                count = cutlass.Int32(params.cu_seqlens[sequence + 1]) - begin
+                begin = Int32(params.cu_seqlens[sequence])
+                count = Int32(params.cu_seqlens[sequence + 1]) - begin
             if count > 0:
                 self.run_sequence(params, sequence, begin, count, channel)
             if cutlass.const_expr(params.cu_seqlens is not None):
                 num_sequences = params.cu_seqlens.shape[0] - 1
-                first = cutlass.Int32(params.cu_seqlens[num_sequences]) + sequence
-                self.zero_rows(params.out, first, num_sequences, channel)
+                first = Int32(params.cu_seqlens[num_sequences]) + sequence
+                # Rows after the last sequence are dealt to all blocks.
+                self.zero_rows(params.out, first, params.out.shape[0], num_sequences, channel)
 
     @cute.jit
-    def run_sequence(
-        self,
-        params: Conv1dUpdateParams,
-        sequence: cutlass.Int32,
-        begin: cutlass.Int32,
-        count: cutlass.Int32,
-        channel: cutlass.Int32,
-    ):
+    def run_sequence(self, params: Conv1dUpdateParams, sequence: Int32, begin: Int32, count: Int32, channel: Int32):
         history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
-        rWeight = cute.make_rmem_tensor(CHANNELS * self.width, cutlass.Float32)
-        rBias = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
-        rLine = cute.make_rmem_tensor((history + batch) * CHANNELS, self.dtype)
-        rOut = cute.make_rmem_tensor(CHANNELS, cutlass.Float32)
+        registers = self.make_registers(self.dtype)
+        rLine = registers.line
         # Loads that depend on no index, before the slot is known.
         for u in cutlass.range_constexpr(batch):
-            row = cutlass.Int32(u)
+            row = Int32(u)
             if row >= count:
                 row = count - 1
             self.load_row(params.x, begin + row, channel, rLine, history + u)
-        self.load_filter(channel, params.weight, params.bias, rWeight, rBias)
+        self.load_filter(channel, params.weight, params.bias, registers)
 
         # The slot that is read, and the column at which its window starts.
-        slot = cutlass.Int64(sequence)
-        column = cutlass.Int32(0)
-        is_live = cutlass.Boolean(True)
+        slot = Int64(sequence)
+        column = Int32(0)
+        is_live = Boolean(True)
         if cutlass.const_expr(params.num_accepted_tokens is not None):
             column = params.num_accepted_tokens[sequence] - 1
             is_live = column >= 0
@@ -174,56 +139,41 @@ class _Conv1dUpdate(Convolution):
         if cutlass.const_expr(params.conv_state_indices is not None):
             if is_live:
                 if cutlass.const_expr(params.parent_token is not None):
-                    slot = cutlass.Int64(params.conv_state_indices[sequence, column])
+                    slot = Int64(params.conv_state_indices[sequence, column])
                 elif cutlass.const_expr(self.has_columns):
-                    slot = cutlass.Int64(params.conv_state_indices[sequence, 0])
+                    slot = Int64(params.conv_state_indices[sequence, 0])
                 else:
-                    slot = cutlass.Int64(params.conv_state_indices[sequence])
+                    slot = Int64(params.conv_state_indices[sequence])
                 is_live = slot > params.null_slot
         if cutlass.const_expr(params.parent_token is not None):
-            column = cutlass.Int32(0)
+            column = Int32(0)
 
         if is_live:
-            for c in cutlass.range_constexpr(history):
-                self.load_column(params.conv_state, slot, column + c, channel, rLine, c)
+            self.load_history(params.conv_state, slot, column, channel, rLine)
             if cutlass.const_expr(params.parent_token is not None):
-                self.run_tree(params, sequence, begin, count, channel, rLine, rWeight, rBias, rOut)
+                self.run_tree(params, sequence, begin, count, channel, registers)
             else:
-                self.run_line(params, begin, count, slot, channel, rLine, rWeight, rBias, rOut)
+                self.run_line(params, begin, count, slot, channel, registers)
         else:
-            rZero = cute.make_rmem_tensor(CHANNELS, self.dtype)
-            rZero.fill(0.0)
-            for token in cutlass.range(begin, begin + count, unroll=1):
-                self.store_row(rZero, params.out, token, channel)
+            self.zero_rows(params.out, begin, begin + count, Int32(1), channel)
 
     @cute.jit
-    def run_line(
-        self,
-        params: Conv1dUpdateParams,
-        begin: cutlass.Int32,
-        count: cutlass.Int32,
-        slot: cutlass.Int64,
-        channel: cutlass.Int32,
-        rLine: cute.Tensor,
-        rWeight: cute.Tensor,
-        rBias: cute.Tensor,
-        rOut: cute.Tensor,
-    ):
+    def run_line(self, params: Conv1dUpdateParams, begin: Int32, count: Int32, slot: Int64, channel: Int32, registers: Registers):
         """Tokens one after the other. All columns of the window have been read."""
-        history, batch = cutlass.const_expr(self.history), cutlass.const_expr(self.batch)
+        history, batch, rLine = cutlass.const_expr(self.history), cutlass.const_expr(self.batch), registers.line
         rKept = cute.make_rmem_tensor(history * CHANNELS, self.dtype)
         rKept.fill(0.0)
         if cutlass.const_expr(self.keeps_every_input):
             for c in cutlass.range_constexpr(1, history):
-                self.store_column(rLine, c, params.conv_state, slot, cutlass.Int32(c - 1), channel)
+                self.store_column(rLine, c, params.conv_state, slot, Int32(c - 1), channel)
         elif cutlass.const_expr(batch > 1):
             self.load_window(params.x, begin, count, channel, rLine, rKept)
 
         for t in cutlass.range(0, count, batch, unroll=1):
             for u in cutlass.range_constexpr(batch):
                 if t + u < count:
-                    self.convolve(rLine, u, rWeight, rBias, rOut)
-                    self.store_row(rOut, params.out, begin + t + u, channel)
+                    self.convolve(registers, u)
+                    self.store_row(registers.out, params.out, begin + t + u, channel)
                     if cutlass.const_expr(self.keeps_every_input):
                         if history - 1 + t + u < params.conv_state.shape[2]:
                             self.store_column(rLine, history + u, params.conv_state, slot, history - 1 + t + u, channel)
@@ -234,23 +184,11 @@ class _Conv1dUpdate(Convolution):
                     self.load_row(params.x, begin + t + batch + u, channel, rLine, history + u)
 
         if cutlass.const_expr(not self.keeps_every_input):
-            if cutlass.const_expr(batch > 1):
-                self.store_window(rKept, params.conv_state, slot, channel)
-            else:
-                self.store_window(rLine, params.conv_state, slot, channel)
+            self.store_window(rKept if batch > 1 else rLine, 0, params.conv_state, slot, channel)
 
     @cute.jit
     def run_tree(
-        self,
-        params: Conv1dUpdateParams,
-        sequence: cutlass.Int32,
-        begin: cutlass.Int32,
-        count: cutlass.Int32,
-        channel: cutlass.Int32,
-        rLine: cute.Tensor,
-        rWeight: cute.Tensor,
-        rBias: cute.Tensor,
-        rOut: cute.Tensor,
+        self, params: Conv1dUpdateParams, sequence: Int32, begin: Int32, count: Int32, channel: Int32, registers: Registers
     ):
         """Each node after its ancestors; its own window goes to its own slot."""
         history = cutlass.const_expr(self.history)
@@ -258,8 +196,8 @@ class _Conv1dUpdate(Convolution):
         rNode.fill(0.0)
         for t in cutlass.range(count, unroll=1):
             self.load_row(params.x, begin + t, channel, rNode, history)
-            node = cutlass.Int32(t)
-            newest = cutlass.Int32(history - 1)  # row of the starting window that is next before the root
+            node = Int32(t)
+            newest = Int32(history - 1)  # row of the starting window that is next before the root
             for back in cutlass.range_constexpr(1, self.width):
                 place = cutlass.const_expr(history - back)
                 if node >= 0:
@@ -269,12 +207,11 @@ class _Conv1dUpdate(Convolution):
                 else:
                     for h in cutlass.range_constexpr(place, history):
                         if newest == h:
-                            self.copy_row(rLine, h, rNode, place)
+                            self.copy_row(registers.line, h, rNode, place)
                     newest -= 1
-            self.convolve(rNode, 0, rWeight, rBias, rOut)
-            self.store_row(rOut, params.out, begin + t, channel)
+            self.convolve(registers._replace(line=rNode), 0)
+            self.store_row(registers.out, params.out, begin + t, channel)
             if t < params.conv_state_indices.shape[1]:
-                target = cutlass.Int64(params.conv_state_indices[sequence, t])
+                target = Int64(params.conv_state_indices[sequence, t])
                 if target > params.null_slot:
-                    for c in cutlass.range_constexpr(history):
-                        self.store_column(rNode, c + 1, params.conv_state, target, cutlass.Int32(c), channel)
+                    self.store_window(rNode, 1, params.conv_state, target, channel)
