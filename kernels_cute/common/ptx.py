@@ -1,260 +1,194 @@
-"""Single instructions of the chunk kernel. Addresses are 32-bit shared-memory addresses.
+"""Single instructions that the DSL lacks, or lacks in this form. Addresses are 32-bit addresses of shared memory, or global ones.
 
-Every access of shared memory outside the copy engine and wgmma goes through here, so that the order in which the kernel
-states them is the order of the PTX.
+Every access of shared memory of the chunk kernel outside the copy engine and wgmma goes through here, so that the order in which
+the kernel states them is the order of the PTX.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-_FOUR = [Int32] * 4
+_TYPES = {"f32": Float32, "b32": Int32, "u8": Int32}
+_WIDTHS = {1: "", 2: ".v2", 4: ".v4"}
+
+
+def _run(code: str, *arguments: Any, gives: Any = ()) -> Any:
+    """Instructions on the arguments r0, r1, ...; `gives`: types of the results w0, w1, ..."""
+    return cute.arch.inline_ptx(code, write_only_types=list(gives), read_only_args=list(arguments))
+
+
+def _operands(letter: str, first: int, count: int) -> str:
+    """Registers `first` and on, in braces where they are several."""
+    names = ", ".join(f"{{${letter}{first + i}}}" for i in range(count))
+    return names if count == 1 else f"{{{names}}}"
+
+
+def _loads(instruction: str, kind: str, count: int = 1) -> Callable[[Any], Any]:
+    """A function of an address: loads `count` neighbouring values."""
+    code = f"{instruction}{_WIDTHS[count]}.{kind} {_operands('w', 0, count)}, [{{$r0}}];"
+    return lambda address: _run(code, address, gives=[_TYPES[kind]] * count)
+
+
+def _stores(instruction: str, kind: str, count: int = 1) -> Callable[..., None]:
+    """A function of an address and a value, two values, or a sequence of four: stores them next to each other."""
+    code = f"{instruction}{_WIDTHS[count]}.{kind} [{{$r0}}], {_operands('r', 1, count)};"
+    return lambda address, *values: _run(code, address, *(values[0] if count == 4 else values))
+
+
+# Shared memory.
+load_one, load_pair, load_four = (_loads("ld.shared", "f32", count) for count in (1, 2, 4))
+load_word, load_words = (_loads("ld.shared", "b32", count) for count in (1, 4))
+load_byte = _loads("ld.shared", "u8")  # 0 to 255
+store_one, store_pair = (_stores("st.shared", "f32", count) for count in (1, 2))
+store_word, store_words = (_stores("st.shared", "b32", count) for count in (1, 4))
+store_byte = _stores("st.shared", "u8")
+load_from_block = _loads("ld.shared::cluster", "b32")  # a word of another block of the cluster; address: of in_block
+
+# Global memory.
+load_global_four = _loads("ld.global", "f32", 4)
+store_global_four = _stores("st.global", "f32", 4)
+store_global_word, store_global_pair, store_global_words = (_stores("st.global", "b32", count) for count in (1, 2, 4))
+load_acquire = _loads("ld.acquire.gpu.global", "b32")  # a word that another block publishes with store_release
+store_release = _stores("st.release.gpu.global", "b32")
+
+
+def store_zeros(address: Any) -> None:
+    """16 bytes."""
+    _run("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", address, Int32(0))
+
+
+def store_where(address: Any, values: Any, positive: Any) -> None:
+    """Stores one, two or four float32 where `positive` is. Without a branch: what the values are made of stays in one block of
+    code with its loads."""
+    count = len(values)
+    code = f"setp.gt.s32 p, {{$r{1 + count}}}, 0;\n@p st.shared{_WIDTHS[count]}.f32 [{{$r0}}], {_operands('r', 1, count)};"
+    _run(f"{{.reg .pred p;\n{code}}}", address, *values, positive)
 
 
 def load_matrices(address: Any, transposed: bool) -> Any:
     """Four 8 x 8 matrices of 16-bit elements; lane l gives the row l % 8 of matrix l // 8."""
     trans = ".trans" if transposed else ""
-    return cute.arch.inline_ptx(
-        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-        write_only_types=_FOUR,
-        read_only_args=[address],
-    )
+    code = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {_operands('w', 0, 4)}, [{{$r0}}];"
+    return _run(code, address, gives=[Int32] * 4)
 
 
 def store_matrices(address: Any, values: Any, transposed: bool) -> None:
     """The inverse of load_matrices; values: four packed registers."""
     trans = ".trans" if transposed else ""
-    cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-        read_only_args=[address, *values],
-    )
+    _run(f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r0}}], {_operands('r', 1, 4)};", address, *values)
 
 
 def transpose(word: Any) -> Any:
     """An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp."""
-    return cute.arch.inline_ptx(
-        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
-    )
-
-
-def load_one(address: Any) -> Any:
-    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def load_pair(address: Any) -> Any:
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
-    )
-
-
-def load_four(address: Any) -> Any:
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[address]
-    )
-
-
-def load_words(address: Any) -> Any:
-    """16 bytes as four words."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=_FOUR, read_only_args=[address]
-    )
-
-
-def store_one(address: Any, value: Any) -> None:
-    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def store_pair(address: Any, first: Any, second: Any) -> None:
-    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
-
-
-def store_zeros(address: Any) -> None:
-    """16 bytes."""
-    zero = Int32(0)
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, zero])
-
-
-def load_word(address: Any) -> Any:
-    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-
-
-def store_word(address: Any, value: Any) -> None:
-    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def store_words(address: Any, values: Any) -> None:
-    """16 bytes."""
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
-
-
-def load_byte(address: Any) -> Any:
-    """0 to 255."""
-    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-
-
-def store_byte(address: Any, value: Any) -> None:
-    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
+    return _run("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", word, gives=[Int32])
 
 
 def load_global_if(address: Any, size: int, positive: Any) -> Any:
     """A word, or with size 2 its 16 bits, from global memory where `positive` is, else 0. Without a branch: what follows need not
     wait for it."""
-    kind = "b32" if size == 4 else "u16"
-    return cute.arch.inline_ptx(
-        "{.reg .pred p;\n.reg .b32 w;\nsetp.gt.s32 p, {$r1}, 0;\nmov.b32 w, 0;\n@p ld.global."
-        + kind
-        + " w, [{$r0}];\nmov.b32 {$w0}, w;}",
-        write_only_types=[Int32],
-        read_only_args=[address, positive],
-    )
+    load = f"@p ld.global.{'b32' if size == 4 else 'u16'} w, [{{$r0}}];"
+    code = f"{{.reg .pred p;\n.reg .b32 w;\nsetp.gt.s32 p, {{$r1}}, 0;\nmov.b32 w, 0;\n{load}\nmov.b32 {{$w0}}, w;}}"
+    return _run(code, address, positive, gives=[Int32])
 
 
 def number(dtype: Any, word: Any) -> Any:
     """What load_global_if has loaded, as float32."""
-    if dtype is Float32:
-        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-    return unpack(dtype, word)[0]
+    return as_float(word) if dtype is Float32 else unpack(dtype, word)[0]
 
 
 def prefetch_line(address: Any) -> None:
-    """The L2 cache is asked for what lies around a global address."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-def store_global_words(address: Any, values: Any) -> None:
-    """16 bytes to global memory."""
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
-
-
-def load_global_four(address: Any) -> Any:
-    return cute.arch.inline_ptx(
-        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[address]
-    )
-
-
-def store_global_four(address: Any, values: Any) -> None:
-    cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
-
-
-def store_global_word(address: Any, value: Any) -> None:
-    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+    """Asks the L2 cache for the line of a global address."""
+    _run("prefetch.global.L2 [{$r0}];", address)
 
 
 def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:
     """sums [16, 8] float32 + left [16, 16] right [16, 8], fragments of mma.sync of 16-bit elements."""
     name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
-    return cute.arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*left, right0, right1, *sums],
-    )
+    places = [_operands("w", 0, 4), *(_operands("r", first, count) for first, count in ((0, 4), (4, 2), (6, 4)))]
+    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {', '.join(places)};"
+    return _run(code, *left, right0, right1, *sums, gives=[Float32] * 4)
 
 
 def is_equal(first: Any, second: Any) -> Any:
     """1.0 where two float32 are equal, else 0.0."""
-    return cute.arch.inline_ptx("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[first, second])
+    return _run("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", first, second, gives=[Float32])
 
 
 def exp2(value: Any) -> Any:
-    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+    return _run("ex2.approx.ftz.f32 {$w0}, {$r0};", value, gives=[Float32])
 
 
 def in_block(address: Any, rank: Any) -> Any:
     """The same address in another block of the cluster."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
-    )
+    return _run("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", address, rank, gives=[Int32])
 
 
 def arrive_in_cluster(barrier: Any) -> None:
-    cute.arch.inline_ptx("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+    _run("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", barrier)
 
 
 def expect_in_cluster(barrier: Any, num_bytes: Any) -> None:
     """Arrives, and announces bytes."""
-    cute.arch.inline_ptx(
-        "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
-        read_only_args=[barrier, num_bytes],
-    )
+    _run("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};", barrier, num_bytes)
 
 
-def load_from_block(address: Any) -> Any:
-    """A word of another block of the cluster; address: of in_block."""
-    return cute.arch.inline_ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+def _copies(places: str, more: str = "") -> Callable[..., None]:
+    """A function of target, source, bytes, and the barrier that counts them."""
+    code = f"cp.async.bulk.{places}.mbarrier::complete_tx::bytes{more} [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}]"
+    return lambda *arguments: _run(code + (", {$r4};" if more else ";"), *arguments)
 
 
-def copy_in_cluster(target: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
-    """Shared memory of this block to that of another, which counts the bytes on its barrier."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, num_bytes, barrier],
-    )
-
-
-def copy_from_global(target: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
-    """Global memory to shared memory of this block, whose barrier counts the bytes."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, num_bytes, barrier],
-    )
-
-
-def copy_from_global_to_blocks(target: Any, source: Any, num_bytes: Any, barrier: Any, blocks: Any) -> None:
-    """The same to shared memory of several blocks of the cluster, a bit of the Int16 `blocks` each, and their barriers."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-        read_only_args=[target, source, num_bytes, barrier, blocks],
-    )
+# Shared memory of this block to that of another, which counts the bytes on its barrier.
+copy_in_cluster = _copies("shared::cluster.shared::cta")
+# Global memory to shared memory of this block, whose barrier counts the bytes.
+copy_from_global = _copies("shared::cluster.global")
+# The same to shared memory of several blocks of the cluster and their barriers; last argument: a bit of an Int16 for each.
+copy_from_global_to_blocks = _copies("shared::cluster.global", ".multicast::cluster")
 
 
 def copy_to_global(target: Any, source: Any, num_bytes: Any) -> None:
     """Shared memory of this block to global memory, in the thread's bulk group."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[target, source, num_bytes]
-    )
+    _run("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", target, source, num_bytes)
 
 
 def count_up(address: Any) -> Any:
     """Adds 1 to a word of global memory; what it was."""
-    return cute.arch.inline_ptx(
-        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
-    )
-
-
-def load_acquire(address: Any) -> Any:
-    """A word of global memory that another block publishes with store_release."""
-    return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-
-
-def store_release(address: Any, value: Any) -> None:
-    cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+    return _run("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", address, gives=[Int32])
 
 
 def sleep(nanoseconds: int) -> None:
-    cute.arch.inline_ptx(f"nanosleep.u32 {nanoseconds};")
+    _run(f"nanosleep.u32 {nanoseconds};")
 
 
 def pack(dtype: Any, low: Any, high: Any) -> Any:
     """Two float32 rounded to 16 bits, in one word."""
     name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
-    )
+    return _run(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", low, high, gives=[Int32])
 
 
 def unpack(dtype: Any, word: Any) -> Any:
     """(low, high) of a word as float32."""
+    code = "{.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\ncvt.f32.f16 {$w0}, low;\ncvt.f32.f16 {$w1}, high;}"
     if dtype is cutlass.BFloat16:
         code = "{shl.b32 {$w0}, {$r0}, 16;\nand.b32 {$w1}, {$r0}, 0xffff0000;}"
-    else:
-        code = "{.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\ncvt.f32.f16 {$w0}, low;\ncvt.f32.f16 {$w1}, high;}"
-    return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
+    return _run(code, word, gives=[Float32] * 2)
 
 
 def as_float(word: Any) -> Any:
     """The float32 with these bits."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+    return _run("mov.b32 {$w0}, {$r0};", word, gives=[Float32])
+
+
+def opaque(value: Any) -> Any:
+    """A copy of an int32 that the compiler takes for another value: what follows from it (an address, a condition) is computed
+    after this place, not before a loop around it and kept in registers all along."""
+    return _run("mov.b32 {$w0}, {$r0};", value, gives=[Int32])
+
+
+def use(value: Any) -> None:
+    """No instruction, but the value must be there. With nothing live after a loop, its branch back is compiled in a form from
+    which ptxas peels an iteration: twice the code, and spills."""
+    _run("// {$r0} is used", value)

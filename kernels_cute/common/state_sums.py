@@ -79,9 +79,9 @@ def exchange_sums(tile: StateTile, rSums: cute.Tensor, count: cutlass.Constexpr,
     for kind in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(columns // width):
             values = [rSums[2 * (c * width + e) + kind] for e in range(width)]
-            store_some(target + at_group + (kind * (columns // width) + c) * step, values, is_first)
+            ptx.store_where(target + at_group + (kind * (columns // width) + c) * step, values, is_first)
     scalars = [rSums[2 * columns + e] if 2 * columns + e < count else Float32(0.0) for e in range(_SCALARS)]
-    store_some(target + at_token, scalars, Int32(1) - thread % 32)
+    ptx.store_where(target + at_token, scalars, Int32(1) - thread % 32)
     wait_for_columns(tile, column_warp)
     lane, _ = tile.lane_and_group(thread)
     own = cutlass.min(lane, columns - 1)
@@ -120,33 +120,10 @@ def wait_for_columns(tile: StateTile, column_warp: Int32):
         cute.arch.barrier(barrier_id=column_warp + 1, number_of_threads=32 * tile.k_warps)
 
 
-def store_four(address: Any, values: Any, positive: Any) -> None:
-    """Stores four values where `positive` is. Without a branch: what the values are made of stays in one block of code with its
-    loads."""
-    cute.arch.inline_ptx(
-        "{.reg .pred p;\nsetp.gt.s32 p, {$r5}, 0;\n@p st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};}",
-        read_only_args=[address, *values, positive],
-    )
-
-
-def store_some(address: Any, values: Any, positive: Any) -> None:
-    """Stores one, two or four values, as store_four."""
-    if len(values) == 4:
-        store_four(address, values, positive)
-        return
-    kind, places = {1: ("", "{$r1}"), 2: (".v2", "{{$r1}, {$r2}}")}[len(values)]
-    condition = f"{{$r{1 + len(values)}}}"
-    cute.arch.inline_ptx(
-        f"{{.reg .pred p;\nsetp.gt.s32 p, {condition}, 0;\n@p st.shared{kind}.f32 [{{$r0}}], {places};}}",
-        read_only_args=[address, *values, positive],
-    )
-
-
 def load_some(address: Any, width: int) -> Any:
     """Loads one, two or four neighbouring values."""
-    if width == 1:
-        return (ptx.load_one(address),)
-    return ptx.load_four(address) if width == 4 else ptx.load_pair(address)
+    found = {1: ptx.load_one, 2: ptx.load_pair, 4: ptx.load_four}[width](address)
+    return found if width > 1 else (found,)
 
 
 def carveout(shared_bytes: int, num_blocks: int) -> int:

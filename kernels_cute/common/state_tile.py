@@ -6,17 +6,16 @@ and the threads of a column are spread over `k_warps` warps, so that a warp read
 moves once each way, past L1 and out of L2 first.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
-from gdn.problems import DTYPE_BYTES
+from gdn.problems import DTYPE_BYTES, GdnDecodeProblem, RecurrentProblem
 from gdn.recurrent_tiles import Tiles, k_vector, k_warps
 from kernels_cute.common.memory import load, pointer
-from kernels_cute.common.opaque import opaque
+from kernels_cute.common.ptx import opaque
 from kernels_cute.common.rounding import key_of, rounded
 
 
@@ -33,83 +32,30 @@ def opaque_place(place: Place) -> Place:
     return Place(opaque(place.head), opaque(place.lane), place.v_start)
 
 
-@dataclass(frozen=True)
 class StateTile:
     """The tile of a block, known when the kernel is compiled."""
 
-    head_k_dim: int
-    head_v_dim: int
-    state_v_first: bool
-    state_dtype: str
-    threads: int  # threads of a block
-    threads_per_column: int
-    v_per_thread: int
-    has_rounding: bool  # stochastic rounding of a bfloat16 state
+    def __init__(self, problem: RecurrentProblem | GdnDecodeProblem, tiles: Tiles) -> None:
+        k, v, state_dtype, v_first = problem.head_k_dim, problem.head_v_dim, problem.state_dtype, problem.state_v_first
+        self.head_k_dim, self.head_v_dim, self.state_v_first = k, v, v_first
+        self.has_rounding = problem.has_rounding  # stochastic rounding of a bfloat16 state
+        self.threads, self.threads_per_column, self.v_per_thread = tiles.threads, tiles.threads_per_column, tiles.v_per_thread
+        lanes = tiles.threads_per_column
 
-    @cached_property
-    def vector(self) -> int:
-        """Consecutive K entries of a thread."""
-        return k_vector(self.state_v_first, self.state_dtype, self.head_k_dim)
-
-    @cached_property
-    def k_per_thread(self) -> int:
-        """K entries of a thread, some of which may lie beyond the last."""
-        return -(-self.head_k_dim // (self.threads_per_column * self.vector)) * self.vector
-
-    @cached_property
-    def values(self) -> int:
-        """Values of the state in a thread."""
-        return self.v_per_thread * self.k_per_thread
-
-    @cached_property
-    def chunks(self) -> int:
-        """Vectors of K entries in a thread."""
-        return self.k_per_thread // self.vector
-
-    @cached_property
-    def groups(self) -> int:
-        """Groups of threads that share columns, in a block."""
-        return self.threads // self.threads_per_column
-
-    @cached_property
-    def k_warps(self) -> int:
-        """Warps that share a column."""
-        tiles = Tiles(self.threads, self.threads_per_column, self.v_per_thread, 0)
-        return k_warps(self.state_v_first, self.head_v_dim, tiles)
-
-    @cached_property
-    def warp_lanes(self) -> int:
-        """Threads of a column in a warp."""
-        return self.threads_per_column // self.k_warps
-
-    @cached_property
-    def groups_per_warp(self) -> int:
-        return 32 // self.warp_lanes
-
-    @cached_property
-    def lane_step(self) -> int:
-        """Distance in threads between the lanes of a group."""
-        return 1 if self.state_v_first else self.groups_per_warp
-
-    @cached_property
-    def group_step(self) -> int:
-        """Distance in threads between groups."""
-        return self.threads_per_column if self.state_v_first else 1
-
-    @cached_property
-    def masks_k(self) -> bool:
-        """Whether some threads hold entries of K that do not exist."""
-        return self.chunks * self.threads_per_column * self.vector != self.head_k_dim
-
-    @cached_property
-    def masks_v(self) -> bool:
-        """Whether some threads hold columns of V that do not exist."""
-        return self.head_v_dim % (self.groups * self.v_per_thread) != 0
-
-    @cached_property
-    def width(self) -> int:
-        """Elements of an access: 16 bytes where the dims allow."""
-        return self.vector if self.state_v_first else min(self.v_per_thread, 16 // DTYPE_BYTES[self.state_dtype])
+        self.vector = k_vector(v_first, state_dtype, k)  # consecutive K entries of a thread
+        self.chunks = -(-k // (lanes * self.vector))  # vectors of K entries in a thread, some of which may lie beyond the last
+        self.k_per_thread = self.chunks * self.vector
+        self.values = self.v_per_thread * self.k_per_thread  # of the state in a thread
+        self.groups = self.threads // lanes  # groups of threads that share columns, in a block
+        self.k_warps = k_warps(v_first, v, tiles)  # warps that share a column
+        self.warp_lanes = lanes // self.k_warps  # threads of a column in a warp
+        self.groups_per_warp = 32 // self.warp_lanes
+        self.lane_step = 1 if v_first else self.groups_per_warp  # distance in threads between the lanes of a group
+        self.group_step = lanes if v_first else 1  # distance in threads between groups
+        self.masks_k = self.k_per_thread * lanes != k  # some threads hold entries of K that do not exist
+        self.masks_v = v % (self.groups * self.v_per_thread) != 0  # some threads hold columns of V that do not exist
+        # Elements of an access: 16 bytes where the dims allow.
+        self.width = self.vector if v_first else min(self.v_per_thread, 16 // DTYPE_BYTES[state_dtype])
 
     def lane_and_group(self, thread: Any) -> tuple[Any, Any]:
         """Which of a column's K entries a thread holds, and of which columns of the block."""
@@ -152,9 +98,9 @@ class StateTile:
 
 
 @cute.jit
-def is_live(tile: StateTile, place: Place, chunk: cutlass.Constexpr):
+def is_live(tile: StateTile, place: Place, chunk: Constexpr):
     """Whether a thread's chunk of K and columns of V exist."""
-    live = cutlass.Boolean(True)
+    live = Boolean(True)
     if cutlass.const_expr(tile.masks_k):
         live = (chunk * tile.threads_per_column + place.lane) * tile.vector < tile.head_k_dim
     if cutlass.const_expr(tile.masks_v):
@@ -163,77 +109,49 @@ def is_live(tile: StateTile, place: Place, chunk: cutlass.Constexpr):
 
 
 @cute.jit
-def load_state(tile: StateTile, slot: cutlass.Int64, place: Place, gState: cute.Tensor, rState: cute.Tensor):
+def load_state(tile: StateTile, slot: Int64, place: Place, gState: cute.Tensor, rState: cute.Tensor):
     source = state_pointer(tile, slot, place, tile.width, gState)
     for r, c in tile.accesses(tile.width):
         step, start, chunk = tile.place_of_access(r, c, tile.width)
-        if cutlass.const_expr(tile.masks_k or tile.masks_v):
-            if is_live(tile, place, chunk):
-                load(source + step, tile.width, rState, start, True)
-        else:
+        if is_live(tile, place, chunk):
             load(source + step, tile.width, rState, start, True)
 
 
 @cute.jit
 def store_state(
-    tile: StateTile,
-    slot: cutlass.Int64,
-    place: Place,
-    width: cutlass.Constexpr,
-    gState: cute.Tensor,
-    rState: cute.Tensor,
-    seed: cutlass.Int32,
+    tile: StateTile, slot: Int64, place: Place, width: Constexpr, gState: cute.Tensor, rState: cute.Tensor, seed: Int32
 ):
     """seed: mixed, of the stochastic rounding; without it anything."""
     target = state_pointer(tile, slot, place, width, gState)
-    key = cutlass.Int32(0)
-    first = cutlass.Int32(0)
+    key = Int32(0)
+    first = Int32(0)
     if cutlass.const_expr(tile.has_rounding):
         key = key_of(seed, slot, place.head)
         first = place.lane * (tile.vector * tile.head_v_dim) + place.v_start  # the thread's first element, K first
-    rRounded = cute.make_rmem_tensor(width, cutlass.Float32)
+    rValues = cute.make_rmem_tensor(width, Float32)
     for r, c in tile.accesses(width):
         step, start, chunk = tile.place_of_access(r, c, width)
-        if cutlass.const_expr(tile.has_rounding):
-            for e in cutlass.range_constexpr(width):
-                element = first + tile.element_of(start + e)
-                rRounded[e] = rounded(rState[start + e], key, element)
-        if cutlass.const_expr(tile.masks_k or tile.masks_v):
-            if is_live(tile, place, chunk):
-                store_once(tile, rState, start, width, target + step, rRounded)
-        else:
-            store_once(tile, rState, start, width, target + step, rRounded)
+        for e in cutlass.range_constexpr(width):
+            value = rState[start + e]
+            rValues[e] = rounded(value, key, first + tile.element_of(start + e)) if tile.has_rounding else value
+        if is_live(tile, place, chunk):
+            store_once(rValues, width, target + step)
 
 
 @cute.jit
-def store_once(
-    tile: StateTile,
-    rX: cute.Tensor,
-    start: cutlass.Constexpr,
-    width: cutlass.Constexpr,
-    target: cute.Pointer,
-    rRounded: cute.Tensor,
-):
-    """The width elements at target = rX[start : start + width], rounded to target's dtype, in one streaming access; with
-    stochastic rounding rRounded."""
+def store_once(rX: cute.Tensor, width: Constexpr, target: cute.Pointer):
+    """The width elements at target = rX, rounded to target's dtype, in one streaming access."""
     dtype = target.dtype
     rSlice = cute.make_rmem_tensor(width, dtype)
     for e in cutlass.range_constexpr(width):
-        if cutlass.const_expr(tile.has_rounding):
-            rSlice[e] = rRounded[e].to(dtype)
-        else:
-            rSlice[e] = rX[start + e].to(dtype)
-    atom = cute.make_copy_atom(
-        cute.nvgpu.CopyR2GOp(),
-        dtype,
-        num_bits_per_copy=width * dtype.width,
-        store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
-    )
+        rSlice[e] = rX[e].to(dtype)
+    mode, bits = cute.nvgpu.StoreCacheMode.STREAMING, width * dtype.width
+    atom = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), dtype, num_bits_per_copy=bits, store_cache_mode=mode)
     cute.copy(atom, rSlice, cute.make_tensor(target, cute.make_layout(width)))
 
 
 @cute.jit
-def state_pointer(tile: StateTile, slot: cutlass.Int64, place: Place, width: cutlass.Constexpr, gState: cute.Tensor):
+def state_pointer(tile: StateTile, slot: Int64, place: Place, width: Constexpr, gState: cute.Tensor):
     """Pointer to a thread's first element of a head's state, for accesses of `width` elements."""
     within = place.head * (tile.head_k_dim * tile.head_v_dim)
     if cutlass.const_expr(tile.state_v_first):

@@ -216,8 +216,8 @@ class _Conv1d(Convolution):
         """
         begin = Int32(params.cu_seqlens[sequence])
         if tile == begin // self.rows + sequence:
-            count = Int32(params.cu_seqlens[sequence + 1]) - begin
             slot, _, is_continued = self.start_of(params, sequence)
+            count = Int32(params.cu_seqlens[sequence + 1]) - begin
             rHistory = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
             rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
             rHistory.fill(0.0)

@@ -77,11 +77,7 @@ class Spec:
 
     @cached_property
     def tile(self) -> StateTile:
-        p, t = self.problem, self.tiles
-        return StateTile(
-            p.head_k_dim, p.head_v_dim, p.state_v_first, p.state_dtype, t.threads, t.threads_per_column, t.v_per_thread,
-            p.has_rounding,
-        )  # fmt: skip
+        return StateTile(self.problem, self.tiles)
 
     @cached_property
     def ratio(self) -> int:

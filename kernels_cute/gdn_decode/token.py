@@ -10,8 +10,8 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import sigmoid
-from kernels_cute.common.opaque import opaque
-from kernels_cute.common.state_sums import Exchange, add_up, own_column, store_four
+from kernels_cute.common.ptx import opaque
+from kernels_cute.common.state_sums import Exchange, add_up, own_column
 from kernels_cute.common.state_tile import Place, store_state
 from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column
 from kernels_cute.gdn_decode.ptx import send
@@ -83,7 +83,7 @@ def write_inputs(spec: Spec, block: Block, gate: HeadGate, registers: Registers,
     for p in cutlass.range_constexpr(spec.passes):
         item = p * threads + block.thread
         convolve(spec, p, registers)
-        store_four(shared.tokens + item * (4 * CHANNELS), [rOut[c] for c in range(CHANNELS)], spec.items - item)
+        ptx.store_where(shared.tokens + item * (4 * CHANNELS), [rOut[c] for c in range(CHANNELS)], spec.items - item)
     if block.thread == threads - 1:
         ptx.store_one(shared.tokens + 4 * spec.gates_at, decay(rGates[0] + gate.dt_bias, gate.minus_decay))
         ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))

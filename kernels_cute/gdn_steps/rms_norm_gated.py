@@ -36,7 +36,7 @@ def refusal(problem: RmsNormGatedProblem) -> str | None:
 
 
 def _parts(problem: RmsNormGatedProblem) -> tuple[int, int, int]:
-    """Elements per access; threads per row, a power of two, one access each if a warp is enough; elements of a row in a thread."""
+    """Elements per access; threads per row: a power of two, one access each if a warp is enough; elements of a row per thread."""
     vector = 4 if problem.head_dim % 8 else 8
     lanes = min(32, 1 << (-(-problem.head_dim // vector) - 1).bit_length())
     return vector, lanes, -(-problem.head_dim // (vector * lanes)) * vector

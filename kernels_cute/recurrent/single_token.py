@@ -14,8 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
 from kernels_cute.common.memory import load
-from kernels_cute.common.opaque import opaque
-from kernels_cute.common.ptx import unpack
+from kernels_cute.common.ptx import opaque, unpack
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange
 from kernels_cute.common.state_tile import Place, load_state, store_state

@@ -20,11 +20,7 @@ class Spec:
 
     @cached_property
     def tile(self) -> StateTile:
-        p, c = self.problem, self.config
-        return StateTile(
-            p.head_k_dim, p.head_v_dim, p.state_v_first, p.state_dtype, c.threads, c.threads_per_column, c.v_per_thread,
-            p.has_rounding,
-        )  # fmt: skip
+        return StateTile(self.problem, self.config)
 
     @cached_property
     def heads(self) -> int:

@@ -83,7 +83,8 @@ TILES = [
 
 @pytest.mark.parametrize(("k", "v", "dtype", "shape"), TILES, ids=str)
 def test_every_element_and_every_sum(k: int, v: int, dtype: str, shape: tuple[int, int, int]) -> None:
-    tile = StateTile(k, v, False, dtype, *shape, False)
+    problem = replace(SINGLE, head_k_dim=k, head_v_dim=v, state_dtype=dtype)
+    tile = StateTile(problem, Tiles(*shape, min_threads_per_sm=256))
     source = np.random.default_rng(0)
     state, key, query = source.standard_normal((k, v)), source.standard_normal(k), source.standard_normal(k)
     threads = np.arange(tile.threads)
