@@ -1,7 +1,5 @@
 """Compile-time constants of the fused decode step, and the registers and places that its parts hand to each other."""
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -68,125 +66,44 @@ class Shared(NamedTuple):
     warp_parts: Any  # sums over K of warps that share columns
 
 
-@dataclass(frozen=True)
 class Spec:
     """A problem, its tiles, and what follows from them."""
 
-    problem: GdnDecodeProblem
-    tiles: Tiles
-
-    @cached_property
-    def tile(self) -> StateTile:
-        return StateTile(self.problem, self.tiles)
-
-    @cached_property
-    def ratio(self) -> int:
-        """Value heads of a key head."""
-        return self.problem.num_v_heads // self.problem.num_k_heads
-
-    @cached_property
-    def splits(self) -> int:
-        """Blocks of a value head."""
-        return self.problem.head_v_dim // self.tiles.block_v
-
-    @cached_property
-    def cluster(self) -> int:
-        """Blocks of a key head and sequence."""
-        return self.ratio * self.splits
-
-    @cached_property
-    def warps(self) -> int:
-        return self.tiles.threads // 32
-
-    @cached_property
-    def parts(self) -> int:
-        """Parts of a sum over the head: one of each of its warps."""
-        return self.splits * self.warps
-
-    @cached_property
-    def parity_bytes(self) -> int:
-        """Bytes of the sums of a token in shared memory, read four at a time."""
-        return -(-self.parts // 4) * 16
-
-    @cached_property
-    def history(self) -> int:
-        """Inputs of a window."""
-        return self.problem.width - 1
-
-    @cached_property
-    def dtype(self) -> Any:
-        return CUTE_DTYPES[self.problem.dtype]
-
-    @cached_property
-    def weight_dtype(self) -> Any:
-        return CUTE_DTYPES[self.problem.weight_dtype]
-
-    @cached_property
-    def weight_words(self) -> int:
-        """Words of the filter of an item."""
-        return int(CHANNELS * self.problem.width * self.weight_dtype.width // 32)
-
-    @cached_property
-    def copies_windows(self) -> bool:
-        """Whether an item's input of a window is a word-wise copy: channels contiguous, no conversion."""
-        return self.problem.conv_channels_contiguous and self.problem.conv_dtype == self.problem.dtype
-
-    @cached_property
-    def group_width(self) -> int:
-        """Elements of an interleaved row, per key head."""
-        return 2 * self.problem.head_k_dim + 2 * self.ratio * self.problem.head_v_dim
-
-    @cached_property
-    def has_several_tokens(self) -> bool:
-        """Whether sequences come with cu_seqlens; without, each has one token."""
-        return self.problem.cu_seqlens_dtype is not None
-
-    @cached_property
-    def shared_items(self) -> int:
-        """Items of q and k: every block of the cluster computes them."""
-        return 2 * self.problem.head_k_dim // CHANNELS
-
-    @cached_property
-    def items(self) -> int:
-        """Items of a block."""
-        return self.shared_items + self.tiles.block_v // CHANNELS
-
-    @cached_property
-    def passes(self) -> int:
-        """Items of a thread."""
-        return -(-self.items // self.tiles.threads)
-
-    @cached_property
-    def gates_at(self) -> int:
-        """Place of decay and beta in Shared.tokens."""
-        return 2 * self.problem.head_k_dim + self.tiles.block_v
-
-    @cached_property
-    def warp_parts_floats(self) -> int:
-        return max(4, parts_floats(self.tile, 2 if self.has_several_tokens else 1))
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        return 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * self.warp_parts_floats
+    def __init__(self, problem: GdnDecodeProblem, tiles: Tiles) -> None:
+        p, k, v = problem, problem.head_k_dim, problem.head_v_dim
+        self.problem, self.tiles, self.tile = problem, tiles, StateTile(problem, tiles)
+        self.ratio = p.num_v_heads // p.num_k_heads  # value heads of a key head
+        self.splits = v // tiles.block_v  # blocks of a value head
+        self.cluster = self.ratio * self.splits  # blocks of a key head and sequence
+        self.warps = tiles.threads // 32
+        self.parts = self.splits * self.warps  # of a sum over the head: one of each of its warps
+        self.parity_bytes = -(-self.parts // 4) * 16  # of the sums of a token in shared memory, read four at a time
+        self.history = p.width - 1  # inputs of a window
+        self.dtype, self.weight_dtype = CUTE_DTYPES[p.dtype], CUTE_DTYPES[p.weight_dtype]
+        self.weight_words = CHANNELS * p.width * self.weight_dtype.width // 32  # of the filter of an item
+        # An item's input of a window is a word-wise copy: channels contiguous, no conversion.
+        self.copies_windows = p.conv_channels_contiguous and p.conv_dtype == p.dtype
+        self.group_width = 2 * k + 2 * self.ratio * v  # elements of an interleaved row, per key head
+        self.has_several_tokens = p.cu_seqlens_dtype is not None  # without cu_seqlens each sequence has one token
+        self.shared_items = 2 * k // CHANNELS  # items of q and k: every block of the cluster computes them
+        self.items = self.shared_items + tiles.block_v // CHANNELS  # of a block
+        self.passes = -(-self.items // tiles.threads)  # items of a thread
+        self.gates_at = 2 * k + tiles.block_v  # place of decay and beta in Shared.tokens
+        self.num_parts = parts_floats(self.tile, 2 if self.has_several_tokens else 1)  # sums of warps that share columns
+        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * self.num_parts
 
     def storage(self) -> Any:
-        """Shared memory of a block; without `warp_parts` where no warps share columns."""
-        num_sums, num_tokens, num_parts = self.parity_bytes // 2, self.gates_at + 4, self.warp_parts_floats
+        """Shared memory of a block."""
+        num_sums, num_tokens, num_parts = self.parity_bytes // 2, self.gates_at + 4, self.num_parts
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
-
-        @cute.struct
-        class StorageOfWarps:
-            barriers: cute.struct.MemRange[Int64, 2]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
-            tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
             warp_parts: cute.struct.Align[cute.struct.MemRange[Float32, num_parts], 16]
 
-        return StorageOfWarps if self.tile.k_warps > 1 else Storage
+        return Storage
 
 
 def column_in_head(spec: Spec, rank: Any) -> Any:

@@ -53,7 +53,7 @@ def run_tree(
             update(spec, alpha, work, rState)
             if step == above:
                 store_out(spec, params, begin + node, place, o_value)
-        if cutlass.const_expr(spec.writes_pool):
+        if cutlass.const_expr(spec.writes_every_token):
             write_slot = slot_to_write(spec, params, block.sequence, Int32(node))
             if write_slot > params.null_slot:
                 store_state(tile, write_slot, place, tile.width, params.initial_state, rState, seed)

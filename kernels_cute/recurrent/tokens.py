@@ -240,7 +240,7 @@ def store_last(
     spec: Spec, params: RecurrentParams, block: Block, live_count: Int32, write_slot: Int64, rState: cute.Tensor, seed: Int32
 ):  # fmt: skip
     """The state after the last token, where it is stored once: into its slot, or into a new tensor."""
-    if cutlass.const_expr(not spec.stores_after_loop):
+    if cutlass.const_expr(not (spec.writes_new or spec.writes_last_token)):
         # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
         # twice the code, and spills.
         cute.arch.inline_ptx("// {$r0} is used", read_only_args=[rState[0]])
