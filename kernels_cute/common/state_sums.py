@@ -103,14 +103,6 @@ def exchange_sums(tile: StateTile, rSums: cute.Tensor, count: cutlass.Constexpr,
         rSums[2 * columns + e] = cute.arch.shuffle_sync(value, e)
 
 
-def own_column(tile: StateTile, lane: Any, rX: Any) -> Any:
-    """The value, of one per column, that the lane stores; anything for a lane that stores none."""
-    value = rX[0]
-    for r in range(1, tile.v_per_thread):
-        value = cutlass.select_(lane == r, rX[r], value)
-    return value
-
-
 @cute.jit
 def wait_for_columns(tile: StateTile, column_warp: Int32):
     """Waits for the warps that share columns with this one."""

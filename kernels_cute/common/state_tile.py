@@ -99,9 +99,9 @@ class StateTile:
 
 @cute.jit
 def is_live(tile: StateTile, place: Place, chunk: Constexpr):
-    """Whether a thread's chunk of K and columns of V exist."""
+    """Whether a thread's chunk of K and columns of V exist; chunk None: the columns alone."""
     live = Boolean(True)
-    if cutlass.const_expr(tile.masks_k):
+    if cutlass.const_expr(tile.masks_k and chunk is not None):
         live = (chunk * tile.threads_per_column + place.lane) * tile.vector < tile.head_k_dim
     if cutlass.const_expr(tile.masks_v):
         live = live & (place.v_start < tile.head_v_dim)

@@ -8,10 +8,11 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
+from kernels_cute.common.delta_rule import own_column
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ptx import opaque
-from kernels_cute.common.state_sums import Exchange, add_up, own_column
+from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import Place, store_state
 from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column
 from kernels_cute.gdn_decode.ptx import send

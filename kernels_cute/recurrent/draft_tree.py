@@ -10,25 +10,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gdn.problems import RecurrentParams
+from kernels_cute.common.delta_rule import HeadGate, store_out, update
 from kernels_cute.common.state_sums import Exchange
-from kernels_cute.common.state_tile import store_state
 from kernels_cute.recurrent.spec import Spec
-from kernels_cute.recurrent.tokens import (
-    Block,
-    RawGate,
-    Registers,
-    combine,
-    load_token,
-    multiply,
-    slot_to_write,
-    store_out,
-    update,
-)
+from kernels_cute.recurrent.tokens import Block, Registers, finish, load_token, multiply, slot_to_write, store_node
 
 
 @cute.jit
 def run_tree(
-    spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, gate: RawGate, seed: Int32,
+    spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, gate: HeadGate, seed: Int32,
     registers: Registers, exchange: Exchange,
 ):  # fmt: skip
     """All nodes of a sequence, in order."""
@@ -49,14 +39,12 @@ def run_tree(
             token = begin + ancestor(Int32(node), above - step, begin, gParents)
             load_token(spec, params, token, place, inputs)
             alpha, beta = multiply(spec, inputs, gate, rState, work)
-            o_value = combine(spec, alpha, beta, params.scale, place.lane, work, exchange)
-            update(spec, alpha, work, rState)
+            o_value = finish(spec, params, alpha, beta, place, work, exchange)
+            update(tile, alpha, work, rState)
             if step == above:
-                store_out(spec, params, begin + node, place, o_value)
+                store_out(tile, params.out, begin + node, place, o_value)
         if cutlass.const_expr(spec.writes_every_token):
-            write_slot = slot_to_write(spec, params, block.sequence, Int32(node))
-            if write_slot > params.null_slot:
-                store_state(tile, write_slot, place, tile.width, params.initial_state, rState, seed)
+            store_node(spec, params, slot_to_write(spec, params, block.sequence, Int32(node)), place, rState, seed)
 
 
 @cute.jit

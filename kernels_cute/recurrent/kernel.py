@@ -5,29 +5,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
+from kernels_cute.common.delta_rule import HeadGate, make_work, store_out, update
 from kernels_cute.common.memory import without_batch
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange, carveout
-from kernels_cute.common.state_tile import load_state, opaque_place, store_state
+from kernels_cute.common.state_tile import load_state, opaque_place
+from kernels_cute.recurrent import tokens
 from kernels_cute.recurrent.draft_tree import run_tree
 from kernels_cute.recurrent.single_token import run_without_prefetch
 from kernels_cute.recurrent.spec import Spec
-from kernels_cute.recurrent.tokens import (
-    Inputs,
-    RawGate,
-    Registers,
-    Work,
-    block_of,
-    combine,
-    load_token,
-    multiply,
-    shared_parts,
-    slot_to_write,
-    store_last,
-    store_out,
-    store_zeros,
-    update,
-)
 
 
 class Recurrent:
@@ -64,20 +50,22 @@ class Recurrent:
 def run_with_prefetch(spec: Spec, params: RecurrentParams):
     """A sequence, head and columns of V; q, k, v and gates of the next token are loaded while the current one is computed."""
     tile, problem = spec.tile, spec.problem
-    block = block_of(spec)
+    block = tokens.block_of(spec)
     sequence, place = block.sequence, block.place
-    exchange_at = shared_parts(spec)
-    registers = make_registers(spec)
-    rState, following, work = registers
+    exchange_at = tokens.shared_parts(spec)
+    rState = cute.make_rmem_tensor(tile.values, Float32)
+    following = tokens.make_inputs(spec, tile.k_per_thread, spec.dtype)
+    work = make_work(tile, spec.num_sums)
+    for rX in (rState, *following):
+        rX.fill(0)
 
-    begin = Int32(params.cu_seqlens[sequence])
-    count = Int32(params.cu_seqlens[sequence + 1]) - begin
-    written = Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1])
+    rows = tokens.rows_of(params, sequence)
+    begin, count = rows.begin, rows.count
     if count < 0:
         count = Int32(0)
     if cutlass.const_expr(not problem.has_parent):
         if count > 0:
-            load_token(spec, params, begin, place, following)
+            tokens.load_token(spec, params, begin, place, following)
 
     # A padding sequence has no slot: its rows become zero and nothing else happens.
     read_slot = Int64(sequence)
@@ -102,57 +90,33 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
     if cutlass.const_expr(spec.use_gate):
         minus_decay = -cute.math.exp(params.A_log[place.head])
         bias = params.dt_bias[place.head]
-    gate = RawGate(minus_decay, bias)
+    gate = HeadGate(minus_decay, bias)
 
     # Zero rows, while the state is on its way: after the tokens, their bounds would have taken registers all along.
-    store_zeros(spec, params, block, begin, live_count, count, written)
+    tokens.store_idle(spec, params, block, rows._replace(count=count), live_count)
 
     if cutlass.const_expr(problem.has_parent):
         exchange = Exchange(exchange_at, Int32(0), waits_first=True)
-        run_tree(spec, params, block, begin, live_count, gate, seed, registers, exchange)
+        run_tree(spec, params, block, begin, live_count, gate, seed, tokens.Registers(rState, following, work), exchange)
     else:
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
         for token in cutlass.range(begin, begin + live_count, unroll=1):
-            alpha, beta = multiply(spec, following, gate, rState, work)
+            alpha, beta = tokens.multiply(spec, following, gate, rState, work)
             if token + 1 < begin + live_count:
                 # K first the exchange of sums needs the registers: addresses are made here, not kept from before the loop.
-                load_token(spec, params, token + 1, opaque_place(place) if tile.k_warps > 1 else place, following)
+                tokens.load_token(spec, params, token + 1, opaque_place(place) if tile.k_warps > 1 else place, following)
 
-            o_value = combine(spec, alpha, beta, params.scale, place.lane, work, Exchange(exchange_at, token % 2))
-            store_out(spec, params, token, place, o_value)
+            o_value = tokens.finish(spec, params, alpha, beta, place, work, Exchange(exchange_at, token % 2))
+            store_out(tile, params.out, token, place, o_value)
 
-            update(spec, alpha, work, rState)
+            update(tile, alpha, work, rState)
             if cutlass.const_expr(spec.writes_every_token):
-                write_slot = slot_to_write(spec, params, sequence, token - begin)
-                if write_slot > params.null_slot:
-                    store_state(tile, write_slot, place, tile.width, params.initial_state, rState, seed)
+                tokens.store_node(spec, params, tokens.slot_to_write(spec, params, sequence, token - begin), place, rState, seed)
 
     write_slot = read_slot
     if cutlass.const_expr(spec.writes_last_token and problem.has_final_indices):
         write_slot = Int64(params.final_state_indices[sequence])
-    store_last(spec, params, block, live_count, write_slot, rState, seed)
-
-
-@cute.jit
-def make_registers(spec: Spec):
-    tile = spec.tile
-    rState = cute.make_rmem_tensor(tile.values, Float32)
-    inputs = Inputs(
-        cute.make_rmem_tensor(tile.k_per_thread, spec.dtype),
-        cute.make_rmem_tensor(tile.k_per_thread, spec.dtype),
-        cute.make_rmem_tensor(tile.v_per_thread, spec.dtype),
-        cute.make_rmem_tensor(1, spec.gate_dtype),
-        cute.make_rmem_tensor(1, spec.beta_dtype),
-    )
-    work = Work(
-        cute.make_rmem_tensor(tile.k_per_thread, Float32),
-        cute.make_rmem_tensor(tile.v_per_thread, Float32),
-        cute.make_rmem_tensor(spec.num_sums, Float32),
-        cute.make_rmem_tensor(tile.v_per_thread, Float32),
-    )
-    for rX in (rState, *inputs):
-        rX.fill(0.0)
-    return Registers(rState, inputs, work)
+    tokens.store_last(spec, params, block, live_count, write_slot, rState, seed)
 
 
 @cute.jit

@@ -13,25 +13,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
-from kernels_cute.common.memory import load
+from kernels_cute.common.delta_rule import HeadGate, Work, add_products, make_work, store_out
 from kernels_cute.common.ptx import opaque, unpack
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange
-from kernels_cute.common.state_tile import Place, load_state, store_state
+from kernels_cute.common.state_tile import Place, load_state
+from kernels_cute.recurrent import tokens
 from kernels_cute.recurrent.spec import Spec
-from kernels_cute.recurrent.tokens import (
-    Inputs,
-    RawGate,
-    Work,
-    block_of,
-    combine,
-    gates,
-    shared_parts,
-    slot_to_write,
-    store_last,
-    store_out,
-    store_zeros,
-)
 
 _LANES = 32  # of a warp
 
@@ -49,14 +37,13 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
     """A sequence, head and columns of V."""
     tile, problem = spec.tile, spec.problem
     columns = cutlass.const_expr(tile.v_per_thread)
-    block = block_of(spec)
+    block = tokens.block_of(spec)
     sequence, thread, place = block
 
     # Everything that the slot depends on, at once, and what else needs nothing to be known.
     starts = starts_of(spec, params, place)
-    begin = Int32(params.cu_seqlens[sequence])
-    count = Int32(params.cu_seqlens[sequence + 1]) - begin
-    written = Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1])
+    rows = tokens.rows_of(params, sequence)
+    begin = rows.begin
     read_slot = Int64(sequence)
     if cutlass.const_expr(problem.pooled):
         read_slot = slot_to_read(spec, params, sequence, thread)
@@ -67,25 +54,18 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
     if cutlass.const_expr(tile.has_rounding):
         seed = mixed_seed(params.rounding_seed)
 
-    exchange_at = shared_parts(spec)
+    exchange_at = tokens.shared_parts(spec)
     rState = cute.make_rmem_tensor(tile.values, Float32)
-    inputs = make_inputs(spec)
+    inputs = tokens.make_inputs(spec, tile.k_per_thread // 2, Int32)
     rGates = cute.make_rmem_tensor(2, Float32)  # decay and beta of the current token
-    work = Work(
-        inputs.k,
-        cute.make_rmem_tensor(columns, Float32),
-        cute.make_rmem_tensor(spec.num_sums, Float32),
-        cute.make_rmem_tensor(columns, Float32),
-    )
-    rV = work.v
-    rState.fill(0.0)
-    clear(inputs)
-    rGates.fill(0.0)
+    work = make_work(tile, spec.num_sums, inputs.k)
+    for rX in (rState, *inputs, rGates):
+        rX.fill(0)
     minus_decay = Float32(0.0)
     bias = Float32(0.0)
 
     # A padding sequence has no slot: its rows become zero and nothing else happens.
-    live_count = cutlass.max(count, 0)
+    live_count = cutlass.max(rows.count, 0)
     if cutlass.const_expr(problem.pooled):
         if read_slot <= params.null_slot:
             live_count = Int32(0)
@@ -101,63 +81,40 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
             load_state(tile, read_slot, place, params.initial_state, rState)
         if cutlass.const_expr(spec.use_gate):
             minus_decay = -cute.math.exp(minus_decay)
-        rGates[0], rGates[1] = gates(spec, inputs, RawGate(minus_decay, bias))
+        rGates[0], rGates[1] = tokens.gates(spec, inputs, HeadGate(minus_decay, bias))
 
-    store_zeros(spec, params, block, begin, live_count, count, written)
+    tokens.store_idle(spec, params, block, rows, live_count)
 
     for token in cutlass.range(begin, begin + live_count, unroll=1):
         if cutlass.const_expr(spec.writes_every_token and not spec.stores_meanwhile):
-            write_slot = slot_to_write(spec, params, sequence, token - begin)
+            write_slot = tokens.slot_to_write(spec, params, sequence, token - begin)
         for r in cutlass.range_constexpr(columns):
-            rV[r] = inputs.v[r].to(Float32)
+            work.v[r] = inputs.v[r].to(Float32)
         dot_products(spec, inputs, rState, work)
         own = Place(place.head, opaque(place.lane), place.v_start)  # what follows from it is made here, not kept in predicates
-        o_value = combine(spec, rGates[0], rGates[1], params.scale, own.lane, work, Exchange(exchange_at, token % 2))
-        store_out(spec, params, token, own, o_value)
+        o_value = tokens.finish(spec, params, rGates[0], rGates[1], own, work, Exchange(exchange_at, token % 2))
+        store_out(tile, params.out, token, own, o_value)
         if cutlass.const_expr(spec.stores_meanwhile):
             # Not before the exchange of sums, which needs the registers, and from nothing that would have to be kept.
             at = opaque(sequence)
             node = opaque(token) - Int32(params.cu_seqlens[at])
-            write_slot = slot_to_write(spec, params, at, node)
+            write_slot = tokens.slot_to_write(spec, params, at, node)
         move_on(spec, rGates[0], work, rState)
         if token + 1 < begin + live_count:
             # Addresses are made here: from values known outside the loop they would take registers all along.
-            load_later(spec, params, opaque(token + 1), opaque_everywhere(place), inputs)
+            following, there = opaque(token + 1), Place(*[opaque(value) for value in place])
+            load_words(spec, params, following, there, starts_of(spec, params, there), inputs)
             if cutlass.const_expr(not spec.stores_meanwhile):
-                rGates[0], rGates[1] = gates(spec, inputs, RawGate(minus_decay, bias))
+                rGates[0], rGates[1] = tokens.gates(spec, inputs, HeadGate(minus_decay, bias))
         if cutlass.const_expr(spec.writes_every_token):
-            if write_slot > params.null_slot:
-                store_state(tile, write_slot, place, tile.width, params.initial_state, rState, seed)
+            tokens.store_node(spec, params, write_slot, place, rState, seed)
         if cutlass.const_expr(spec.stores_meanwhile):
             if cutlass.const_expr(spec.use_gate and columns > 4):  # whose sums leave no registers for these either
                 minus_decay = -cute.math.exp(params.A_log[opaque(place.head)])
                 bias = params.dt_bias[opaque(place.head)]
-            rGates[0], rGates[1] = gates(spec, inputs, RawGate(minus_decay, bias))
+            rGates[0], rGates[1] = tokens.gates(spec, inputs, HeadGate(minus_decay, bias))
 
-    store_last(spec, params, block, live_count, write_slot, rState, seed)
-
-
-def make_inputs(spec: Spec) -> Inputs:
-    """Registers of a token's inputs; q and k as words of two values."""
-    return Inputs(
-        cute.make_rmem_tensor(spec.tile.k_per_thread // 2, Int32),
-        cute.make_rmem_tensor(spec.tile.k_per_thread // 2, Int32),
-        cute.make_rmem_tensor(spec.tile.v_per_thread, spec.dtype),
-        cute.make_rmem_tensor(1, spec.gate_dtype),
-        cute.make_rmem_tensor(1, spec.beta_dtype),
-    )
-
-
-def clear(inputs: Inputs) -> None:
-    inputs.q.fill(0)
-    inputs.k.fill(0)
-    for rX in (inputs.v, inputs.g, inputs.beta):
-        rX.fill(0.0)
-
-
-def opaque_everywhere(place: Place) -> Place:
-    """The same place, of which the compiler knows nothing."""
-    return Place(*[opaque(value) for value in place])
+    tokens.store_last(spec, params, block, live_count, write_slot, rState, seed)
 
 
 @cute.jit
@@ -182,66 +139,33 @@ def row_of(gX: cute.Tensor, start: Any, token: Any) -> Any:
 
 
 @cute.jit
-def load_later(spec: Spec, params: RecurrentParams, token: Int32, place: Place, inputs: Inputs):
-    load_words(spec, params, token, place, starts_of(spec, params, place), inputs)
-
-
-@cute.jit
-def load_words(spec: Spec, params: RecurrentParams, token: Int32, place: Place, starts: Starts, inputs: Inputs):
+def load_words(spec: Spec, params: RecurrentParams, token: Int32, place: Place, starts: Starts, inputs: tokens.Inputs):
     """A token's gates, v, and q and k as words of two values."""
-    tile = spec.tile
-    rQ, rK, rV, rG, rBeta = inputs
+    tile, gmem = spec.tile, cute.AddressSpace.gmem
     width = cutlass.const_expr(tile.vector // 2)
-    k_source = cute.make_ptr(Int32, row_of(params.k, starts.k, token), cute.AddressSpace.gmem, assumed_align=4 * width)
-    q_source = cute.make_ptr(Int32, row_of(params.q, starts.q, token), cute.AddressSpace.gmem, assumed_align=4 * width)
+    k_source = cute.make_ptr(Int32, row_of(params.k, starts.k, token), gmem, assumed_align=4 * width)
+    q_source = cute.make_ptr(Int32, row_of(params.q, starts.q, token), gmem, assumed_align=4 * width)
     v_align = cutlass.const_expr(tile.v_per_thread * spec.dtype.width // 8)
-    v_source = cute.make_ptr(spec.dtype, row_of(params.v, starts.v, token), cute.AddressSpace.gmem, assumed_align=v_align)
-    for c in cutlass.range_constexpr(tile.chunks):
-        step = cutlass.const_expr(c * tile.threads_per_column * width)
-        if cutlass.const_expr(tile.masks_k):
-            if 2 * step + place.lane * tile.vector < tile.head_k_dim:
-                load(k_source + step, width, rK, c * width, False)
-                load(q_source + step, width, rQ, c * width, False)
-        else:
-            load(k_source + step, width, rK, c * width, False)
-            load(q_source + step, width, rQ, c * width, False)
-    if cutlass.const_expr(tile.masks_v):
-        if place.v_start < tile.head_v_dim:
-            load(v_source, tile.v_per_thread, rV, 0, False)
-    else:
-        load(v_source, tile.v_per_thread, rV, 0, False)
-    if cutlass.const_expr(spec.has_gate):
-        rG[0] = params.g[token, place.head]
-    if cutlass.const_expr(spec.has_beta):
-        rBeta[0] = params.beta[token, place.head]
+    v_source = cute.make_ptr(spec.dtype, row_of(params.v, starts.v, token), gmem, assumed_align=v_align)
+    tokens.load_q_k(tile, place, ((k_source, inputs.k), (q_source, inputs.q)), width)
+    tokens.load_v_and_gates(spec, params, token, place, v_source, inputs)
 
 
 @cute.jit
-def dot_products(spec: Spec, inputs: Inputs, rState: cute.Tensor, work: Work):
-    """`tokens.products` on words."""
-    tile = spec.tile
-    columns = cutlass.const_expr(tile.v_per_thread)
-    rSums = work.sums
-    rSums.fill(0.0)
-    for word in cutlass.range_constexpr(tile.k_per_thread // 2):
+def dot_products(spec: Spec, inputs: tokens.Inputs, rState: cute.Tensor, work: Work):
+    """The thread's parts of a token's dot products in work.sums, from words."""
+    work.sums.fill(0.0)
+    for word in cutlass.range_constexpr(spec.tile.k_per_thread // 2):
         q_values = unpack(spec.dtype, inputs.q[word])
         k_values = unpack(spec.dtype, inputs.k[word])
         for half in cutlass.range_constexpr(2):
-            q_value = q_values[half]
-            k_value = k_values[half]
-            rSums[2 * columns] += q_value * k_value
-            if cutlass.const_expr(spec.problem.use_qk_l2norm):
-                rSums[2 * columns + 1] += k_value * k_value
-                rSums[2 * columns + 2] += q_value * q_value
-            for r in cutlass.range_constexpr(columns):
-                s_value = rState[tile.at(r, 2 * word + half)]
-                rSums[2 * r] += s_value * k_value
-                rSums[2 * r + 1] += s_value * q_value
+            at, norms = cutlass.const_expr(2 * word + half), spec.problem.use_qk_l2norm
+            add_products(spec.tile, rState, at, k_values[half], q_values[half], norms, work.sums)
 
 
 @cute.jit
 def move_on(spec: Spec, alpha: Float32, work: Work, rState: cute.Tensor):
-    """`tokens.update` on words: k is unpacked once more, so that it takes half the registers in between."""
+    """`delta_rule.update` on words: k is unpacked once more, so that it takes half the registers in between."""
     for word in cutlass.range_constexpr(spec.tile.k_per_thread // 2):
         k_values = unpack_again(spec.dtype, work.k[word])
         for half in cutlass.range_constexpr(2):
