@@ -154,6 +154,12 @@ def copy_to_global(target: Any, source: Any, num_bytes: Any) -> None:
     _run("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", target, source, num_bytes)
 
 
+def send(target: Any, value: Any, barrier: Any, positive: Any) -> None:
+    """Where `positive` is: a float32 to shared memory of the cluster, whose block's barrier counts the four bytes."""
+    store = "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];"
+    _run(f"{{.reg .pred p;\nsetp.gt.s32 p, {{$r3}}, 0;\n{store}}}", target, value, barrier, positive)
+
+
 def count_up(address: Any) -> Any:
     """Adds 1 to a word of global memory; what it was."""
     return _run("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", address, gives=[Int32])

@@ -8,17 +8,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import load, pointer, sigmoid, store
-from kernels_cute.gdn_decode.ptx import as_float, store_global_pair
+from kernels_cute.common.memory import load, pointer, sigmoid
+from kernels_cute.common.windows import load_channels, store_channels, window_offset
 from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Spec, column_in_head
 
 
 @cute.jit
-def convolve(spec: Spec, p: cutlass.Constexpr, registers: Registers):
+def convolve(spec: Spec, p: Constexpr, registers: Registers):
     """registers.out [CHANNELS] = the convolution's output for item p of the thread."""
     rOut, rBias, rLine, taps = registers.out, registers.bias, registers.line, spec.problem.width
     for c in cutlass.range_constexpr(CHANNELS):
@@ -37,7 +37,7 @@ def convolve(spec: Spec, p: cutlass.Constexpr, registers: Registers):
 def weight_of(spec: Spec, rWeight: Any, p: int, place: int) -> Any:
     """Filter value `place` (channel * taps + tap) of item p."""
     if spec.weight_dtype is Float32:
-        return as_float(rWeight[p * spec.weight_words + place])
+        return ptx.as_float(rWeight[p * spec.weight_words + place])
     return ptx.unpack(spec.weight_dtype, rWeight[p * spec.weight_words + place // 2])[place % 2]
 
 
@@ -117,15 +117,10 @@ def is_mine(spec: Spec, item: Any, rank: Any) -> Any:
     return (item < spec.items) & ((item >= spec.shared_items) | (owner == rank))
 
 
-def window_offset(gWindows: Any, slot: Any, column: Any, channel: Any) -> Any:
-    return slot * gWindows.stride[0] + Int64(column) * gWindows.stride[2] + Int64(channel) * gWindows.stride[1]
-
-
 @cute.jit
 def load_windows(spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64, column: Int32, rLine: cute.Tensor):
     """The window of a slot from `column` on."""
     gWindows = params.conv_state
-    size = cutlass.const_expr(gWindows.element_type.width // 8)
     for p in cutlass.range_constexpr(spec.passes):
         channel = channel_of(spec, loaded_item(spec, p, block.thread), block)
         for c in cutlass.range_constexpr(spec.history):
@@ -135,18 +130,14 @@ def load_windows(spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64,
                 load_words(gWindows, offset, (4 * WORDS, 4 * WORDS), rLine, at, True)
             else:
                 rRow = cute.make_rmem_tensor(CHANNELS, Float32)
-                if cutlass.const_expr(spec.problem.conv_channels_contiguous):
-                    load(pointer(gWindows, offset, CHANNELS * size), CHANNELS, rRow, 0, True)
-                else:
-                    for e in cutlass.range_constexpr(CHANNELS):
-                        load(pointer(gWindows, offset + e * gWindows.stride[1], size), 1, rRow, e, False)
+                load_channels(gWindows, offset, spec.problem.conv_channels_contiguous, CHANNELS, rRow, 0)
                 for word in cutlass.range_constexpr(WORDS):
                     rLine[at + word] = ptx.pack(spec.dtype, rRow[2 * word], rRow[2 * word + 1])
 
 
 @cute.jit
 def store_column(
-    spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64, column: Int32, item_and_row: cutlass.Constexpr,
+    spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64, column: Int32, item_and_row: Constexpr,
     rLine: cute.Tensor,
 ):  # fmt: skip
     """(p, row): row `row` of item p's line -> a column of its window."""
@@ -158,28 +149,17 @@ def store_column(
         offset = window_offset(gWindows, slot, column, channel_of(spec, item, block))
         at = cutlass.const_expr((p * spec.problem.width + row) * WORDS)
         if cutlass.const_expr(spec.copies_windows):
-            store_global_pair(gWindows.iterator.toint() + offset * size, rLine[at], rLine[at + 1])
+            ptx.store_global_pair(gWindows.iterator.toint() + offset * size, rLine[at], rLine[at + 1])
         else:
             rRow = cute.make_rmem_tensor(CHANNELS, Float32)
             for word in cutlass.range_constexpr(WORDS):
                 values = ptx.unpack(spec.dtype, rLine[at + word])
                 rRow[2 * word], rRow[2 * word + 1] = values[0], values[1]
-            if cutlass.const_expr(spec.problem.conv_channels_contiguous):
-                store(rRow, 0, CHANNELS, pointer(gWindows, offset, CHANNELS * size))
-            else:
-                for e in cutlass.range_constexpr(CHANNELS):
-                    store(rRow, e, 1, pointer(gWindows, offset + e * gWindows.stride[1], size))
+            store_channels(rRow, 0, CHANNELS, gWindows, offset, spec.problem.conv_channels_contiguous)
 
 
 @cute.jit
-def load_words(
-    gX: cute.Tensor,
-    offset: Int64,
-    size_and_align: cutlass.Constexpr,
-    rX: cute.Tensor,
-    start: cutlass.Constexpr,
-    once: cutlass.Constexpr,
-):
+def load_words(gX: cute.Tensor, offset: Int64, size_and_align: Constexpr, rX: cute.Tensor, start: Constexpr, once: Constexpr):
     """rX[start :] = the `size` bytes at gX + offset elements, a multiple of `align` bytes, as words; once: past L1."""
     size, align = size_and_align
     address = gX.iterator.toint() + offset * (gX.element_type.width // 8)

@@ -7,13 +7,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
+from kernels_cute.common.delta_rule import HeadGate, store_out
 from kernels_cute.common.indices import narrowed
+from kernels_cute.common.ptx import use
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
-from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, HeadGate, Registers, Sequence, Shared, Spec
-from kernels_cute.gdn_decode.token import run_token, slot_of, store_out
+from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Sequence, Shared, Spec
+from kernels_cute.gdn_decode.token import run_token, slot_of
 
 
 class GdnDecode:
@@ -94,13 +96,13 @@ class GdnDecode:
             run_sequence(spec, params, block, live, HeadGate(minus_decay, dt_bias), rGates)
         else:
             for token in cutlass.range(begin, begin + count, unroll=1):
-                store_out(spec, params, token, place, Float32(0.0))
+                store_out(spec.tile, params.out, token, place, Float32(0.0))
         if cutlass.const_expr(spec.has_several_tokens):
             # Rows beyond the last sequence are dealt to all blocks of the head.
             num_sequences = params.cu_seqlens.shape[0] - 1
             first = Int32(params.cu_seqlens[num_sequences]) + sequence
             for token in cutlass.range(first, params.out.shape[0], num_sequences, unroll=1):
-                store_out(spec, params, token, place, Float32(0.0))
+                store_out(spec.tile, params.out, token, place, Float32(0.0))
 
 
 def block_of(spec: Spec) -> Block:
@@ -117,13 +119,9 @@ def block_of(spec: Spec) -> Block:
 
 
 @cute.jit
-def run_sequence(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: cute.Tensor
-):  # fmt: skip
+def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: cute.Tensor):
     """A sequence that is no padding: all blocks of a cluster come here, or none."""
-    thread, place = block.thread, block.place
-    registers = make_registers(spec, rGates)
-    rState = registers.state
+    place, registers = block.place, make_registers(spec, rGates)
     # The few bytes of the convolution before the many of the state: it is done while those are under way.
     load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
     load_row(spec, params, sequence.begin, block, registers)
@@ -133,26 +131,24 @@ def run_sequence(
     norm_weight = Float32(0.0)
     if place.lane < spec.tile.v_per_thread:
         norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
-    load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, rState)
+    load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
     shared = shared_memory(spec)
     barriers = shared.barriers
     if cutlass.const_expr(spec.splits > 1):
-        if thread == 0:
+        if block.thread == 0:
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(barriers + i, 1)
             cute.arch.mbarrier_init_fence()
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, 4 * spec.parts)
 
-    head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.dt_bias)
-    filled = with_norm_weight(registers, norm_weight)
+    head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.bias)
+    filled = registers._replace(norm_weight=norm_weight)
     if cutlass.const_expr(spec.has_several_tokens):
         for step in cutlass.range(sequence.count, unroll=1):
             run_token(spec, params, block, sequence, step, head_gate, filled, shared)
-        # With nothing live after the loop, its branch back is compiled in a form from which ptxas peels an iteration:
-        # twice the code, and spills.
-        cute.arch.inline_ptx("// {$r0} is used", read_only_args=[rState[0]])
+        use(registers.state[0])
     else:
         run_token(spec, params, block, sequence, Int32(0), head_gate, filled, shared)
 
@@ -168,10 +164,6 @@ def make_registers(spec: Spec, rGates: Any) -> Registers:
     rBias.fill(0.0)
     rZ.fill(0.0)
     return Registers(rState, rWeight, rBias, rLine, rGates, rZ, Float32(0.0), rOut)
-
-
-def with_norm_weight(registers: Registers, norm_weight: Any) -> Registers:
-    return registers._replace(norm_weight=norm_weight)
 
 
 def shared_memory(spec: Spec) -> Shared:

@@ -37,13 +37,6 @@ class Sequence(NamedTuple):
     seed: Any  # Int32, mixed: of stochastic rounding
 
 
-class HeadGate(NamedTuple):
-    """A head's part of the decay, in the thread that makes the gates."""
-
-    minus_decay: Any  # Float32: -exp(A_log)
-    dt_bias: Any  # Float32
-
-
 class Registers(NamedTuple):
     """A thread's registers over all tokens of a sequence."""
 
