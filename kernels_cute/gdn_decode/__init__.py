@@ -16,24 +16,20 @@ v_per_thread columns of V. Every block of it computes q and k again (4 KiB of it
 passes between blocks, and the window of q and k is written when all of them have read it.
 """
 
-from typing import Any
-
-from kernels_cute.common import build
-
-# isort: split
-import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Float32, Int64
 
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeParams, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
 from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
-from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, fake
+from kernels_cute.common import build
+from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, unserved
 from kernels_cute.gdn_decode.kernel import GdnDecode
 from kernels_cute.gdn_decode.spec import CHANNELS, Spec
 
-ENTRY = "gdn_decode"
+launch, workspace_bytes = build.launch, build.no_workspace
+
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _MOST_BLOCKS = 8  # blocks of a cluster, on every device
 _MIN_THREADS_PER_SM = (768, 512, 384, 256)
@@ -52,18 +48,15 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
         return f"requires head dims that are multiples of 32 up to 256, got K={k}, V={v}"
     if not 2 <= problem.width <= 4:
         return f"requires a convolution of width 2 to 4, got {problem.width}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"requires mixed_qkv of bfloat16 or float16, got {problem.dtype}"
-    if problem.state_dtype not in ("float32", "bfloat16"):
-        return f"requires a state of float32 or bfloat16, got {problem.state_dtype}"
     others = {
         "z": problem.z_dtype, "a": problem.a_dtype, "b": problem.b_dtype, "conv_weight": problem.weight_dtype,
         "conv_bias": problem.bias_dtype, "A_log": problem.A_log_dtype, "dt_bias": problem.dt_bias_dtype,
         "norm_weight": problem.norm_dtype, "conv_state": problem.conv_dtype,
     }  # fmt: skip
-    for name, dtype in others.items():
-        if dtype is not None and dtype not in FLOAT_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
+    allowed = {HALF_DTYPES: {"mixed_qkv": problem.dtype}, ("float32", "bfloat16"): {"a state": problem.state_dtype}}
+    for dtypes, tensors in (allowed | {FLOAT_DTYPES: others}).items():
+        if (reason := unserved(dtypes, tensors)) is not None:
+            return reason
     if not _space(problem, H100):
         heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
         return f"requires value heads of a key head that {_MOST_BLOCKS} blocks can share, got {heads}, K={k}, V={v}"
@@ -177,50 +170,31 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.v_per_thread - 4)))
 
 
-def workspace_bytes(problem: GdnDecodeProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
-    return {ENTRY: build.library(ENTRY, GdnDecode(Spec(problem, config)), *_fakes(problem))}
-
-
-def launch(compiled: Any, params: GdnDecodeParams) -> None:
-    compiled.functions[ENTRY](*params)
-
-
-def _fakes(problem: GdnDecodeProblem) -> GdnDecodeParams:
-    """Tensors and scalars to compile for; None for tensors that the problem leaves out."""
-    HV, K, V = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
-    num_tokens, dim = cute.sym_int(), problem.dim
-    conv_strides = (cute.sym_int64(), 1 if problem.conv_channels_contiguous else cute.sym_int64(), cute.sym_int64())
-    conv_shape = (cute.sym_int64(), dim, cute.sym_int64())
-    inner = (V, K) if problem.state_v_first else (K, V)
-    pool_strides = (cute.sym_int64(), cute.sym_int64(), inner[1], 1)
-
-    def optional(dtype: str | None, *shape: Any, last: Any = None) -> Any:
-        return None if dtype is None else fake(dtype, *shape, last=last)
-
-    indices = (cute.sym_int(), cute.sym_int()) if problem.has_columns else (cute.sym_int(),)
-    return GdnDecodeParams(
-        mixed_qkv=fake(problem.dtype, num_tokens, dim + (HV * V if problem.interleaved else 0), last=1),
-        z=optional(problem.z_dtype, num_tokens, HV, V, last=1),
-        b=fake(problem.b_dtype, num_tokens, 2 * HV if problem.interleaved else HV),
-        a=optional(problem.a_dtype, num_tokens, HV),
-        conv_state=make_fake_tensor(CUTE_DTYPES[problem.conv_dtype], conv_shape, stride=conv_strides),
-        conv_weight=make_fake_tensor(CUTE_DTYPES[problem.weight_dtype], (dim, problem.width), stride=(problem.width, 1)),
-        conv_bias=optional(problem.bias_dtype, dim, last=1),
-        A_log=fake(problem.A_log_dtype, HV),
-        dt_bias=fake(problem.dt_bias_dtype, HV),
-        norm_weight=fake(problem.norm_dtype, V),
-        ssm_state=make_fake_tensor(CUTE_DTYPES[problem.state_dtype], (cute.sym_int64(), HV, *inner), stride=pool_strides),
-        state_indices=fake(problem.index_dtype, *indices),
-        num_accepted_tokens=optional("int32" if problem.has_accepted else None, cute.sym_int()),
-        cu_seqlens=optional(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
-        rounding_seed=optional("int64" if problem.has_rounding else None, 1, last=1),
-        out=fake(problem.dtype, num_tokens, HV, V, last=1),
-        scale=cutlass.Float32(1.0),
-        eps=cutlass.Float32(1e-6),
-        null_slot=cutlass.Int64(-1),
+    p, HV, K, V = problem, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
+    num_tokens, dim = cute.sym_int(), p.dim
+    inner = (V, K) if p.state_v_first else (K, V)
+    channel_stride = 1 if p.conv_channels_contiguous else None
+    fakes = GdnDecodeParams(
+        mixed_qkv=fake(p.dtype, num_tokens, dim + (HV * V if p.interleaved else 0), last=1),
+        z=fake(p.z_dtype, num_tokens, HV, V, last=1),
+        b=fake(p.b_dtype, num_tokens, 2 * HV if p.interleaved else HV),
+        a=fake(p.a_dtype, num_tokens, HV),
+        conv_state=fake(p.conv_dtype, cute.sym_int64(), dim, cute.sym_int64(), last=(channel_stride, None)),
+        conv_weight=fake(p.weight_dtype, dim, p.width, last=(p.width, 1)),
+        conv_bias=fake(p.bias_dtype, dim, last=1),
+        A_log=fake(p.A_log_dtype, HV),
+        dt_bias=fake(p.dt_bias_dtype, HV),
+        norm_weight=fake(p.norm_dtype, V),
+        ssm_state=fake(p.state_dtype, cute.sym_int64(), HV, *inner, last=(inner[1], 1)),
+        state_indices=fake(p.index_dtype, *[None] * (2 if p.has_columns else 1)),
+        num_accepted_tokens=fake("int32" if p.has_accepted else None, None),
+        cu_seqlens=fake(p.cu_seqlens_dtype, None, last=1),
+        rounding_seed=fake("int64" if p.has_rounding else None, 1, last=1),
+        out=fake(p.dtype, num_tokens, HV, V, last=1),
+        scale=Float32(1.0),
+        eps=Float32(1e-6),
+        null_slot=Int64(-1),
     )
+    return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)
