@@ -75,17 +75,21 @@ def own_column(tile: StateTile, lane: Any, rX: Any) -> Any:
 
 
 @cute.jit
-def combine(tile: StateTile, factors: Any, has_norms: Constexpr, lane: Int32, work: Work):
+def row_factors(tile: StateTile, rSums: cute.Tensor, scale: Float32, has_norms: Constexpr):
+    """Factors of k and q."""
+    if cutlass.const_expr(not has_norms):
+        return Float32(1.0), scale
+    k_factor = cute.math.rsqrt(rSums[2 * tile.v_per_thread + 1] + L2NORM_EPS)
+    return k_factor, scale * cute.math.rsqrt(rSums[2 * tile.v_per_thread + 2] + L2NORM_EPS)
+
+
+@cute.jit
+def combine(tile: StateTile, factors: Any, lane: Int32, work: Work):
     """work.u = what the columns take up of k; returns the output of column `lane`, and the thread's sum of squares of outputs:
-    of all its columns, or of `lane` alone where several warps share a column. factors: decay, beta, scale."""
-    alpha, beta, scale = factors
+    of all its columns, or of `lane` alone where several warps share a column. factors: decay, beta, those of k and q."""
+    alpha, beta, k_factor, q_factor = factors
     rSums, rU, rV = work.sums, work.u, work.v
     columns = cutlass.const_expr(tile.v_per_thread)
-    q_factor = scale
-    k_factor = Float32(1.0)
-    if cutlass.const_expr(has_norms):
-        k_factor = cute.math.rsqrt(rSums[2 * columns + 1] + L2NORM_EPS)
-        q_factor = scale * cute.math.rsqrt(rSums[2 * columns + 2] + L2NORM_EPS)
     o_value = Float32(0.0)
     squares = Float32(0.0)
     for r in cutlass.range_constexpr(columns):

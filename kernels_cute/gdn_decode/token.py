@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
-from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, make_work, store_out, update
+from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, make_work, row_factors, store_out, update
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
@@ -94,10 +94,12 @@ def finish(spec: Spec, block: Block, factors: Any, work: Work, tokens: Int32):
 
     factors: decay, beta, scale."""
     tile, place = spec.tile, block.place
+    alpha, beta, scale = factors
+    of_rows = row_factors(tile, work.sums, scale, True)
     for r in cutlass.range_constexpr(tile.v_per_thread):
         at = tokens + (2 * tile.head_k_dim + r) * 4
         work.v[r] = ptx.load_one(at + (place.v_start - column_in_head(spec, block.rank)) * 4)
-    o_value, squares = combine(tile, factors, True, place.lane, work)
+    o_value, squares = combine(tile, (alpha, beta, *of_rows), place.lane, work)
     if cutlass.const_expr(tile.k_warps > 1):
         squares = cute.arch.warp_reduction_sum(squares)
     for bit in cutlass.range_constexpr(tile.groups_per_warp.bit_length() - 1 if tile.k_warps == 1 else 0):

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
-from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, store_out
+from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, row_factors, store_out
 from kernels_cute.common.memory import load, pointer
 from kernels_cute.common.ptx import use
 from kernels_cute.common.state_sums import Exchange, add_up, storage_type
@@ -148,7 +148,8 @@ def gates(spec: Spec, inputs: Inputs, gate: HeadGate):
 def finish(spec: Spec, params: RecurrentParams, alpha: Float32, beta: Float32, place: Place, work: Work, exchange: Exchange):
     """From the thread's parts of the sums: work.u = what the columns take up of k; returns the output of column `lane`."""
     add_up(spec.tile, work.sums, spec.num_sums, exchange)
-    o_value, _ = combine(spec.tile, (alpha, beta, params.scale), spec.problem.use_qk_l2norm, place.lane, work)
+    factors = (alpha, beta, *row_factors(spec.tile, work.sums, params.scale, spec.problem.use_qk_l2norm))
+    o_value, _ = combine(spec.tile, factors, place.lane, work)
     return o_value
 
 
