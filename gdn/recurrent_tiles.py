@@ -6,6 +6,7 @@ the state in registers. What a thread needs and what is worth trying is the same
 Leaf module: imports the other leaves only.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gdn.device import DeviceSpec
@@ -129,40 +130,35 @@ def k_per_thread(problem: RecurrentProblem, threads_per_column: int) -> int:
 
 def _registers(problem: RecurrentProblem, config: Config) -> int:
     """Estimate of the registers that a thread cannot do without."""
-    entries = k_per_thread(problem, config.threads_per_column)
-    if not config.prefetch_next_token:
-        return _registers_without_prefetch(problem, config, entries)
-    per_entry = 2 * entries  # k; the next token's q and k, two in a register
-    per_column = 9 * config.v_per_thread // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
+    entries, columns = k_per_thread(problem, config.threads_per_column), config.v_per_thread
     masked = config.threads_per_column * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
-    write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses next to softplus
-    state = config.v_per_thread * entries * (1 + problem.has_parent)  # a tree returns to its start
-    noise = 6 * (problem.has_rounding and problem.write_every_token)
-    parts = 3 * max(0, k_warps(problem.state_v_first, problem.head_v_dim, config) - 4)  # sums, read by all threads
-    return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + noise + _OTHER_REGISTERS
-
-
-def _registers_without_prefetch(problem: RecurrentProblem, config: Config, entries: int) -> int:
-    masked = config.threads_per_column * entries != problem.head_k_dim or problem.head_v_dim % config.block_v != 0
-    per_column = 3 * config.v_per_thread + 3  # sums of S k and S q, v; k q and two norms
+    noise = problem.has_rounding and problem.write_every_token
+    warps = k_warps(problem.state_v_first, problem.head_v_dim, config)
+    if config.prefetch_next_token:
+        per_entry = 2 * entries  # k; the next token's q and k, two in a register
+        per_column = 9 * columns // 2 + 3  # sums of S k and S q, u, v, the next token's v; k q and two norms
+        write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses next to softplus
+        state = columns * entries * (1 + problem.has_parent)  # a tree returns to its start
+        parts = 3 * max(0, warps - 4)  # sums, read by all threads
+        return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + 6 * noise + _OTHER_REGISTERS
+    per_column = 3 * columns + 3  # sums of S k and S q, v; k q and two norms
     if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums
-        several = 32 * k_warps(False, problem.head_v_dim, config) < config.threads and entries > 8  # exchanges in a block
-        per_column = 2 * config.v_per_thread + 7 + 4 * several
+        per_column = 2 * columns + 7 + 4 * (32 * warps < config.threads and entries > 8)  # several exchanges in a block
     # Some variants spilled a value or two: gates that come as they are, few threads a column, float16 (k stays as float32 for the
     # update too, see `unpack_again`), noise for every token.
-    noise = problem.has_rounding and problem.write_every_token
     found = (not problem.use_gate, config.threads_per_column < 8, problem.dtype != "bfloat16", noise)
-    more = 6 * sum(found) + 4 * masked
     # q and k are two values in a register
-    return (config.v_per_thread + 1) * entries + per_column + more + _OTHER_WITHOUT_PREFETCH
+    return (columns + 1) * entries + per_column + 6 * sum(found) + 4 * masked + _OTHER_WITHOUT_PREFETCH
 
 
 def _most_resident(
-    problem: RecurrentProblem, threads: int, lanes: int, columns: int, device: DeviceSpec, prefetches: bool = True
-) -> Config | None:
-    """The configuration with the tightest cap on registers that the estimate allows."""
-    configs = (Config(threads, lanes, columns, least, prefetches) for least in _MIN_THREADS_PER_SM)
-    return next((config for config in configs if fits(problem, config, device)), None)
+    problem: RecurrentProblem, shapes: Iterable[tuple[int, int, int]], device: DeviceSpec, prefetches: bool = True
+) -> list[Config]:
+    """For each (threads, threads a column, columns a thread) the configuration with the tightest cap on registers that the
+    estimate allows, if any."""
+    space = [[Config(*shape, least, prefetches) for least in _MIN_THREADS_PER_SM] for shape in shapes]
+    found = [next((config for config in some if fits(problem, config, device)), None) for some in space]
+    return [config for config in found if config is not None]
 
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
@@ -212,15 +208,13 @@ def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
         return found if whole is None else [*found, whole]
     least = 16 if _few_columns(problem, 64, device) else 32  # state values a thread
     shapes = [(t, n, r) for t, n, r in _shapes(problem, device) if k_per_thread(problem, n) * r >= least]
-    made = [_most_resident(problem, *shape, device, prefetches=False) for shape in shapes]
-    others = [config for config in made if config is not None]
+    others = _most_resident(problem, shapes, device, prefetches=False)
     return found + (others if problem.state_v_first else _that_read_lines(problem, device, others))
 
 
 def configs_prefetching(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """The configurations with a prefetch among those worth measuring."""
-    found = [_most_resident(problem, *shape, device) for shape in _shapes(problem, device)]
-    space = [config for config in found if config is not None]
+    space = _most_resident(problem, _shapes(problem, device), device)
     if not problem.state_v_first:
         return _that_read_lines(problem, device, space)
     # The compiler overlaps more of a large state where it has more registers than it needs.
@@ -307,8 +301,7 @@ def _choice(problem: RecurrentProblem, device: DeviceSpec, prefetches: bool) -> 
     columns = next(r for r in (8, 4, 2, 1) if r == 1 or fits(problem, Config(32, lanes, r, least, prefetches), device))
     narrow = [r for r in (4, 2, 1) if r < columns]
     shapes = [(128, columns), (64, columns), *((64, r) for r in narrow), *((32, r) for r in (columns, *narrow))]
-    found = [_most_resident(problem, threads, lanes, r, device, prefetches) for threads, r in shapes]
-    feasible = [config for config in found if config is not None]
+    feasible = _most_resident(problem, [(threads, lanes, r) for threads, r in shapes], device, prefetches)
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device)]
     return enough[0] if enough else min(feasible, key=lambda config: config.block_v)
 
@@ -321,14 +314,13 @@ def _choice_k_first(problem: RecurrentProblem, device: DeviceSpec, prefetches: b
         (n, r) for n, r in shapes if (n, r) == shapes[-1] or fits(problem, Config(32, n, r, least, prefetches), device)
     )
     k, v = problem.head_k_dim, problem.head_v_dim
-    found = [_most_resident(problem, threads, lanes, columns, device, prefetches) for threads in (256, 128, 64, 32)]
-    fitting = [c for c in found if c is not None and _adds_few(k, v, c) and (c.threads == 32 or c.block_v <= _COLUMNS_OF_WARP)]
+    found = _most_resident(problem, [(threads, lanes, columns) for threads in (256, 128, 64, 32)], device, prefetches)
+    fitting = [c for c in found if _adds_few(k, v, c) and (c.threads == 32 or c.block_v <= _COLUMNS_OF_WARP)]
     feasible = [config for config in fitting if config.min_threads_per_sm >= least] or fitting
     enough = [config for config in feasible if not _few_columns(problem, config.block_v, device, _NEARLY_TWO)]
     chosen = enough[0] if enough else min(feasible, key=lambda config: config.block_v)
     if not (prefetches and is_single(problem)) and chosen.block_v < min(_COLUMNS_OF_WARP, v):
         # So few columns wait for latency, not for memory: each thread has half of the state and of the arithmetic.
-        finer = _most_resident(problem, 64, 2 * lanes, columns, device, prefetches)
-        if finer is not None and _adds_few(k, v, finer):
-            return finer
+        finer = [c for c in _most_resident(problem, [(64, 2 * lanes, columns)], device, prefetches) if _adds_few(k, v, c)]
+        return finer[0] if finer else chosen
     return chosen

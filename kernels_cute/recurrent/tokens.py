@@ -61,9 +61,9 @@ def block_of(spec: Spec) -> Block:
 
 
 def rows_of(params: RecurrentParams, sequence: Any) -> Rows:
-    gBounds = params.cu_seqlens
-    begin = Int32(gBounds[sequence])
-    return Rows(begin, Int32(gBounds[sequence + 1]) - begin, Int32(gBounds[gBounds.shape[0] - 1]))
+    begin = Int32(params.cu_seqlens[sequence])
+    end = Int32(params.cu_seqlens[sequence + 1])
+    return Rows(begin, end - begin, Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1]))
 
 
 def shared_parts(spec: Spec) -> Any:
