@@ -60,16 +60,16 @@ class BarrierTable:
         return self._sum(barrier.from_peer if is_from_peer and barrier.from_peer else barrier.arrivals)
 
     def __str__(self) -> str:
+        def text(arrivals: Sequence[Arrivals]) -> str:
+            counted = [(one, f"{one.count(self.warps[one.role])} {one.role}") for one in arrivals]
+            return "; ".join(f"{count}: {one.what}" if one.what else count for one, count in counted)
+
         lines = [f"{'barrier':<20}{'arrivals':<52}waits"]
         for barrier in self.barriers.values():
-            waits = ", ".join(barrier.waits)
-            for prefix, arrivals in (("", barrier.arrivals), ("or ", barrier.from_peer)):
-                if arrivals:
-                    texts = [
-                        f"{one.count(self.warps[one.role])} {one.role}{': ' + one.what if one.what else ''}" for one in arrivals
-                    ]
-                    name = f"{barrier.name}[{barrier.stages}]" if not prefix else ""
-                    lines.append(f"{name:<20}{prefix + '; '.join(texts):<52}{waits if not prefix else ''}".rstrip())
+            name = f"{barrier.name}[{barrier.stages}]"
+            lines.append(f"{name:<20}{text(barrier.arrivals):<52}{', '.join(barrier.waits)}".rstrip())
+            if barrier.from_peer:
+                lines.append(f"{'':<20}{'or ' + text(barrier.from_peer):<52}".rstrip())
         return "\n".join(lines)
 
 

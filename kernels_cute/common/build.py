@@ -6,6 +6,8 @@ libcute_dsl_runtime and no import of the DSL.
 
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,16 @@ def launch(compiled: Any, params: Any) -> None:
     """Launches a kernel of `one_entry`."""
     (function,) = compiled.functions.values()
     function(*params)
+
+
+def every_feasible(config_type: Any, fits: Callable[..., bool], *axes: Sequence[int]) -> Callable[[Any, Any], list[Any]]:
+    """The `configs` of a kernel: every combination of the fields' values that fits."""
+
+    def configs(problem: Any, device: Any) -> list[Any]:
+        space = [config_type(*values) for values in product(*axes)]
+        return [config for config in space if fits(problem, config, device)]
+
+    return configs
 
 
 def no_workspace(problem: Any, config: Any) -> int:

@@ -3,17 +3,15 @@
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
 input first: see `gdn.problems.Conv1dParams`.
 
-A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in
-registers, so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start
-of their sequence: only a sequence's first tile needs the old window, and only this tile, thread for thread, writes the new
-one (reading the last rows of x itself), so no block reads a slot that another one writes.
-
-Tile j of sequence n has the number begin(n) / rows + n + j, which is unique and at most L / rows + N; a block finds its
-sequence by a search of 32 probes per step. Blocks whose number falls between sequences are idle.
+A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in registers,
+so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start of their
+sequence: only a sequence's first tile needs the old window, and only this tile, thread for thread, writes the new one (reading
+the last rows of x itself), so no block reads a slot that another one writes. Tile j of sequence n has the number
+begin(n) / rows + n + j, which is unique and at most L / rows + N; a block finds its sequence by a search of 32 probes per step.
+Blocks whose number falls between sequences are idle.
 """
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import cutlass
@@ -53,10 +51,7 @@ def fits(problem: Conv1dProblem, config: Config, device: DeviceSpec) -> bool:
     return threads_fit(problem, config.threads)
 
 
-def configs(problem: Conv1dProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(*values) for values in product(THREADS, _ROWS, _BATCHES, _MIN_THREADS_PER_SM)]
-    return [config for config in space if fits(problem, config, device)]
+configs = build.every_feasible(Config, fits, THREADS, _ROWS, _BATCHES, _MIN_THREADS_PER_SM)
 
 
 def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:

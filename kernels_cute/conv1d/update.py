@@ -3,10 +3,9 @@
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
 first: see `gdn.problems.Conv1dUpdateParams`.
 
-A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any
-column of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft
-tree the inputs before a node are fetched by walking its ancestors, which are few and in cache, so no window but the first
-is kept in registers.
+A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any column
+of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft tree the
+inputs before a node are fetched by walking its ancestors, few and in cache, so no window but the first is kept in registers.
 """
 
 from dataclasses import dataclass
@@ -47,10 +46,7 @@ def fits(problem: Conv1dUpdateProblem, config: Config, device: DeviceSpec) -> bo
     return threads_fit(problem, config.threads)
 
 
-def configs(problem: Conv1dUpdateProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, batch) for threads in THREADS for batch in (1, 2, 4)]
-    return [config for config in space if fits(problem, config, device)]
+configs = build.every_feasible(Config, fits, THREADS, (1, 2, 4))
 
 
 def default_config(problem: Conv1dUpdateProblem, device: DeviceSpec) -> Config:

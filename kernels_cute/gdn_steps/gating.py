@@ -42,10 +42,7 @@ def fits(problem: GatingProblem, config: Config, device: DeviceSpec) -> bool:
     return config.threads in (64, 128, 256) and config.heads in (1, 2, 4) and problem.num_heads % config.heads == 0
 
 
-def configs(problem: GatingProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, heads) for threads in (64, 128, 256) for heads in (1, 2, 4)]
-    return [config for config in space if fits(problem, config, device)]
+configs = build.every_feasible(Config, fits, (64, 128, 256), (1, 2, 4))
 
 
 def default_config(problem: GatingProblem, device: DeviceSpec) -> Config:

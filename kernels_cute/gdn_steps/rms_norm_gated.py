@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
 from gdn.device import DeviceSpec
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
@@ -49,10 +49,7 @@ def fits(problem: RmsNormGatedProblem, config: Config, device: DeviceSpec) -> bo
     return config.rows * _parts(problem)[2] <= _MOST_ELEMENTS
 
 
-def configs(problem: RmsNormGatedProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, rows) for threads in (32, 64, 128, 256) for rows in (1, 2, 4, 8)]
-    return [config for config in space if fits(problem, config, device)]
+configs = build.every_feasible(Config, fits, (32, 64, 128, 256), (1, 2, 4, 8))
 
 
 def default_config(problem: RmsNormGatedProblem, device: DeviceSpec) -> Config:
@@ -150,10 +147,10 @@ class _RmsNormGated:
         offset = token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
         for c in cutlass.range_constexpr(self.chunks):
             place = (c * self.lanes + lane) * self.vector
+            is_live = Boolean(True)
             if cutlass.const_expr(self.mask):
-                if place < self.dim:
-                    self.load_piece(gX, offset + place, rX, start + c * self.vector, True)
-            else:
+                is_live = place < self.dim
+            if is_live:
                 self.load_piece(gX, offset + place, rX, start + c * self.vector, True)
 
     @cute.jit

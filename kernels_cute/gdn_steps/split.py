@@ -51,10 +51,7 @@ def fits(problem: SplitProblem, config: Config, device: DeviceSpec) -> bool:
     return config.threads in (64, 128, 256) and config.rows in (1, 2, 4, 8, 16)
 
 
-def configs(problem: SplitProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, rows) for threads in (64, 128, 256) for rows in (1, 2, 4, 8, 16)]
-    return [config for config in space if fits(problem, config, device)]
+configs = build.every_feasible(Config, fits, (64, 128, 256), (1, 2, 4, 8, 16))
 
 
 def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:

@@ -6,7 +6,7 @@ state follow together: two dependent trips to memory, whatever the form of the c
 is under way. A later token is loaded when the one before it is done.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,14 +22,6 @@ from kernels_cute.recurrent import tokens
 from kernels_cute.recurrent.spec import Spec
 
 _LANES = 32  # of a warp
-
-
-class Starts(NamedTuple):
-    """Addresses of a thread's first elements of token 0."""
-
-    q: Any
-    k: Any
-    v: Any
 
 
 @cute.jit
@@ -119,11 +111,12 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
 
 @cute.jit
 def starts_of(spec: Spec, params: RecurrentParams, place: Place):
+    """Addresses of a thread's first elements of q, k and v of token 0."""
     vector = spec.tile.vector
     q = start_of(params.q, place.head // spec.q_group, place.lane * vector)
     k = start_of(params.k, place.head // spec.k_group, place.lane * vector)
     v = start_of(params.v, place.head // spec.v_group, place.v_start)
-    return Starts(q, k, v)
+    return q, k, v
 
 
 @cute.jit
@@ -139,14 +132,15 @@ def row_of(gX: cute.Tensor, start: Any, token: Any) -> Any:
 
 
 @cute.jit
-def load_words(spec: Spec, params: RecurrentParams, token: Int32, place: Place, starts: Starts, inputs: tokens.Inputs):
+def load_words(spec: Spec, params: RecurrentParams, token: Int32, place: Place, starts: Any, inputs: tokens.Inputs):
     """A token's gates, v, and q and k as words of two values."""
     tile, gmem = spec.tile, cute.AddressSpace.gmem
     width = cutlass.const_expr(tile.vector // 2)
-    k_source = cute.make_ptr(Int32, row_of(params.k, starts.k, token), gmem, assumed_align=4 * width)
-    q_source = cute.make_ptr(Int32, row_of(params.q, starts.q, token), gmem, assumed_align=4 * width)
+    q_start, k_start, v_start = starts
+    k_source = cute.make_ptr(Int32, row_of(params.k, k_start, token), gmem, assumed_align=4 * width)
+    q_source = cute.make_ptr(Int32, row_of(params.q, q_start, token), gmem, assumed_align=4 * width)
     v_align = cutlass.const_expr(tile.v_per_thread * spec.dtype.width // 8)
-    v_source = cute.make_ptr(spec.dtype, row_of(params.v, starts.v, token), gmem, assumed_align=v_align)
+    v_source = cute.make_ptr(spec.dtype, row_of(params.v, v_start, token), gmem, assumed_align=v_align)
     tokens.load_q_k(tile, place, ((k_source, inputs.k), (q_source, inputs.q)), width)
     tokens.load_v_and_gates(spec, params, token, place, v_source, inputs)
 
