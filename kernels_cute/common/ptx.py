@@ -15,9 +15,14 @@ _TYPES = {"f32": Float32, "b32": Int32, "u8": Int32}
 _WIDTHS = {1: "", 2: ".v2", 4: ".v4"}
 
 
-def _run(code: str, *arguments: Any, gives: Any = ()) -> Any:
+def run(code: str, *arguments: Any, gives: Any = ()) -> Any:
     """Instructions on the arguments r0, r1, ...; `gives`: types of the results w0, w1, ..."""
     return cute.arch.inline_ptx(code, write_only_types=list(gives), read_only_args=list(arguments))
+
+
+def _instruction(code: str, *gives: Any) -> Callable[..., Any]:
+    """A function of the arguments."""
+    return lambda *arguments: run(code, *arguments, gives=gives)
 
 
 def _operands(letter: str, first: int, count: int) -> str:
@@ -29,23 +34,23 @@ def _operands(letter: str, first: int, count: int) -> str:
 def _loads(instruction: str, kind: str, count: int = 1) -> Callable[[Any], Any]:
     """A function of an address: loads `count` neighbouring values."""
     code = f"{instruction}{_WIDTHS[count]}.{kind} {_operands('w', 0, count)}, [{{$r0}}];"
-    return lambda address: _run(code, address, gives=[_TYPES[kind]] * count)
+    return lambda address: run(code, address, gives=[_TYPES[kind]] * count)
 
 
 def _stores(instruction: str, kind: str, count: int = 1) -> Callable[..., None]:
     """A function of an address and a value, two values, or a sequence of four: stores them next to each other."""
     code = f"{instruction}{_WIDTHS[count]}.{kind} [{{$r0}}], {_operands('r', 1, count)};"
-    return lambda address, *values: _run(code, address, *(values[0] if count == 4 else values))
+    return lambda address, *values: run(code, address, *(values[0] if count == 4 else values))
 
 
-# Shared memory.
+# Shared memory: of an address, and what is stored there.
 load_one, load_pair, load_four = (_loads("ld.shared", "f32", count) for count in (1, 2, 4))
 load_word, load_words = (_loads("ld.shared", "b32", count) for count in (1, 4))
 load_byte = _loads("ld.shared", "u8")  # 0 to 255
 store_one, store_pair = (_stores("st.shared", "f32", count) for count in (1, 2))
 store_word, store_words = (_stores("st.shared", "b32", count) for count in (1, 4))
 store_byte = _stores("st.shared", "u8")
-load_from_block = _loads("ld.shared::cluster", "b32")  # a word of another block of the cluster; address: of in_block
+_store_four_alike = _instruction("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};")
 
 # Global memory.
 load_global_four = _loads("ld.global", "f32", 4)
@@ -53,11 +58,45 @@ store_global_four = _stores("st.global", "f32", 4)
 store_global_word, store_global_pair, store_global_words = (_stores("st.global", "b32", count) for count in (1, 2, 4))
 load_acquire = _loads("ld.acquire.gpu.global", "b32")  # a word that another block publishes with store_release
 store_release = _stores("st.release.gpu.global", "b32")
+count_up = _instruction("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", Int32)  # adds 1 to a word; what it was
+prefetch_line = _instruction("prefetch.global.L2 [{$r0}];")  # asks the L2 cache for the line of an address
+# (target, source, bytes) from shared memory of this block, in the thread's bulk group.
+copy_to_global = _instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
+
+# Other blocks of the cluster.
+in_block = _instruction("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", Int32)  # (address, rank): the same address there
+load_from_block = _loads("ld.shared::cluster", "b32")  # a word there; address: of in_block
+arrive_in_cluster = _instruction("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];")
+# (barrier, bytes): arrives, and announces bytes.
+expect_in_cluster = _instruction("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};")
+# (target, source, bytes, barrier that counts them), from shared memory of this block to another's.
+_COUNTED = "mbarrier::complete_tx::bytes"
+_FROM_TO = "[{$r0}], [{$r1}], {$r2}, [{$r3}]"
+copy_in_cluster = _instruction(f"cp.async.bulk.shared::cluster.shared::cta.{_COUNTED} {_FROM_TO};")
+# The same from global memory to this block.
+copy_from_global = _instruction(f"cp.async.bulk.shared::cluster.global.{_COUNTED} {_FROM_TO};")
+# The same to several blocks of the cluster and their barriers; last argument: a bit of an Int16 for each.
+copy_from_global_to_blocks = _instruction(
+    f"cp.async.bulk.shared::cluster.global.{_COUNTED}.multicast::cluster {_FROM_TO}, {{$r4}};"
+)
+
+# Registers.
+exp2 = _instruction("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32)
+is_equal = _instruction("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", Float32)  # 1.0 where two float32 are equal, else 0.0
+as_float = _instruction("mov.b32 {$w0}, {$r0};", Float32)  # the float32 with the bits of a word
+# An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp.
+transpose = _instruction("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", Int32)
+# A copy of an int32 that the compiler takes for another value: what follows from it (an address, a condition) is computed after
+# this place, not before a loop around it and kept in registers all along.
+opaque = _instruction("mov.b32 {$w0}, {$r0};", Int32)
+# No instruction, but the value must be there. With nothing live after a loop, its branch back is compiled in a form from which
+# ptxas peels an iteration: twice the code, and spills.
+use = _instruction("// {$r0} is used")
 
 
 def store_zeros(address: Any) -> None:
-    """16 bytes."""
-    _run("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", address, Int32(0))
+    """16 bytes of shared memory."""
+    _store_four_alike(address, Int32(0))
 
 
 def store_where(address: Any, values: Any, positive: Any) -> None:
@@ -65,25 +104,20 @@ def store_where(address: Any, values: Any, positive: Any) -> None:
     code with its loads."""
     count = len(values)
     code = f"setp.gt.s32 p, {{$r{1 + count}}}, 0;\n@p st.shared{_WIDTHS[count]}.f32 [{{$r0}}], {_operands('r', 1, count)};"
-    _run(f"{{.reg .pred p;\n{code}}}", address, *values, positive)
+    run(f"{{.reg .pred p;\n{code}}}", address, *values, positive)
 
 
 def load_matrices(address: Any, transposed: bool) -> Any:
     """Four 8 x 8 matrices of 16-bit elements; lane l gives the row l % 8 of matrix l // 8."""
     trans = ".trans" if transposed else ""
     code = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {_operands('w', 0, 4)}, [{{$r0}}];"
-    return _run(code, address, gives=[Int32] * 4)
+    return run(code, address, gives=[Int32] * 4)
 
 
 def store_matrices(address: Any, values: Any, transposed: bool) -> None:
     """The inverse of load_matrices; values: four packed registers."""
     trans = ".trans" if transposed else ""
-    _run(f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r0}}], {_operands('r', 1, 4)};", address, *values)
-
-
-def transpose(word: Any) -> Any:
-    """An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp."""
-    return _run("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", word, gives=[Int32])
+    run(f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r0}}], {_operands('r', 1, 4)};", address, *values)
 
 
 def load_global_if(address: Any, size: int, positive: Any) -> Any:
@@ -91,7 +125,7 @@ def load_global_if(address: Any, size: int, positive: Any) -> Any:
     wait for it."""
     load = f"@p ld.global.{'b32' if size == 4 else 'u16'} w, [{{$r0}}];"
     code = f"{{.reg .pred p;\n.reg .b32 w;\nsetp.gt.s32 p, {{$r1}}, 0;\nmov.b32 w, 0;\n{load}\nmov.b32 {{$w0}}, w;}}"
-    return _run(code, address, positive, gives=[Int32])
+    return run(code, address, positive, gives=[Int32])
 
 
 def number(dtype: Any, word: Any) -> Any:
@@ -99,80 +133,28 @@ def number(dtype: Any, word: Any) -> Any:
     return as_float(word) if dtype is Float32 else unpack(dtype, word)[0]
 
 
-def prefetch_line(address: Any) -> None:
-    """Asks the L2 cache for the line of a global address."""
-    _run("prefetch.global.L2 [{$r0}];", address)
-
-
 def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:
     """sums [16, 8] float32 + left [16, 16] right [16, 8], fragments of mma.sync of 16-bit elements."""
     name = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}[dtype]
     places = [_operands("w", 0, 4), *(_operands("r", first, count) for first, count in ((0, 4), (4, 2), (6, 4)))]
     code = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {', '.join(places)};"
-    return _run(code, *left, right0, right1, *sums, gives=[Float32] * 4)
-
-
-def is_equal(first: Any, second: Any) -> Any:
-    """1.0 where two float32 are equal, else 0.0."""
-    return _run("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", first, second, gives=[Float32])
-
-
-def exp2(value: Any) -> Any:
-    return _run("ex2.approx.ftz.f32 {$w0}, {$r0};", value, gives=[Float32])
-
-
-def in_block(address: Any, rank: Any) -> Any:
-    """The same address in another block of the cluster."""
-    return _run("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", address, rank, gives=[Int32])
-
-
-def arrive_in_cluster(barrier: Any) -> None:
-    _run("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", barrier)
-
-
-def expect_in_cluster(barrier: Any, num_bytes: Any) -> None:
-    """Arrives, and announces bytes."""
-    _run("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};", barrier, num_bytes)
-
-
-def _copies(places: str, more: str = "") -> Callable[..., None]:
-    """A function of target, source, bytes, and the barrier that counts them."""
-    code = f"cp.async.bulk.{places}.mbarrier::complete_tx::bytes{more} [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}]"
-    return lambda *arguments: _run(code + (", {$r4};" if more else ";"), *arguments)
-
-
-# Shared memory of this block to that of another, which counts the bytes on its barrier.
-copy_in_cluster = _copies("shared::cluster.shared::cta")
-# Global memory to shared memory of this block, whose barrier counts the bytes.
-copy_from_global = _copies("shared::cluster.global")
-# The same to shared memory of several blocks of the cluster and their barriers; last argument: a bit of an Int16 for each.
-copy_from_global_to_blocks = _copies("shared::cluster.global", ".multicast::cluster")
-
-
-def copy_to_global(target: Any, source: Any, num_bytes: Any) -> None:
-    """Shared memory of this block to global memory, in the thread's bulk group."""
-    _run("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", target, source, num_bytes)
+    return run(code, *left, right0, right1, *sums, gives=[Float32] * 4)
 
 
 def send(target: Any, value: Any, barrier: Any, positive: Any) -> None:
     """Where `positive` is: a float32 to shared memory of the cluster, whose block's barrier counts the four bytes."""
     store = "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];"
-    _run(f"{{.reg .pred p;\nsetp.gt.s32 p, {{$r3}}, 0;\n{store}}}", target, value, barrier, positive)
-
-
-def count_up(address: Any) -> Any:
-    """Adds 1 to a word of global memory; what it was."""
-    return _run("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", address, gives=[Int32])
+    run(f"{{.reg .pred p;\nsetp.gt.s32 p, {{$r3}}, 0;\n{store}}}", target, value, barrier, positive)
 
 
 def sleep(nanoseconds: int) -> None:
-    _run(f"nanosleep.u32 {nanoseconds};")
+    run(f"nanosleep.u32 {nanoseconds};")
 
 
 def pack(dtype: Any, low: Any, high: Any) -> Any:
     """Two float32 rounded to 16 bits, in one word."""
     name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
-    return _run(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", low, high, gives=[Int32])
+    return run(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", low, high, gives=[Int32])
 
 
 def unpack(dtype: Any, word: Any) -> Any:
@@ -180,21 +162,4 @@ def unpack(dtype: Any, word: Any) -> Any:
     code = "{.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\ncvt.f32.f16 {$w0}, low;\ncvt.f32.f16 {$w1}, high;}"
     if dtype is cutlass.BFloat16:
         code = "{shl.b32 {$w0}, {$r0}, 16;\nand.b32 {$w1}, {$r0}, 0xffff0000;}"
-    return _run(code, word, gives=[Float32] * 2)
-
-
-def as_float(word: Any) -> Any:
-    """The float32 with these bits."""
-    return _run("mov.b32 {$w0}, {$r0};", word, gives=[Float32])
-
-
-def opaque(value: Any) -> Any:
-    """A copy of an int32 that the compiler takes for another value: what follows from it (an address, a condition) is computed
-    after this place, not before a loop around it and kept in registers all along."""
-    return _run("mov.b32 {$w0}, {$r0};", value, gives=[Int32])
-
-
-def use(value: Any) -> None:
-    """No instruction, but the value must be there. With nothing live after a loop, its branch back is compiled in a form from
-    which ptxas peels an iteration: twice the code, and spills."""
-    _run("// {$r0} is used", value)
+    return run(code, word, gives=[Float32] * 2)

@@ -5,15 +5,16 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from kernels_cute.common.ptx import run
+
 
 def mix(x: Any) -> Any:
     """The 32-bit finaliser of the definition."""
-    return cute.arch.inline_ptx(
+    code = (
         "{.reg .b32 x, t;\nshr.u32 t, {$r0}, 16;\nxor.b32 x, {$r0}, t;\nmul.lo.u32 x, x, 0x7feb352d;\nshr.u32 t, x, 15;\n"
-        "xor.b32 x, x, t;\nmul.lo.u32 x, x, 0x846ca68b;\nshr.u32 t, x, 16;\nxor.b32 {$w0}, x, t;}",
-        write_only_types=[Int32],
-        read_only_args=[x],
+        "xor.b32 x, x, t;\nmul.lo.u32 x, x, 0x846ca68b;\nshr.u32 t, x, 16;\nxor.b32 {$w0}, x, t;}"
     )
+    return run(code, x, gives=[Int32])
 
 
 @cute.jit
@@ -30,10 +31,8 @@ def key_of(seed: Any, slot: Any, head: Any) -> Any:
 
 def rounded(value: Any, key: Any, element: Any) -> Any:
     """The value, rounded with noise, as a float32 that is a bfloat16; an infinity or NaN as it is."""
-    noise = mix(key ^ element)
-    return cute.arch.inline_ptx(
+    code = (
         "{.reg .pred p;\n.reg .b32 b, t;\nmov.b32 b, {$r0};\nand.b32 t, b, 0x7f800000;\nsetp.ne.u32 p, t, 0x7f800000;\n"
-        "shr.u32 t, {$r1}, 16;\nadd.u32 t, b, t;\nand.b32 t, t, 0xffff0000;\nselp.b32 b, t, b, p;\nmov.b32 {$w0}, b;}",
-        write_only_types=[Float32],
-        read_only_args=[value, noise],
+        "shr.u32 t, {$r1}, 16;\nadd.u32 t, b, t;\nand.b32 t, t, 0xffff0000;\nselp.b32 b, t, b, p;\nmov.b32 {$w0}, b;}"
     )
+    return run(code, value, mix(key ^ element), gives=[Float32])

@@ -12,7 +12,7 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import load, pointer, sigmoid
+from kernels_cute.common.memory import load, pointer, sigmoid, words
 from kernels_cute.common.windows import load_channels, store_channels, window_offset
 from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Spec, column_in_head
 
@@ -72,8 +72,11 @@ def load_filter(spec: Spec, params: GdnDecodeParams, block: Block, registers: Re
     gWeight, gBias, rWeight, rBias = params.conv_weight, params.conv_bias, registers.weight, registers.bias
     for p in cutlass.range_constexpr(spec.passes):
         channel = Int64(channel_of(spec, loaded_item(spec, p, block.thread), block))
-        size = cutlass.const_expr(4 * spec.weight_words)
-        load_words(gWeight, channel * spec.problem.width, (size, min(16, size & -size)), rWeight, p * spec.weight_words, False)
+        size = cutlass.const_expr(spec.weight_words)
+        step = cutlass.const_expr(min(4, size & -size))
+        source = words(gWeight, channel * spec.problem.width, 4 * step)
+        for first in cutlass.range_constexpr(0, size, step):
+            load(source + first, step, rWeight, p * size + first, False)
         if cutlass.const_expr(spec.problem.bias_dtype is not None):
             align = cutlass.const_expr(min(16, CHANNELS * gBias.element_type.width // 8))
             load(pointer(gBias, channel, align), CHANNELS, rBias, p * CHANNELS, False)
@@ -99,7 +102,7 @@ def load_row(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, re
     gX, gZ, rLine, rZ, place = params.mixed_qkv, params.z, registers.line, registers.z, block.place
     for p in cutlass.range_constexpr(spec.passes):
         offset = Int64(token) * gX.stride[0] + place_in_row(spec, loaded_item(spec, p, block.thread), block)
-        load_words(gX, offset, (4 * WORDS, 4 * WORDS), rLine, (p * spec.problem.width + spec.history) * WORDS, True)
+        load(words(gX, offset, 4 * WORDS), WORDS, rLine, (p * spec.problem.width + spec.history) * WORDS, True)
     if place.lane < spec.tile.v_per_thread:
         if cutlass.const_expr(spec.problem.interleaved):
             k, v = spec.problem.head_k_dim, spec.problem.head_v_dim
@@ -127,7 +130,7 @@ def load_windows(spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64,
             offset = window_offset(gWindows, slot, column + c, channel)
             at = cutlass.const_expr((p * spec.problem.width + c) * WORDS)
             if cutlass.const_expr(spec.copies_windows):
-                load_words(gWindows, offset, (4 * WORDS, 4 * WORDS), rLine, at, True)
+                load(words(gWindows, offset, 4 * WORDS), WORDS, rLine, at, True)
             else:
                 rRow = cute.make_rmem_tensor(CHANNELS, Float32)
                 load_channels(gWindows, offset, spec.problem.conv_channels_contiguous, CHANNELS, rRow, 0)
@@ -156,14 +159,3 @@ def store_column(
                 values = ptx.unpack(spec.dtype, rLine[at + word])
                 rRow[2 * word], rRow[2 * word + 1] = values[0], values[1]
             store_channels(rRow, 0, CHANNELS, gWindows, offset, spec.problem.conv_channels_contiguous)
-
-
-@cute.jit
-def load_words(gX: cute.Tensor, offset: Int64, size_and_align: Constexpr, rX: cute.Tensor, start: Constexpr, once: Constexpr):
-    """rX[start :] = the `size` bytes at gX + offset elements, a multiple of `align` bytes, as words; once: past L1."""
-    size, align = size_and_align
-    address = gX.iterator.toint() + offset * (gX.element_type.width // 8)
-    source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align)
-    width = cutlass.const_expr(align // 4)
-    for first in cutlass.range_constexpr(0, size // 4, width):
-        load(source + first, width, rX, start + first, once)

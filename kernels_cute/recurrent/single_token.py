@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, make_work, store_out
-from kernels_cute.common.ptx import opaque, unpack
+from kernels_cute.common.ptx import opaque, run, unpack
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange
 from kernels_cute.common.state_tile import Place, load_state
@@ -123,7 +123,7 @@ def starts_of(spec: Spec, params: RecurrentParams, place: Place):
 def start_of(gX: cute.Tensor, head: Int32, within: Int32):
     """Address of a thread's first element of a head's row of token 0, computed here and not where it is used."""
     address = gX.iterator.toint() + (Int64(head) * gX.stride[1] + within) * (gX.element_type.width // 8)
-    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
+    return run("mov.b64 {$w0}, {$r0};", address, gives=[Int64])
 
 
 def row_of(gX: cute.Tensor, start: Any, token: Any) -> Any:
@@ -173,7 +173,7 @@ def unpack_again(dtype: Any, word: Any) -> Any:
     if dtype is not cutlass.BFloat16:
         return unpack(dtype, word)
     code = "{prmt.b32 {$w0}, {$r0}, 0, 0x1044;\nprmt.b32 {$w1}, {$r0}, 0, 0x3244;}"
-    return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
+    return run(code, word, gives=[Float32] * 2)
 
 
 @cute.jit
