@@ -72,29 +72,27 @@ class StateTile:
     def accesses(self, width: int) -> list[tuple[int, int]]:
         """Accesses of `width` elements of a thread, (r, c): r counts columns and c accesses along K (V first), or r counts K
         entries and c accesses along V."""
-        outer, inner = self.v_per_thread, self.k_per_thread
-        if not self.state_v_first:
-            outer, inner = inner, outer
+        sizes = (self.v_per_thread, self.k_per_thread)
+        outer, inner = sizes if self.state_v_first else reversed(sizes)
         return [(r, c) for r in range(outer) for c in range(inner // width)]
 
     def place_of_access(self, r: int, c: int, width: int) -> tuple[int, int, int]:
         """Offset of access (r, c) from the thread's first element, its first register, its chunk of K."""
+        first = c * width
         if self.state_v_first:
-            chunk, within = c * width // self.vector, c * width % self.vector
-            offset = r * self.head_k_dim + chunk * self.threads_per_column * self.vector + within
-            return offset, r * self.k_per_thread + c * width, chunk
-        chunk, within = r // self.vector, r % self.vector
-        entry = chunk * self.threads_per_column * self.vector + within
-        return entry * self.head_v_dim + c * width, r * self.v_per_thread + c * width, chunk
+            return r * self.head_k_dim + self.step_of(first), r * self.k_per_thread + first, first // self.vector
+        return self.step_of(r) * self.head_v_dim + first, r * self.v_per_thread + first, r // self.vector
+
+    def step_of(self, entry: int) -> int:
+        """Distance along K of a thread's entry from its first."""
+        return entry // self.vector * self.threads_per_column * self.vector + entry % self.vector
 
     def element_of(self, register: int) -> int:
         """k * V + v of a thread's register, counted from its first."""
-        if self.state_v_first:
-            column, entry = register // self.k_per_thread, register % self.k_per_thread
-        else:
-            column, entry = register % self.v_per_thread, register // self.v_per_thread
-        step = entry // self.vector * self.threads_per_column * self.vector + entry % self.vector
-        return step * self.head_v_dim + column
+        inner = self.k_per_thread if self.state_v_first else self.v_per_thread
+        outer, inside = divmod(register, inner)
+        column, entry = (outer, inside) if self.state_v_first else (inside, outer)
+        return self.step_of(entry) * self.head_v_dim + column
 
 
 @cute.jit

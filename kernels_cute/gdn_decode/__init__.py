@@ -16,6 +16,8 @@ v_per_thread columns of V. Every block of it computes q and k again (4 KiB of it
 passes between blocks, and the window of q and k is written when all of them have read it.
 """
 
+from itertools import product
+
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
@@ -102,15 +104,11 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     return _registers(problem, config) <= min(device.registers_per_sm // config.min_threads_per_sm // 8 * 8, 255)
 
 
-def _most_resident(problem: GdnDecodeProblem, device: DeviceSpec, threads: int, lanes: int, columns: int) -> Config | None:
-    """The configuration with the tightest cap on registers that the estimate allows."""
-    found = (Config(threads, lanes, columns, least) for least in _MIN_THREADS_PER_SM)
-    return next((config for config in found if fits(problem, config, device)), None)
-
-
 def _space(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
-    shapes = [(t, n, r) for t in (64, 128, 256) for n in (4, 8, 16, 32) for r in (1, 2, 4, 8)]
-    found = [_most_resident(problem, device, *shape) for shape in shapes]
+    """For each shape the configuration with the tightest cap on registers that the estimate allows, if any."""
+    shapes = product((64, 128, 256), (4, 8, 16, 32), (1, 2, 4, 8))
+    space = [[Config(*shape, least) for least in _MIN_THREADS_PER_SM] for shape in shapes]
+    found = [next((config for config in some if fits(problem, config, device)), None) for some in space]
     return [config for config in found if config is not None]
 
 
@@ -119,12 +117,8 @@ def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
     that read lines, where blocks need not be narrow."""
     space = _space(problem, device)
     k, v = problem.head_k_dim, problem.head_v_dim
-
-    def is_worth(config: Config) -> bool:
-        entries = _entries(problem, config.threads_per_column)
-        return 8 <= entries <= 16 and entries * config.v_per_thread >= 16 and config.block_v >= 16
-
-    found = [config for config in space if is_worth(config)] or space
+    sized = [(config, _entries(problem, config.threads_per_column)) for config in space]
+    found = [c for c, n in sized if 8 <= n <= 16 and n * c.v_per_thread >= 16 and c.block_v >= 16] or space
     if problem.state_v_first:
         return found
     found = [config for config in found if config.v_per_thread in v_per_thread_k_first(problem.state_dtype)] or found

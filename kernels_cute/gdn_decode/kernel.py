@@ -133,8 +133,10 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
         norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
     load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
-    shared = shared_memory(spec)
-    barriers = shared.barriers
+    storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
+    tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
+    barriers = storage.barriers.data_ptr()
+    shared = Shared(tokens, sums, barriers, parts)
     if cutlass.const_expr(spec.splits > 1):
         if block.thread == 0:
             for i in cutlass.range_constexpr(2):
@@ -164,9 +166,3 @@ def make_registers(spec: Spec, rGates: Any) -> Registers:
     rBias.fill(0.0)
     rZ.fill(0.0)
     return Registers(rState, rWeight, rBias, rLine, rGates, rZ, Float32(0.0), rOut)
-
-
-def shared_memory(spec: Spec) -> Shared:
-    storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
-    parts = storage.warp_parts.data_ptr().toint() if spec.tile.k_warps > 1 else Int32(0)
-    return Shared(storage.tokens.data_ptr().toint(), storage.sums.data_ptr().toint(), storage.barriers.data_ptr(), parts)

@@ -5,6 +5,8 @@ there; otherwise its path is computed again from the start, ancestor by ancestor
 the states between are not kept anywhere that is sure to be written, or in full precision.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -13,15 +15,15 @@ from gdn.problems import RecurrentParams
 from kernels_cute.common.delta_rule import HeadGate, store_out, update
 from kernels_cute.common.state_sums import Exchange
 from kernels_cute.recurrent.spec import Spec
-from kernels_cute.recurrent.tokens import Block, Registers, finish, load_token, multiply, slot_to_write, store_node
+from kernels_cute.recurrent.tokens import Block, finish, load_token, multiply, slot_to_write, store_node
 
 
 @cute.jit
 def run_tree(
     spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, gate: HeadGate, seed: Int32,
-    registers: Registers, exchange: Exchange,
+    registers: Any, exchange: Exchange,
 ):  # fmt: skip
-    """All nodes of a sequence, in order."""
+    """All nodes of a sequence, in order. registers: of the state, inputs and work."""
     tile, place = spec.tile, block.place
     gParents = params.parent_token
     rState, inputs, work = registers

@@ -97,7 +97,7 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
 
     if cutlass.const_expr(problem.has_parent):
         exchange = Exchange(exchange_at, Int32(0), waits_first=True)
-        run_tree(spec, params, block, begin, live_count, gate, seed, tokens.Registers(rState, following, work), exchange)
+        run_tree(spec, params, block, begin, live_count, gate, seed, (rState, following, work), exchange)
     else:
         # Counted in tokens of the batch: counted from 0, the compiler peels the first token off and spills.
         for token in cutlass.range(begin, begin + live_count, unroll=1):

@@ -25,14 +25,6 @@ class Inputs(NamedTuple):
     beta: Any
 
 
-class Registers(NamedTuple):
-    """A thread's registers."""
-
-    state: Any  # [values] float32
-    inputs: Inputs
-    work: Work
-
-
 class Block(NamedTuple):
     """What a thread works on."""
 
