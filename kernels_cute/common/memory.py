@@ -41,12 +41,10 @@ def fake(dtype: str | None, *shape: Any, last: Any = None, align: int | None = N
 
 
 def without_batch(*tensors: Any) -> list[Any]:
-    """[1, tokens, ...] as [tokens, ...]. An absent one stays as it is: None, or cu_seqlens, which stands in for it."""
-    found = []
-    for x in tensors:
-        modes = [] if x is None else list(range(1, cute.rank(x)))
-        found.append(cute.make_tensor(x.iterator, cute.select(x.layout, mode=modes)) if modes else x)
-    return found
+    """[1, tokens, ...] as [tokens, ...]; an absent one stays None."""
+    return [
+        x if x is None else cute.make_tensor(x.iterator, cute.select(x.layout, mode=[*range(1, cute.rank(x))])) for x in tensors
+    ]
 
 
 @cute.jit

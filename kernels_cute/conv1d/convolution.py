@@ -90,6 +90,12 @@ class Convolution:
         self.slices = slices(problem.dim, threads)
         self.has_partial_slice = problem.dim % (threads * CHANNELS) != 0  # the last block of a row has idle threads
 
+    def launch(self, params: Any, blocks: Any, stream: Any, **more: Any) -> None:
+        """Launches the kernel with `blocks` blocks for each slice of the channels."""
+        grid, block = [blocks * self.slices, 1, 1], [self.threads, 1, 1]
+        # No shared memory is used; without a value the DSL asks a device for its limit.
+        self.kernel(params).launch(grid=grid, block=block, stream=stream, preferred_smem_carveout=0, **more)
+
     @cute.jit
     def assignment(self):
         """This thread's share: number of the tile or sequence, first channel, and whether the channel exists."""

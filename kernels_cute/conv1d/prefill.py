@@ -96,13 +96,7 @@ class _Conv1d(Convolution):
     def __call__(self, *values: Any):
         params, stream = Conv1dParams(*values[:-1]), values[-1]
         tiles = params.x.shape[0] // self.rows + params.cu_seqlens.shape[0] - 1
-        self.kernel(params).launch(
-            grid=[tiles * self.slices, 1, 1],
-            block=[self.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=0,  # none is used; without a value the DSL asks a device for its limit
-        )
+        self.launch(params, tiles, stream, min_blocks_per_mp=self.min_blocks)
 
     @cute.kernel
     def kernel(self, params: Conv1dParams):

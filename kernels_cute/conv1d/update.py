@@ -84,12 +84,7 @@ class _Conv1dUpdate(Convolution):
         num_sequences = params.x.shape[0]
         if cutlass.const_expr(params.cu_seqlens is not None):
             num_sequences = params.cu_seqlens.shape[0] - 1
-        self.kernel(params).launch(
-            grid=[num_sequences * self.slices, 1, 1],
-            block=[self.threads, 1, 1],
-            stream=stream,
-            preferred_smem_carveout=0,  # none is used; without a value the DSL asks a device for its limit
-        )
+        self.launch(params, num_sequences, stream)
 
     @cute.kernel
     def kernel(self, params: Conv1dUpdateParams):

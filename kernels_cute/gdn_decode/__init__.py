@@ -2,9 +2,7 @@
 
     [q | k | v] = silu(conv(mixed_qkv))        with its window of width - 1 inputs in a slot
     a = exp(-exp(A_log) softplus(a + dt_bias));   beta = sigmoid(b);   q^ = scale q / |q|;   k^ = k / |k|
-    u = beta * (v - a * S^T k^)
-    o = a * S^T q^ + u * (k^ . q^)             equal to S_new^T q^, and needs no second pass over S
-    S = a * S + k^ u^T                         S [K, V] float32 in registers over all tokens of a sequence
+    o, S = the delta rule on q^, k^, v, a, beta    (common.delta_rule), S [K, V] float32 in registers over a sequence's tokens
     out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
 
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z), z, out [L, HV, V] bfloat16 | float16; a, b [L, HV];

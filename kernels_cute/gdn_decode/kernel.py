@@ -32,15 +32,11 @@ class GdnDecode:
         if cutlass.const_expr(spec.has_several_tokens):
             num_sequences = params.cu_seqlens.shape[0] - 1
         min_blocks = spec.tiles.min_threads_per_sm // spec.tiles.threads
-        self.kernel(params).launch(
-            grid=[num_sequences * (spec.problem.num_k_heads * spec.cluster), 1, 1],
-            block=[spec.tiles.threads, 1, 1],
-            cluster=[spec.cluster, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=min_blocks,
-            # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
-            preferred_smem_carveout=max(16, carveout(spec.shared_bytes, min_blocks)) if spec.tile.k_warps > 1 else 16,
-        )
+        grid, cluster = [num_sequences * (spec.problem.num_k_heads * spec.cluster), 1, 1], [spec.cluster, 1, 1]
+        # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
+        percent = max(16, carveout(spec.shared_bytes, min_blocks)) if spec.tile.k_warps > 1 else 16
+        limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
+        self.kernel(params).launch(grid=grid, block=[spec.tiles.threads, 1, 1], cluster=cluster, stream=stream, **limits)
 
     @cute.kernel
     def kernel(self, params: GdnDecodeParams):

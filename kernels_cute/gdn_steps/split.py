@@ -36,14 +36,10 @@ def refusal(problem: SplitProblem) -> str | None:
     return unserved(HALF_DTYPES, {"mixed_qkvz": problem.dtype}) or unserved(FLOAT_DTYPES, {"mixed_ba": problem.ba_dtype})
 
 
-def _vector(problem: SplitProblem) -> int:
-    """Elements per access: a divisor of every part of a group."""
-    return 4 if problem.head_k_dim % 8 or problem.head_v_dim % 8 else 8
-
-
-def _slices(problem: SplitProblem, threads: int) -> int:
-    """Number of blocks that share a row of mixed_qkvz."""
-    return -(-(problem.row_elements // _vector(problem)) // threads)
+def _pieces(problem: SplitProblem, threads: int) -> tuple[int, int]:
+    """Elements per access, a divisor of every part of a group; number of blocks that share a row of mixed_qkvz."""
+    vector = 4 if problem.head_k_dim % 8 or problem.head_v_dim % 8 else 8
+    return vector, -(-(problem.row_elements // vector) // threads)
 
 
 def fits(problem: SplitProblem, config: Config, device: DeviceSpec) -> bool:
@@ -57,7 +53,7 @@ configs = build.every_feasible(Config, fits, (64, 128, 256), (1, 2, 4, 8, 16))
 def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:
     """The most rows per thread that leave every SM two full loads of threads."""
     threads = 128
-    per_row = _slices(problem, threads) * threads
+    per_row = _pieces(problem, threads)[1] * threads
     for rows in (8, 4, 2):
         if -(-problem.num_tokens // rows) * per_row >= 2 * 1024 * device.num_sms:
             return Config(threads, rows)
@@ -79,8 +75,7 @@ class _Split:
 
     def __init__(self, problem: SplitProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
-        self.vector = _vector(problem)
-        self.slices = _slices(problem, config.threads)
+        self.vector, self.slices = _pieces(problem, config.threads)
         self.heads, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
         # Sizes in accesses: a row, the parts of a group, and their starts in mixed_qkv.
         self.row_pieces = problem.row_elements // self.vector

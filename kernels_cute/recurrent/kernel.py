@@ -29,14 +29,11 @@ class Recurrent:
         blocks = (params.cu_seqlens.shape[0] - 1) * (spec.heads * spec.v_blocks)
         q, k, v, g, beta, out = without_batch(params.q, params.k, params.v, params.g, params.beta, params.out)
         min_blocks = spec.config.min_threads_per_sm // spec.config.threads
-        self.kernel(params._replace(q=q, k=k, v=v, g=g, beta=beta, out=out)).launch(
-            grid=[blocks, 1, 1],
-            block=[spec.config.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=min_blocks,
-            # Without a value the DSL asks a device for its limit.
-            preferred_smem_carveout=carveout(4 * spec.shared_floats, min_blocks) if spec.shared_floats else 0,
-        )
+        # Without a value the DSL asks a device for its limit.
+        percent = carveout(4 * spec.shared_floats, min_blocks) if spec.shared_floats else 0
+        limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
+        kernel = self.kernel(params._replace(q=q, k=k, v=v, g=g, beta=beta, out=out))
+        kernel.launch(grid=[blocks, 1, 1], block=[spec.config.threads, 1, 1], stream=stream, **limits)
 
     @cute.kernel
     def kernel(self, params: RecurrentParams):
