@@ -121,3 +121,10 @@ def store_out(tile: StateTile, gOut: cute.Tensor, token: Int32, place: Place, va
         live = live & (place.v_start < tile.head_v_dim)
     if live:
         gOut[token, place.head, place.v_start + place.lane] = value.to(gOut.element_type)
+
+
+@cute.jit
+def store_zeros(tile: StateTile, gOut: cute.Tensor, first: Int32, end: Int32, step: Int32, place: Place):
+    """Zeroes rows first, first + step, ... of out before `end`."""
+    for token in cutlass.range(first, end, step, unroll=1):
+        store_out(tile, gOut, token, place, Float32(0.0))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -18,8 +19,10 @@ def mix(x: Any) -> Any:
 
 
 @cute.jit
-def mixed_seed(gSeed: cute.Tensor):
-    """The seed of a launch, mixed: the first part of all keys."""
+def mixed_seed(gSeed: Any):
+    """The seed of a launch, mixed: the first part of all keys; 0 without one."""
+    if cutlass.const_expr(gSeed is None):
+        return Int32(0)
     seed = Int64(gSeed[0])
     return mix(mix(Int32(seed & 0xFFFFFFFF)) ^ Int32(seed >> 32))
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
-from kernels_cute.common.delta_rule import HeadGate, store_out
+from kernels_cute.common.delta_rule import HeadGate, store_zeros
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.ptx import use
 from kernels_cute.common.rounding import mixed_seed
@@ -59,9 +59,7 @@ class GdnDecode:
             lane_slot = narrowed(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
         else:
             lane_slot = narrowed(gIndices[sequence])
-        seed = Int32(0)
-        if cutlass.const_expr(problem.has_rounding):
-            seed = mixed_seed(params.rounding_seed)
+        seed = mixed_seed(params.rounding_seed)
 
         # The gates, while the index is under way: what a branch uses waits for all that is under way, later the state too.
         rGates = cute.make_rmem_tensor(2, Float32)
@@ -91,14 +89,12 @@ class GdnDecode:
             live = Sequence(begin, count, read_slot, window_slot, lane_slot, column, seed)
             run_sequence(spec, params, block, live, HeadGate(minus_decay, dt_bias), rGates)
         else:
-            for token in cutlass.range(begin, begin + count, unroll=1):
-                store_out(spec.tile, params.out, token, place, Float32(0.0))
+            store_zeros(spec.tile, params.out, begin, begin + count, Int32(1), place)
         if cutlass.const_expr(spec.has_several_tokens):
             # Rows beyond the last sequence are dealt to all blocks of the head.
             num_sequences = params.cu_seqlens.shape[0] - 1
             first = Int32(params.cu_seqlens[num_sequences]) + sequence
-            for token in cutlass.range(first, params.out.shape[0], num_sequences, unroll=1):
-                store_out(spec.tile, params.out, token, place, Float32(0.0))
+            store_zeros(spec.tile, params.out, first, params.out.shape[0], num_sequences, place)
 
 
 def block_of(spec: Spec) -> Block:

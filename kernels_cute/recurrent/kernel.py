@@ -56,8 +56,7 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
     for rX in (rState, *following):
         rX.fill(0)
 
-    rows = tokens.rows_of(params, sequence)
-    begin, count = rows.begin, rows.count
+    begin, count, written = tokens.rows_of(params, sequence)
     if count < 0:
         count = Int32(0)
     if cutlass.const_expr(not problem.has_parent):
@@ -79,9 +78,7 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
         else:
             load_state(tile, read_slot, place, params.initial_state, rState)
 
-    seed = Int32(0)
-    if cutlass.const_expr(tile.has_rounding):
-        seed = mixed_seed(params.rounding_seed)
+    seed = mixed_seed(params.rounding_seed)
     minus_decay = Float32(0.0)
     bias = Float32(0.0)
     if cutlass.const_expr(spec.use_gate):
@@ -90,7 +87,7 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
     gate = HeadGate(minus_decay, bias)
 
     # Zero rows, while the state is on its way: after the tokens, their bounds would have taken registers all along.
-    tokens.store_idle(spec, params, block, rows._replace(count=count), live_count)
+    tokens.store_idle(spec, params, block, begin, live_count, count, written)
 
     if cutlass.const_expr(problem.has_parent):
         exchange = Exchange(exchange_at, Int32(0), waits_first=True)

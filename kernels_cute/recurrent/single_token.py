@@ -34,17 +34,14 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
 
     # Everything that the slot depends on, at once, and what else needs nothing to be known.
     starts = starts_of(spec, params, place)
-    rows = tokens.rows_of(params, sequence)
-    begin = rows.begin
+    begin, count, written = tokens.rows_of(params, sequence)
     read_slot = Int64(sequence)
     if cutlass.const_expr(problem.pooled):
         read_slot = slot_to_read(spec, params, sequence, thread)
     write_slot = read_slot
     if cutlass.const_expr(spec.writes_last_token and problem.has_final_indices):
         write_slot = Int64(params.final_state_indices[sequence])
-    seed = Int32(0)
-    if cutlass.const_expr(tile.has_rounding):
-        seed = mixed_seed(params.rounding_seed)
+    seed = mixed_seed(params.rounding_seed)
 
     exchange_at = tokens.shared_parts(spec)
     rState = cute.make_rmem_tensor(tile.values, Float32)
@@ -57,7 +54,7 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
     bias = Float32(0.0)
 
     # A padding sequence has no slot: its rows become zero and nothing else happens.
-    live_count = cutlass.max(rows.count, 0)
+    live_count = cutlass.max(count, 0)
     if cutlass.const_expr(problem.pooled):
         if read_slot <= params.null_slot:
             live_count = Int32(0)
@@ -75,7 +72,7 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
             minus_decay = -cute.math.exp(minus_decay)
         rGates[0], rGates[1] = tokens.gates(spec, inputs, HeadGate(minus_decay, bias))
 
-    tokens.store_idle(spec, params, block, rows, live_count)
+    tokens.store_idle(spec, params, block, begin, live_count, count, written)
 
     for token in cutlass.range(begin, begin + live_count, unroll=1):
         if cutlass.const_expr(spec.writes_every_token and not spec.stores_meanwhile):

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
-from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, row_factors, store_out
+from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, row_factors, store_out, store_zeros
 from kernels_cute.common.memory import load, pointer
 from kernels_cute.common.ptx import use
 from kernels_cute.common.state_sums import Exchange, add_up, storage_type
@@ -33,14 +33,6 @@ class Block(NamedTuple):
     place: Place
 
 
-class Rows(NamedTuple):
-    """The rows of a sequence."""
-
-    begin: Any  # Int32: the first one
-    count: Any  # Int32: their number, less than 0 where cu_seqlens falls
-    written: Any  # Int32: the first row of the call that belongs to no sequence
-
-
 def block_of(spec: Spec) -> Block:
     """The sequence, head and columns of a thread."""
     block, _, _ = cute.arch.block_idx()
@@ -52,10 +44,12 @@ def block_of(spec: Spec) -> Block:
     return Block(sequence, thread, Place(head, lane, v_start))
 
 
-def rows_of(params: RecurrentParams, sequence: Any) -> Rows:
+def rows_of(params: RecurrentParams, sequence: Any) -> tuple[Any, Any, Any]:
+    """First row and number of rows of a sequence, and the first row of the call that belongs to none; the number is less than 0
+    where cu_seqlens falls."""
     begin = Int32(params.cu_seqlens[sequence])
     end = Int32(params.cu_seqlens[sequence + 1])
-    return Rows(begin, end - begin, Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1]))
+    return begin, end - begin, Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1])
 
 
 def shared_parts(spec: Spec) -> Any:
@@ -163,14 +157,13 @@ def store_node(spec: Spec, params: RecurrentParams, write_slot: Int64, place: Pl
 
 
 @cute.jit
-def store_idle(spec: Spec, params: RecurrentParams, block: Block, rows: Rows, live_count: Int32):
+def store_idle(spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, count: Int32, written: Int32):
     """Zero rows of out: those of a padding sequence (live_count 0 of its count), and the block's share of the rows that belong to
     no sequence and are dealt to all blocks of the head."""
-    zero, num_sequences = Float32(0.0), params.cu_seqlens.shape[0] - 1
-    for t in cutlass.range(live_count, rows.count, unroll=1):
-        store_out(spec.tile, params.out, rows.begin + t, block.place, zero)
-    for t in cutlass.range(rows.written + block.sequence, params.out.shape[0], num_sequences, unroll=1):
-        store_out(spec.tile, params.out, t, block.place, zero)
+    for t in cutlass.range(live_count, count, unroll=1):
+        store_out(spec.tile, params.out, begin + t, block.place, Float32(0.0))
+    num_sequences = params.cu_seqlens.shape[0] - 1
+    store_zeros(spec.tile, params.out, written + block.sequence, params.out.shape[0], num_sequences, block.place)
 
 
 @cute.jit
