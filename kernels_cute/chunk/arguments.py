@@ -77,3 +77,12 @@ def partition_tiles(spec, field, atom, tensor, columns: cutlass.Constexpr, stage
     rows = cute.domain_offset((begin, 0), tensor[None, None, head])
     chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
+
+
+@cute.jit
+def partition_keys(spec, storage, copies, item, q_stages: cutlass.Constexpr, k_stages: cutlass.Constexpr):
+    """The same of an item's Q and K: shared and global side of either."""
+    q_head, k_head = item.head // spec.q_group, item.head // spec.k_group
+    to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, q_stages, item.begin, q_head, 0)
+    to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, k_stages, item.begin, k_head, 0)
+    return to_q, from_q, to_k, from_k

@@ -4,10 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.shape import CHUNK, WARPGROUP
 from kernels_cute.common import ptx
 
 
@@ -24,6 +24,16 @@ def smem_operand_b(mma, field, layout):
     """A shared-memory B operand, (MMA, columns, k steps, *outer)."""
     thread = mma.get_slice(0)
     return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+
+def accumulators(mma: Any, columns: int) -> Any:
+    return cute.make_rmem_tensor(mma.partition_shape_C((64, columns)), Float32)
+
+
+def register_operand(dtype: Any, mma: Any, columns: int) -> tuple[Any, Any]:
+    """An A operand of 64 rows in registers, and its words."""
+    operand = cute.make_rmem_tensor(mma.partition_shape_A((64, columns)), dtype)
+    return operand, cute.recast_tensor(operand, Int32)
 
 
 @cute.jit
@@ -53,10 +63,13 @@ def exp2_clamped(exponent):
     return cute.math.exp2(cute.arch.fmin(exponent, Float32(0.0)), fastmath=True)
 
 
-def row_values(rows: Any, kind: int, row0: Any) -> tuple[Any, Any]:
-    """Of this lane's two rows of the tile."""
-    place = rows + kind * CHUNK * 4 + row0 * 4
-    return ptx.load_one(place), ptx.load_one(place + 32)
+def load_factors(vector: Any) -> list[Any]:
+    """A row of vectors, as pairs for the columns of this lane."""
+    return [ptx.load_pair(vector + n * 32) for n in range(CHUNK // 8)]
+
+
+def sync_warpgroup(barrier: Any) -> None:
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
 
 def set_registers(spec: Any, count: int) -> None:
@@ -65,8 +78,3 @@ def set_registers(spec: Any, count: int) -> None:
         cute.arch.setmaxregister_increase(count)
     else:
         cute.arch.setmaxregister_decrease(count)
-
-
-def load_factors(vector: Any, kind: int) -> list[Any]:
-    """A row of vectors, as pairs for the columns of this lane."""
-    return [ptx.load_pair(vector + kind * CHUNK * 4 + n * 32) for n in range(CHUNK // 8)]

@@ -1,18 +1,13 @@
-"""What a block of the fused chunk kernel works on, one item after the other, and which cluster takes which.
+"""Items that the blocks of the fused chunk kernel work on, one after the other, and which cluster takes which.
 
 An item is a (sequence, state head), or with blocks alone a (sequence, state head, 64 V columns). The grid has at most as many
 clusters as run side by side, and cluster c begins with item c. The rest is dealt, the longest sequence first, each item to the
 cluster that has the least so far; sequences beyond SORTED are dealt in their own order. Every block works that out for itself,
 from cu_seqlens alone: nothing is exchanged, and no workspace holds a counter.
 
-The gate warp deals, an item ahead of its own gates, and leaves what the other warps need in a ring of records:
-
-    barrier             arrivals                                      waits
-    work_full[record]   1: a lane of the gate warp                    every other warp, and the gate warp
-    work_empty[record]  1 a warp, done with the record                the gate warp, before it fills it again
-
-A record without a sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted
-on from one item to the next.
+The gate warp deals, an item ahead of its own gates, and leaves items for all warps in a ring of records. A record without a
+sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted on from one item to
+the next.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
@@ -46,14 +41,13 @@ class WorkTile(NamedTuple):
     read_slot: Any  # of the pool, or the sequence
 
 
-def max_scheduled_clusters(paired: bool) -> int:
-    """Clusters that can be dealt to."""
-    return 32 * load_slots(paired)
-
-
 def load_slots(paired: bool) -> int:
     """Clusters a lane of the gate warp keeps the loads of; no SM90 device has more than 144 multiprocessors."""
     return 3 if paired else 5
+
+
+def max_scheduled_clusters(paired: bool) -> int:
+    return 32 * load_slots(paired)
 
 
 @cute.jit
@@ -70,22 +64,18 @@ def can_sort(spec, cu_seqlens):
 
 
 @cute.jit
-def live_length_of(spec, params, sequence):
+def chunks_of(spec, params, sequence):
+    """Chunks of a sequence, 0 in a padding sequence."""
     length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]), 0)
     if cutlass.const_expr(spec.pooled):
         if Int64(params.state_indices[sequence]) <= params.null_slot:
             length = Int32(0)
-    return length
-
-
-@cute.jit
-def chunks_of(spec, params, sequence):
-    return (live_length_of(spec, params, sequence) + (CHUNK - 1)) // CHUNK
+    return chunks_in(length)
 
 
 @cute.jit
 def write_keys(spec, storage, params, thread):
-    """Sort keys of the sequences, all different: the larger the earlier. They lie where L will."""
+    """Sort keys of the sequences, all different: the larger the earlier; in the place of L."""
     if thread < SORTED:
         key = Int32(-1)
         if thread < cute.size(params.cu_seqlens, mode=[0]) - 1:
@@ -184,18 +174,25 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
 
 
 @cute.jit
+def sequence_of(spec, params, sequence):
+    """First token, tokens, tokens or 0 in a padding sequence, and slot of the initial state."""
+    begin = Int32(params.cu_seqlens[sequence])
+    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
+    live_length, read_slot = length, Int64(sequence)
+    if cutlass.const_expr(spec.pooled):
+        read_slot = Int64(params.state_indices[sequence])
+        if read_slot <= params.null_slot:
+            live_length = Int32(0)
+    return begin, length, live_length, read_slot
+
+
+@cute.jit
 def describe(spec, params, sequence, unit, rank):
     """An item; rank: of the block in the pair."""
     begin, length, live_length, head, piece = (Int32(0),) * 5
     read_slot, starts = Int64(sequence), Boolean(False)
     if sequence >= 0:
-        begin = Int32(params.cu_seqlens[sequence])
-        length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
-        live_length = length
-        if cutlass.const_expr(spec.pooled):
-            read_slot = Int64(params.state_indices[sequence])
-            if read_slot <= params.null_slot:
-                live_length = Int32(0)
+        begin, length, live_length, read_slot = sequence_of(spec, params, sequence)
         starts = starts_from_initial(spec, params.has_initial_state, sequence, live_length)
         head, piece = unit, rank
         if cutlass.const_expr(not spec.paired):

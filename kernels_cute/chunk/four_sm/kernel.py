@@ -26,44 +26,20 @@ Chain block: warpgroup 0 is the state role; of warpgroup 4 warp 0 loads K and Q,
 Maker block: two sets of an inverse (M) and a score warpgroup (P, then Z and P M) and a copying warpgroup: a warp loads K and Q,
 one makes the gates, one for each set hands over. Chunk j is made by set j // 2 % 2 of maker j % 2.
 
-    chain block's       arrivals                                      waits
-    k_full[stage]       1: the copying lane, with K                   state; the other chain's copying warp
-    k_empty[stage]      8: a lane of a state warp of either chain     the copying warp of the chain that loads K and Q
-    q_full, q_empty     the same for Q
-    v_full[stage]       1: the value warp, with V                     state
-    stored[stage]       4: a lane of a state warp, O where V was      the value warp, which stores O, then loads V
-    ready[slot]         1: the tile warp, with Z, P M and vectors;    state; the other chain's tile warp
-                        in a cluster of four: the handing lane
-    free[slot]          8: a lane of a state warp of either chain     the tile warp of the chain that loads tiles
-    maker block's
-    k_full[set, stage]  1: the copying lane, with K                   inverse, score
-    k_empty[set, stage] 4: a lane of a score warp, Z done             the copying warp
-    q_full[set]         1: the copying lane, with Q                   score
-    q_empty[set]        4: a lane of a score warp, Q in registers     the copying warp
-    m_full[set]         128: inverse                                  score
-    m_free[set]         4: a lane of a score warp, M in registers     inverse
-    made[set]           128: score                                    the handing warp
-    taken[set]          1: the handing lane, Z and the rest read      score
-                        in a cluster of four: 8, as `free`
-    gates_full[set, h]  32: the gate warp                             inverse, score
-    factors_full[set,h] 128: inverse, key factors written             score
-    gates_free[set, h]  8: a lane of an inverse and a score warp      the gate warp
-    named 1, 2 | 3, 4   128 threads: within inverse, score of a set
-
-One chain loads K for both, one Q (which ones, a form says); with a ring the other one loads the tiles: a block arms its own
-barrier for what the other loads once the last fill of that stage is there. `empty`, `free` and `taken` of another block are
-relaxed arrivals: what they free has been read by then, and is refilled by copies that count bytes, or by stores that wait for
-them. No block of a cluster leaves before all are done.
+The barriers: barriers.py. One chain loads K for both, one Q (which ones, a form says); with a ring the other one loads the tiles:
+a block arms its own barrier for what the other loads once the last fill of that stage is there. `empty`, `free` and `taken` of
+another block are relaxed arrivals: what they free has been read by then, and is refilled by copies that count bytes, or by stores
+that wait for them. No block of a cluster leaves before all are done.
 """
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Int32
 
 from kernels_cute.chunk.arguments import packed_params, token_copies
 from kernels_cute.chunk.four_sm.block import FourSmBlock
 from kernels_cute.chunk.four_sm.cluster import ClusterForm
 from kernels_cute.chunk.four_sm.l2_ring import CLEAR_THREADS, RingForm
-from kernels_cute.chunk.four_sm.shape import BLOCKS, WARPGROUPS, WORDS_BYTES
+from kernels_cute.chunk.four_sm.shape import BLOCKS, SET_KEY_STAGES, SETS, WARPGROUPS, WORDS_BYTES, scaled_parts
 from kernels_cute.chunk.shape import WARPGROUP
 from kernels_cute.chunk.spec import ChunkSpec
 
@@ -72,7 +48,8 @@ class FourSmChunk:
     """Whole sequences with four SMs a head."""
 
     def __init__(self, spec: ChunkSpec):
-        self.spec = spec = spec.with_threads(WARPGROUPS * WARPGROUP)
+        parts = scaled_parts(spec.dtype is BFloat16)
+        self.spec = spec = spec.changed(threads=WARPGROUPS * WARPGROUP, key_stages=SETS * SET_KEY_STAGES, parts=parts)
         self.ring_form = RingForm()
         self.four, self.ring = FourSmBlock(spec, ClusterForm()), FourSmBlock(spec, self.ring_form)
 
@@ -84,23 +61,15 @@ class FourSmChunk:
         first_ring_group = self.spec.heads * (cute.size(params.cu_seqlens, mode=[0]) - 1) - ring_groups
         words_bytes = (ring_groups + 1) * WORDS_BYTES
         cleared = 16 * CLEAR_THREADS  # by a block
+        shape = {"block": (self.spec.threads, 1, 1), "min_blocks_per_mp": 1, "stream": stream}
         if ring_groups > 0:
             self.ring_form.clear(params.workspace, words_bytes).launch(
                 grid=((words_bytes + (cleared - 1)) // cleared, 1, 1), block=(CLEAR_THREADS, 1, 1), stream=stream
             )
         self.four.kernel(params, copies, Int32(0), split_if_longest_exceeds).launch(
-            grid=(BLOCKS * first_ring_group, 1, 1),
-            block=(self.spec.threads, 1, 1),
-            cluster=(self.four.form.cluster_blocks, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
+            grid=(BLOCKS * first_ring_group, 1, 1), cluster=(self.four.form.cluster_blocks, 1, 1), **shape
         )
         if ring_groups > 0:
             self.ring.kernel(params, copies, first_ring_group, split_if_longest_exceeds).launch(
-                grid=(BLOCKS * ring_groups, 1, 1),
-                block=(self.spec.threads, 1, 1),
-                cluster=(self.ring.form.cluster_blocks, 1, 1),
-                min_blocks_per_mp=1,
-                use_pdl=True,
-                stream=stream,
+                grid=(BLOCKS * ring_groups, 1, 1), cluster=(self.ring.form.cluster_blocks, 1, 1), use_pdl=True, **shape
             )

@@ -14,9 +14,7 @@ RING = 16  # slots of tiles of a sequence and head in the workspace
 TAKEN_EVERY = 4  # chunks after which the chains say how many they have taken; RING exceeds SLOTS + TAKEN_EVERY
 TILE_LOADER = 0  # the chain that loads tiles from the ring for both
 WARPGROUPS = 2 * SETS + 1
-# Named barriers, and the next of each for the second set.
-SET_INVERSE_BARRIER = 1
-SET_SCORE_BARRIER = 3
+SET_SCORE_BARRIER = 3  # named, and the next for the second set; inverse's are the fused kernel's and the next
 KEY_BYTES = CHUNK * DIM * 2
 HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
 WORDS_BYTES, WORD_BYTES = 256, 32  # of the counts of a sequence and head, and from one to the next

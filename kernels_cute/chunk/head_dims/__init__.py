@@ -127,14 +127,14 @@ def launch(compiled: Any, params: ChunkParams) -> None:
     )
     null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
     if padding.PAD in compiled.functions:
-        compiled.functions[padding.PAD](*padding.pad_values(params, inner, null_slot))
+        compiled.functions[padding.PAD](*padding.values(params, inner, null_slot, is_pad=True))
     inner_kernel = Inner(compiled.functions, instead, compiled.config)
     if isinstance(instead, RecurrentProblem):
         kernel(problem).launch(inner_kernel, _recurrent_params(inner))
     else:
         kernel(problem).launch(inner_kernel, inner)
     if padding.UNPAD in compiled.functions:
-        compiled.functions[padding.UNPAD](*padding.unpad_values(params, inner, null_slot))
+        compiled.functions[padding.UNPAD](*padding.values(params, inner, null_slot, is_pad=False))
 
 
 def _recurrent_params(p: ChunkParams) -> RecurrentParams:

@@ -40,7 +40,7 @@ def summary_bytes(dim: int) -> int:
 
 
 class Segment(NamedTuple):
-    """What a block works on. Scalars of the kernel; the same in both blocks of a pair."""
+    """The segment that a block works on. Scalars of the kernel; the same in both blocks of a pair."""
 
     exists: Any  # the slot has a segment
     is_summarized: Any  # of several in a live sequence: its state goes through summaries

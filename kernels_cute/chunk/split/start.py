@@ -1,6 +1,4 @@
-"""What blocks of segments do before their first chunk: compose the state that the segment starts from. See compose.py."""
-
-from typing import Any
+"""The work of blocks of segments before their first chunk: composing the state that the segment starts from. See compose.py."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,40 +6,30 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from kernels_cute.chunk import layouts
-from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.operands import accumulators, register_operand
+from kernels_cute.chunk.shape import CHUNK, START_BUFFERS
 from kernels_cute.chunk.split.segments import load_summary, summary_address, transition_address
 from kernels_cute.chunk.state_memory import load_state
 from kernels_cute.common import ptx
-
-_BROUGHT, _USED, _COMPOSED = 0, 2, 4  # places among the barriers of `start`
-
-
-def init_start(spec: Any, storage: Any) -> None:
-    barriers = storage.start.data_ptr()
-    for buffer in range(spec.start_buffers):
-        cute.arch.mbarrier_init(barriers + _BROUGHT + buffer, 1)
-        cute.arch.mbarrier_init(barriers + _USED + buffer, 4)
-    cute.arch.mbarrier_init(barriers + _COMPOSED, 4)
 
 
 @cute.jit
 def bring_start(spec, storage, head, segment):
     """The copying warp, before its first chunk."""
     if segment.is_summarized & (segment.index > 1):
-        barriers = storage.start.data_ptr()
         size = spec.transition_tiles * spec.key_bytes
         for i in cutlass.range(1, segment.index, unroll=1):
-            buffer, turn = (i - 1) % spec.start_buffers, (i - 1) // spec.start_buffers & 1
-            cute.arch.mbarrier_wait(barriers + (_USED + buffer), turn ^ 1)
+            buffer, turn = (i - 1) % START_BUFFERS, (i - 1) // START_BUFFERS & 1
+            cute.arch.mbarrier_wait(storage.used.data_ptr() + buffer, turn ^ 1)
             with cute.arch.elect_one():
-                brought = barriers + (_BROUGHT + buffer)
+                brought = storage.brought.data_ptr() + buffer
                 cute.arch.mbarrier_arrive_and_expect_tx(brought, size)
                 source = transition_address(spec, segment, i, head)
                 target = storage.k.data_ptr().toint() + buffer * size
                 for tile in cutlass.range_constexpr(spec.transition_tiles):
                     offset = tile * spec.key_bytes
                     ptx.copy_from_global(target + offset, source + offset, Int32(spec.key_bytes), brought.toint())
-        cute.arch.mbarrier_wait(barriers + _COMPOSED, 0)
+        cute.arch.mbarrier_wait(storage.composed.data_ptr(), 0)
 
 
 @cute.jit
@@ -50,7 +38,7 @@ def start_of_segment(spec, storage, params, state, head, segment, group, warp, l
     if segment.is_summarized:
         first = Int32(0)
         if segment.index == 0:
-            first = segment.count - 1  # where the state before the sequence stands
+            first = segment.count - 1  # the place of the state before the sequence
         load_summary(spec, summary_address(spec, segment, first, head), group, warp, lane, state)
         if segment.index > 1:
             compose(spec, storage, state, head, segment, group, warp, lane)
@@ -68,19 +56,16 @@ def compose(spec, storage, state, head, segment, group, warp, lane):
     )
     mma = cute.make_tiled_mma(op)
     # K stages, then Q stages: 2 buffers of hi and lo, whatever the dtype of the tokens.
-    layout = layouts.by_columns(BFloat16, CHUNK, dim, spec.start_buffers * spec.transition_tiles)
+    layout = layouts.by_columns(BFloat16, CHUNK, dim, START_BUFFERS * spec.transition_tiles)
     tensor = storage.k.get_tensor(layout.outer, swizzle=layout.inner, dtype=BFloat16)
     tiles = mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))
-    high = cute.make_rmem_tensor(mma.partition_shape_A((64, dim)), BFloat16)
-    low = cute.make_rmem_tensor(mma.partition_shape_A((64, dim)), BFloat16)
-    sums = cute.make_rmem_tensor(mma.partition_shape_C((64, dim)), Float32)
-    high_words = cute.recast_tensor(high, Int32)
-    low_words = cute.recast_tensor(low, Int32)
-    barriers = storage.start.data_ptr()
+    high, high_words = register_operand(BFloat16, mma, dim)
+    low, low_words = register_operand(BFloat16, mma, dim)
+    sums = accumulators(mma, dim)
     for i in cutlass.range(1, segment.index, unroll=1):
-        buffer, turn = (i - 1) % spec.start_buffers, (i - 1) // spec.start_buffers & 1
+        buffer, turn = (i - 1) % START_BUFFERS, (i - 1) // START_BUFFERS & 1
         load_summary(spec, summary_address(spec, segment, i, head), group, warp, lane, sums)
-        cute.arch.mbarrier_wait(barriers + (_BROUGHT + buffer), turn)
+        cute.arch.mbarrier_wait(storage.brought.data_ptr() + buffer, turn)
         tile = buffer * spec.transition_tiles
         for step in cutlass.range_constexpr(dim // 16):
             for j in cutlass.range_constexpr(4):
@@ -93,14 +78,13 @@ def compose(spec, storage, state, head, segment, group, warp, lane):
             of_high = tiles[None, None, inner, tile + rows]
             of_low = tiles[None, None, inner, tile + dim // 64 + rows]
             mma.set(warpgroup.Field.ACCUMULATE, True)
-            cute.gemm(mma, sums, low[None, None, step], of_high, sums)
-            cute.gemm(mma, sums, high[None, None, step], of_low, sums)
-            cute.gemm(mma, sums, high[None, None, step], of_high, sums)
+            for left, right in ((low, of_high), (high, of_low), (high, of_high)):
+                cute.gemm(mma, sums, left[None, None, step], right, sums)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         for place in cutlass.range_constexpr(dim // 2):
             state[place] = sums[place]
         if lane == 0:
-            cute.arch.mbarrier_arrive(barriers + (_USED + buffer))
+            cute.arch.mbarrier_arrive(storage.used.data_ptr() + buffer)
     if lane == 0:
-        cute.arch.mbarrier_arrive(barriers + _COMPOSED)
+        cute.arch.mbarrier_arrive(storage.composed.data_ptr())
