@@ -12,20 +12,7 @@ from typing import Any
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem
 from kernels_cute.chunk import head_dims, kernel
-from kernels_cute.chunk.kernel import Config
-
-__all__ = [
-    "TUNED_WITHIN",
-    "Config",
-    "compile",
-    "configs",
-    "default_config",
-    "fits",
-    "launch",
-    "note",
-    "refusal",
-    "workspace_bytes",
-]
+from kernels_cute.chunk.kernel import Config as Config
 
 # log2 of how far a call's sizes may be from those of a tuned entry that serves it (see gdn.runtime.tuned). For others another
 # design may be faster, and the default knows which.
@@ -33,13 +20,12 @@ TUNED_WITHIN = 0.25
 
 
 def _module(problem: ChunkProblem) -> ModuleType:
-    return kernel if problem.head_k_dim in kernel.HEAD_DIMS else head_dims
+    return kernel if problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim else head_dims
 
 
 def refusal(problem: ChunkProblem) -> str | None:
     """None where a kernel serves the problem, else why not."""
-    reason: str | None = _module(problem).refusal(problem)
-    return reason
+    return _module(problem).refusal(problem)
 
 
 def note(problem: ChunkProblem) -> str | None:
@@ -48,7 +34,7 @@ def note(problem: ChunkProblem) -> str | None:
 
 
 def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
-    return bool(_module(problem).fits(problem, config, device))
+    return _module(problem).fits(problem, config, device)
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
@@ -57,16 +43,15 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
-    return list(_module(problem).configs(problem, device))
+    return _module(problem).configs(problem, device)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
-    return int(_module(problem).workspace_bytes(problem, config))
+    return _module(problem).workspace_bytes(problem, config)
 
 
 def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
-    libraries: dict[str, bytes] = _module(problem).compile(problem, config)
-    return libraries
+    return _module(problem).compile(problem, config)
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
