@@ -40,18 +40,15 @@ from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import scheduler, shape
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
+from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
 from kernels_cute.chunk.barriers import block_barriers, block_storage
-from kernels_cute.chunk.dispatch import works
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, own_chunks
+from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_warp
 from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
-from kernels_cute.chunk.roles.hand_over import hand_over_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.load import copy_warp
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.roles.state import state_warpgroup
-from kernels_cute.chunk.roles.store import store_warp
 from kernels_cute.chunk.scheduler import goes_on, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec

@@ -32,11 +32,11 @@ import cutlass.cute as cute
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
-from kernels_cute.chunk import plan
 from kernels_cute.chunk.barriers import block_storage, summary_storage
 from kernels_cute.chunk.four_sm.kernel import FourSmChunk
 from kernels_cute.chunk.four_sm.shape import DIM, chain_bytes, maker_bytes, ring_bytes, scaled_parts
 from kernels_cute.chunk.fused import FusedChunk
+from kernels_cute.chunk.plan import Model, four_sm_clusters
 from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
@@ -108,20 +108,21 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
-    narrow = _narrow_config(problem, device)
+    model = Model(problem, device)
+    narrow = _narrow_config(model)
     is_whole = narrow.split_chunks == 0 or narrow.split_if_longest_exceeds > 0
-    return _four_sm(narrow, device) if is_whole and plan.uses_four_sm(problem, device) else narrow
+    return _four_sm(narrow, device) if is_whole and model.uses_four_sm else narrow
 
 
-def _narrow_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
+def _narrow_config(model: Model) -> Config:
     """The default with two SMs a head, at D = 64 one."""
-    split_chunks, longest = plan.default_split(problem, device)
-    clusters = 0 if split_chunks else plan.default_clusters(problem, device)
-    return Config(STAGES, plan.default_prefetch(problem, split_chunks, clusters), split_chunks, longest, clusters)
+    split_chunks, longest = model.split()
+    clusters = 0 if split_chunks else model.clusters()
+    return Config(STAGES, model.prefetch(split_chunks, clusters), split_chunks, longest, clusters)
 
 
 def _four_sm(narrow: Config, device: DeviceSpec) -> Config:
-    clusters, groups = plan.four_sm_clusters(device)
+    clusters, groups = four_sm_clusters(device)
     four = {"num_four_sm_clusters": clusters, "max_l2_ring_groups": groups}
     return replace(narrow, stages=3, prefetch=0, num_persistent_clusters=0, **four)
 
@@ -132,8 +133,8 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     """Where lengths that nobody knows decide, no table should: every candidate launches both variants."""
-    narrow = _narrow_config(problem, device)
-    splits = plan.splits_to_try(problem, device)
+    model = Model(problem, device)
+    narrow, splits = _narrow_config(model), model.splits_to_try()
     if narrow.split_if_longest_exceeds:
         for split_chunks, longest in splits:
             if split_chunks != narrow.split_chunks:
@@ -143,7 +144,7 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
         for (split_chunks, _), prefetch in product(splits, (0, 2)):
             yield replace(narrow, split_chunks=split_chunks, prefetch=prefetch, num_persistent_clusters=0)
         narrow = replace(narrow, split_chunks=0)
-    for prefetch, clusters in product((0, 2), sorted({0, plan.default_clusters(problem, device)})):
+    for prefetch, clusters in product((0, 2), sorted({0, model.clusters()})):
         yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):

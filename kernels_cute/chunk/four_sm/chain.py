@@ -14,8 +14,8 @@ from kernels_cute.chunk import layouts, shape
 from kernels_cute.chunk.four_sm.shape import SLOTS
 from kernels_cute.chunk.operands import load_factors, multiply, multiply_step, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import chunks_in
+from kernels_cute.chunk.roles.copies import zero_rows
 from kernels_cute.chunk.roles.state import issue_keys, put_outputs, scale_columns, state_registers, value_address
-from kernels_cute.chunk.roles.store import zero_rows
 from kernels_cute.chunk.roles.tile_blocks import lane_of, set_words
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
 from kernels_cute.chunk.state_memory import load_state, store_checkpoints, store_state
@@ -25,6 +25,7 @@ from kernels_cute.common import ptx
 @cute.jit
 def chain_warpgroup(spec, form, storage, route, params, item, warp):
     length, sequence, dim, stages = item.live_length, item.sequence, spec.dim, spec.stages
+    free_slot = form.free_slot  # a name of its own, see run_block
     at = lane_of(warp)
     lane, pair = at.lane, at.pair
     by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
@@ -94,7 +95,7 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
         issue_keys(spec, by_key, registers, keys, following, "in groups")
         warpgroup.wait_group(dim // 16)
         if lane == 0:
-            _free_slot(form, route, slot)
+            free_slot(route, slot)
         put_outputs(spec, outputs, value_address(storage.v.data_ptr().toint() + stage * TILE_BYTES, warp, lane))
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
@@ -112,11 +113,6 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     end = Int32(params.cu_seqlens[sequences])
     zero_rows(params.out, item, column0, warp, lane, end + sequence * 16, cute.size(params.out, mode=[0]), sequences * 16)
-
-
-def _free_slot(form: Any, route: Any, slot: Any) -> None:
-    """A plain function: inside a dynamic `if` the DSL takes a call of an object's method for a change of the object."""
-    form.free_slot(route, slot)
 
 
 @cute.jit

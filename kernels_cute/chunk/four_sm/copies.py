@@ -10,7 +10,7 @@ from cutlass import Int16, Int32
 from kernels_cute.chunk.arguments import partition_keys, partition_tiles
 from kernels_cute.chunk.four_sm.shape import CHAINS, KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.rings import chunks_in
-from kernels_cute.chunk.roles.store import store_outputs
+from kernels_cute.chunk.roles.copies import store_outputs
 from kernels_cute.chunk.shape import TILE_BYTES
 
 

@@ -22,7 +22,7 @@ from kernels_cute.chunk.operands import (
     tiled_mma,
 )
 from kernels_cute.chunk.rings import chunks_in, ring_place
-from kernels_cute.chunk.roles.store import zero_rows
+from kernels_cute.chunk.roles.copies import zero_rows
 from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
 from kernels_cute.chunk.scheduler import note_record, read_record
 from kernels_cute.chunk.shape import BUFFERS, CHUNK
@@ -54,20 +54,6 @@ def state_registers(spec: Any, by_key: Any, by_token: Any) -> StateRegisters:
     )
 
 
-class Operands(NamedTuple):
-    """Operands in shared memory of the state role, its places there, and what multiplies them."""
-
-    by_key: Any
-    by_token: Any
-    keys: Any
-    queries: Any
-    tokens: Any  # K by columns
-    m: Any
-    p: Any
-    value_lane: Any  # where a lane points when its warp's columns of V are moved as matrices
-    vectors: Any
-
-
 @cute.jit
 def state_warpgroup(spec, storage, params, warp, segment, only):
     """All work tiles of a block; only: the one there is, None = they come in records."""
@@ -75,19 +61,15 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
     lane, pair, dim = at.lane, at.pair, spec.dim
     by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
     square = layouts.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
-    operands = Operands(
-        by_key,
-        by_token,
-        smem_operand_b(by_key, storage.k, layouts.by_rows(spec.dtype, CHUNK, dim, spec.key_stages)),
-        smem_operand_b(by_key, storage.q, layouts.by_rows(spec.dtype, CHUNK, dim, spec.stages)),
-        smem_operand_b(by_token, storage.k, layouts.by_columns(spec.dtype, CHUNK, dim, spec.key_stages)),
-        smem_operand_b(by_key, storage.m, square),
-        smem_operand_b(by_key, storage.p, square),
-        value_address(storage.v.data_ptr().toint(), warp, lane),
-        storage.vectors.data_ptr().toint() + pair * 8,
-    )
+    keys = smem_operand_b(by_key, storage.k, layouts.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
+    queries = smem_operand_b(by_key, storage.q, layouts.by_rows(spec.dtype, CHUNK, dim, spec.stages))
+    tokens = smem_operand_b(by_token, storage.k, layouts.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
+    m_operand, p_operand = (smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
     registers = state_registers(spec, by_key, by_token)
     state = registers.state
+    value_lane = value_address(storage.v.data_ptr().toint(), warp, lane)
+    vectors = storage.vectors.data_ptr().toint() + pair * 8
+    operands = (by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors)
     block_row = warp * 16 + at.row  # this lane's first V row of the block's
     if cutlass.const_expr(segment is None):
         fetched = cute.make_rmem_tensor(state.layout, Float32)
@@ -146,7 +128,7 @@ def state_chunks(spec, storage, params, operands, registers, at, item, base, seg
     next chunk goes ahead of this one's output. Where the loop closes nothing is in flight, else ptxas would serialise every
     product.
     """
-    by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors = operands
+    by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors = operands  # of state_warpgroup
     state, sums, outputs, state_operand, state_words, operand, operand_words, _, _ = registers
     lane, pair, warp = at.lane, at.pair, at.warp
     full, k_full, ready, taken = (x.data_ptr() for x in (storage.full, storage.k_full, storage.ready, storage.taken))

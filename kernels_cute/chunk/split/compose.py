@@ -10,8 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.dispatch import works
+from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
 from kernels_cute.chunk.fused import launch_shape, run_block
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import find_segment
