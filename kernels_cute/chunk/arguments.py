@@ -88,7 +88,7 @@ def works(spec, cu_seqlens, split_if_longest_exceeds):
     """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens.
 
     A call of whole sequences or segments launches both, and those whose turn it is not return at once: whole sequences take as
-    long as the longest one, segments as long as all tokens together. Which is faster depends on lengths that the host does not know.
+    long as the longest one, segments as long as all tokens together, and the host does not know the lengths.
     """
     if cutlass.const_expr(not spec.has_both_variants):
         return Boolean(True)

@@ -1,16 +1,8 @@
 """The chunk kernel of head dims 64 and 128, in one launch, or in two that split sequences: what is chosen, compiled, launched.
 
-Per sequence and state head, with S [K, V] float32, c the inclusive cumulative sum of g inside a chunk and
-G_ij = exp(c_i - c_j) for i >= j, else 0:
-
-    A  = (I + strict_lower(diag(beta) K K^T))^-1
-    Vn = (A * G * beta_column) (V - exp(c) * (K S))
-    O  = scale * (exp(c) * (Q S) + (G * (Q K^T)) Vn)
-    S  = exp(c_last) S + K^T (exp(c_last - c) * Vn)
-
 L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside.
 
-The kernel and its barriers: fused.py. Its warp roles are functions of the ChunkSpec (spec.py), the launch's Params and the
+The kernel and its formulas: fused.py. Its warp roles are functions of the ChunkSpec (spec.py), the launch's Params and the
 block's shared memory: roles/. Which block works on what: scheduler.py; tiles in shared memory: layouts.py. With `split_chunks` a
 sequence is split into segments that run side by side: split/segments.py (slots, workspace), split/summary.py (first launch),
 split/compose.py (second). With `num_four_sm_clusters` a head has four SMs instead of two: four_sm/kernel.py. With
@@ -182,10 +174,12 @@ def num_l2_ring_groups(num_groups: int, config: Config) -> int:
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    return {
-        entry: build.library(entry, _kernel(problem, variant).launch, *_arguments(problem, config, variant))
-        for entry, variant in zip(_ENTRIES, _variants(config), strict=False)
-    }
+    variants, libraries = _variants(config), {}
+    params = fake_params(problem, any(one.split_chunks or one.num_four_sm_clusters for one in variants))
+    for entry, variant in zip(_ENTRIES, variants, strict=False):
+        scalars = map(cutlass.Int32, _scalars(variant, problem, 1, 1))
+        libraries[entry] = build.library(entry, _kernel(problem, variant).launch, *params, *scalars)
+    return libraries
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | FourSmChunk:
@@ -196,13 +190,11 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | 
     return SplitChunk(spec) if spec.is_split else FusedChunk(spec)
 
 
-def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[Any]:
-    """Fake Params and scalars in the order of the compiled function."""
+def fake_params(problem: ChunkProblem, has_workspace: bool = False) -> ChunkParams:
     heads, dim = problem.num_state_heads, problem.head_k_dim
     num_tokens, columns = cute.sym_int(), cute.sym_int()
     pool_dtype = problem.state_dtype if problem.pooled else "float32"
     checkpoints = problem.has_checkpoints
-    has_workspace = any(one.split_chunks or one.num_four_sm_clusters for one in _variants(config))
 
     def tokens(count: int) -> Any:
         return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
@@ -210,7 +202,7 @@ def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[A
     def given(dtype: str | None, *shape: Any, last: int | None = None, present: Any = True) -> Any:
         return fake(dtype, *shape, last=last) if present and dtype is not None else None
 
-    params = ChunkParams(
+    return ChunkParams(
         q=tokens(problem.num_q_heads),
         k=tokens(problem.num_k_heads),
         v=tokens(problem.num_v_heads),
@@ -231,7 +223,6 @@ def _arguments(problem: ChunkProblem, config: Config, variant: Config) -> list[A
         scale=cutlass.Float32(1.0),
         null_slot=cutlass.Int64(-1),
     )
-    return [*params, *map(cutlass.Int32, _scalars(variant, problem, 1, 1))]
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:

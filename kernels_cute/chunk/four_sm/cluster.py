@@ -11,8 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels_cute.chunk.four_sm.shape import BLOCKS, CHAINS, HANDED_BYTES, KEY_BYTES, MAKERS, ROUND, SLOTS
-from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.chunk.four_sm.shape import BLOCKS, CHAINS, HANDED_BYTES, MAKERS, ROUND, SLOTS
+from kernels_cute.chunk.four_sm.tiles import handed
+from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.common import ptx
 
 assert SLOTS == ROUND
@@ -56,18 +57,15 @@ class ClusterForm:
     def hand_over_set(self, storage, route, length, number, group):
         """Z, P M and the vectors of a set's chunks to both chains."""
         slot = number + group * MAKERS
-        for step in cutlass.range(slot, (length + (CHUNK - 1)) // CHUNK, ROUND, unroll=1):
+        for step in cutlass.range(slot, chunks_in(length), ROUND, unroll=1):
             cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
             with cute.arch.elect_one():
                 for rank in cutlass.range_constexpr(CHAINS):
                     barrier = ptx.in_block(route.ready + slot * 8, Int32(rank))
                     ptx.expect_in_cluster(barrier, Int32(HANDED_BYTES))
-                    for source, target, size in (
-                        (storage.z, route.z, KEY_BYTES), (storage.vectors, route.vectors, VECTOR_BYTES),
-                        (storage.p, route.p, TILE_BYTES),
-                    ):  # fmt: skip
+                    for (field, size, _), target in zip(handed(storage), (route.z, route.p, route.vectors), strict=True):
                         to = ptx.in_block(target + slot * size, Int32(rank))
-                        ptx.copy_in_cluster(to, source.data_ptr().toint() + group * size, Int32(size), barrier)
+                        ptx.copy_in_cluster(to, field.data_ptr().toint() + group * size, Int32(size), barrier)
 
     def tile_warp(self, storage: Any, route: Any, length: Any, number: Any) -> None:
         pass

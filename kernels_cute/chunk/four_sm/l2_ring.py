@@ -28,7 +28,6 @@ from kernels_cute.chunk.four_sm.shape import (
     BLOCKS,
     CHAINS,
     HANDED_BYTES,
-    KEY_BYTES,
     MAKERS,
     RING,
     ROUND,
@@ -39,7 +38,8 @@ from kernels_cute.chunk.four_sm.shape import (
     WORD_BYTES,
     WORDS_BYTES,
 )
-from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.chunk.four_sm.tiles import handed
+from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.common import ptx
 
 CLEAR_THREADS = 256
@@ -66,8 +66,7 @@ class RingForm:
         thread, _, _ = cute.arch.thread_idx()
         place = (block * CLEAR_THREADS + thread) * 16
         if place < num_bytes:
-            zero = Int32(0)
-            ptx.store_global_words(workspace.iterator.toint() + place, [zero] * 4)
+            ptx.store_global_words(workspace.iterator.toint() + place, [Int32(0)] * 4)
 
     @cute.jit
     def place(self, chain, workspace, warp):
@@ -120,16 +119,14 @@ class RingForm:
         """Z, P M and the vectors of a set's chunks to the ring."""
         first = number + group * MAKERS
         made, taken = route.words + first * WORD_BYTES, Int32(0)
-        for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, ROUND, unroll=1):
+        for step in cutlass.range(first, chunks_in(length), ROUND, unroll=1):
             cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
             if taken <= step - RING:
                 taken = self.wait_for_count(route.words + TAKEN * WORD_BYTES, step - RING + 1)
             with cute.arch.elect_one():
                 slot = route.slots + step % RING * HANDED_BYTES
-                ptx.copy_to_global(slot, storage.z.data_ptr().toint() + group * KEY_BYTES, Int32(KEY_BYTES))
-                ptx.copy_to_global(slot + KEY_BYTES, storage.p.data_ptr().toint() + group * TILE_BYTES, Int32(TILE_BYTES))
-                vectors = storage.vectors.data_ptr().toint() + group * VECTOR_BYTES
-                ptx.copy_to_global(slot + (KEY_BYTES + TILE_BYTES), vectors, Int32(VECTOR_BYTES))
+                for field, size, before in handed(storage):
+                    ptx.copy_to_global(slot + before, field.data_ptr().toint() + group * size, Int32(size))
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(storage.taken.data_ptr() + group)
@@ -141,7 +138,7 @@ class RingForm:
         """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
         of the slot is there."""
         made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
-        for step in cutlass.range((length + (CHUNK - 1)) // CHUNK, unroll=1):
+        for step in cutlass.range(chunks_in(length), unroll=1):
             slot, parity = step % SLOTS, step // SLOTS & 1
             ready = storage.ready.data_ptr() + slot
             if rank == TILE_LOADER:
@@ -155,17 +152,10 @@ class RingForm:
                     made = self.wait_for_count(route.words + step % ROUND * WORD_BYTES, step // ROUND + 1)
                 with cute.arch.elect_one():
                     source = route.slots + step % RING * HANDED_BYTES
-                    self.load_tile(storage.z.data_ptr().toint() + slot * KEY_BYTES, source, KEY_BYTES, ready)
-                    self.load_tile(storage.p.data_ptr().toint() + slot * TILE_BYTES, source + KEY_BYTES, TILE_BYTES, ready)
-                    self.load_tile(
-                        storage.vectors.data_ptr().toint() + slot * VECTOR_BYTES, source + (KEY_BYTES + TILE_BYTES),
-                        VECTOR_BYTES, ready,
-                    )  # fmt: skip
+                    for field, size, before in handed(storage):
+                        place, chains = field.data_ptr().toint() + slot * size, Int16((1 << CHAINS) - 1)
+                        ptx.copy_from_global_to_blocks(place, source + before, Int32(size), ready.toint(), chains)
                     if step % TAKEN_EVERY == TAKEN_EVERY - 1:
                         # What was in this slot has left the ring. Rarely, for a release takes long.
                         ptx.store_release(route.words + TAKEN * WORD_BYTES, step - SLOTS + 1)
             made, next1, next2, next3 = next1, next2, next3, made
-
-    def load_tile(self, target: Any, source: Any, num_bytes: int, barrier: Any) -> None:
-        chains = Int16((1 << CHAINS) - 1)
-        ptx.copy_from_global_to_blocks(target, source, Int32(num_bytes), barrier.toint(), chains)

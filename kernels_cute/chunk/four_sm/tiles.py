@@ -10,7 +10,7 @@ from kernels_cute.chunk import layouts
 from kernels_cute.chunk.four_sm.shape import KEY_BYTES, SETS
 from kernels_cute.chunk.operands import accumulators, exp2_clamped, multiply, register_operand, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles import tile_blocks as blocks
-from kernels_cute.chunk.shape import CHUNK, KEY_BETA, LAST_CUM, TILE_BYTES
+from kernels_cute.chunk.shape import CHUNK, KEY_BETA, LAST_CUM, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.common import ptx
 
 
@@ -33,6 +33,12 @@ def store_scaled(spec: Any, at: Any, plain: Any, m_tile: Any, u: Any, values: An
             low, high = ptx.unpack(spec.dtype, words[i])
             rests.append(ptx.pack(spec.dtype, scaled[2 * i] - low, scaled[2 * i + 1] - high))
         blocks.store_block(m_tile + TILE_BYTES, at, u, rests)
+
+
+def handed(storage: Any) -> tuple[tuple[Any, int, int], ...]:
+    """What makers hand to chains: field, bytes of a chunk, and bytes before it in a slot of the L2 ring."""
+    fields = ((storage.z, KEY_BYTES), (storage.p, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
+    return tuple((field, size, sum(before for _, before in fields[:i])) for i, (field, size) in enumerate(fields))
 
 
 @cute.jit

@@ -28,15 +28,22 @@ _ALIGNMENT = 256  # bytes
 
 
 @functools.lru_cache(maxsize=256)
+def padded(problem: ChunkProblem) -> ChunkProblem:
+    """The problem with the head dim that is computed, on copies of its states."""
+    dim = next(dim for dim in (*chunk.HEAD_DIMS, problem.head_k_dim) if problem.head_k_dim <= dim)
+    copied = padding.has_state_copies(problem)
+    indices = {"index_dtype": "int32" if copied else None, "has_final_indices": False, "has_mask": False}
+    states = {"state_dtype": "float32", "has_initial_state": copied, "has_final_state": copied}
+    return replace(problem, **states, **indices, head_k_dim=dim, head_v_dim=dim)
+
+
+@functools.lru_cache(maxsize=256)
 def stand_in(problem: ChunkProblem) -> ChunkProblem | RecurrentProblem:
     """The problem that is computed instead."""
-    copied = padding.has_state_copies(problem)
-    states = {"state_dtype": "float32", "index_dtype": "int32" if copied else None, "has_final_indices": False}
-    states |= {"has_initial_state": copied, "has_final_state": copied}
+    instead = padded(problem)
     if problem.head_k_dim <= 128:
-        dim = 64 if problem.head_k_dim <= 64 else 128
-        return replace(problem, **states, has_mask=False, head_k_dim=dim, head_v_dim=dim)
-    shared = {f.name: getattr(problem, f.name) for f in fields(DeltaRuleProblem)} | problem.sizes() | states
+        return instead
+    shared = {f.name: getattr(instead, f.name) for f in fields(DeltaRuleProblem)} | problem.sizes()
     none = {"write_every_token": False, "has_accepted": False, "has_parent": False, "has_rounding": False}
     return RecurrentProblem(**shared, **none)
 
@@ -83,8 +90,7 @@ def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
 
 
 def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
-    instead = stand_in(problem)
-    return kernel(problem).compile(instead, config) | padding.compile(problem, instead.head_k_dim)
+    return kernel(problem).compile(stand_in(problem), config) | padding.compile(problem, padded(problem))
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:

@@ -19,9 +19,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from gdn.problems import ChunkParams, ChunkProblem
+from kernels_cute.chunk.kernel import fake_params
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.common import build
-from kernels_cute.common.memory import fake, load, pointer, store
+from kernels_cute.common.memory import load, pointer, store
 
 PAD, UNPAD = "gdn_cute_chunk_pad", "gdn_cute_chunk_unpad"
 _THREADS = 128
@@ -33,10 +34,10 @@ _STATE_PIECES = 8  # of a thread, of 4 values
 class CopyParams(NamedTuple):
     """Arguments of the copies in or out; None: the copies in that direction have no such tensor."""
 
-    q: Any  # [L, heads, D], as k and v; on the way out the padded output [L, HS, P] alone
+    q: Any  # [1, L, heads, D], as k and v; on the way out the padded output [1, L, HS, P] alone
     k: Any
     v: Any
-    q_copy: Any  # [L, heads, P], as k_copy and v_copy; on the way out the output [L, HS, D] alone
+    q_copy: Any  # [1, L, heads, P], as k_copy and v_copy; on the way out the output [1, L, HS, D] alone
     k_copy: Any
     v_copy: Any
     cu_seqlens: Any
@@ -61,59 +62,24 @@ def has_state_copies(problem: ChunkProblem) -> bool:
     return problem.pooled or problem.has_initial_state or problem.has_final_state
 
 
-def compile(problem: ChunkProblem, dim: int) -> dict[str, bytes]:
-    return {
-        name: build.library(name, _Copies(problem, dim, name == PAD), *_arguments(problem, dim, name == PAD))
-        for name in needed(problem, dim)
-    }
+def compile(problem: ChunkProblem, padded: ChunkProblem) -> dict[str, bytes]:
+    dim, libraries = padded.head_k_dim, {}
+    for name in needed(problem, dim):
+        fakes = values(fake_params(problem), fake_params(padded), Int64(-1), name == PAD)
+        libraries[name] = build.library(name, _Copies(problem, dim, name == PAD), *fakes)
+    return libraries
 
 
-def values(params: ChunkParams, inner: ChunkParams, null_slot: int, is_pad: bool) -> CopyParams:
+def values(p: ChunkParams, inner: ChunkParams, null_slot: Any, is_pad: bool) -> CopyParams:
     """The launch of the copies in or out. inner: the call that is computed instead."""
-    p = params
     if is_pad:
         return CopyParams(
-            *(p.q[0], p.k[0], p.v[0], inner.q[0], inner.k[0], inner.v[0], p.cu_seqlens, p.initial_state, inner.initial_state),
-            *(p.state_indices, p.has_initial_state, None, inner.state_indices, None, inner.checkpoint_slots, null_slot),
+            *(p.q, p.k, p.v, inner.q, inner.k, inner.v, p.cu_seqlens, p.initial_state, inner.initial_state, p.state_indices),
+            *(p.has_initial_state, None, inner.state_indices, None, inner.checkpoint_slots, null_slot),
         )
     return CopyParams(
-        *(inner.out[0], None, None, p.out[0], None, None, p.cu_seqlens, inner.final_state if p.final_state is not None else None),
+        *(inner.out, None, None, p.out, None, None, p.cu_seqlens, None if p.final_state is None else inner.final_state),
         *(p.final_state, p.state_indices, None, p.final_state_indices, None, p.checkpoint_offsets, p.checkpoint_slots, null_slot),
-    )
-
-
-def _arguments(problem: ChunkProblem, dim: int, is_pad: bool) -> CopyParams:
-    """Fake tensors and scalars of the compiled function."""
-    tokens, columns, own = cute.sym_int(), cute.sym_int(), problem.head_k_dim
-    heads = (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads) if is_pad else (problem.num_state_heads,)
-    none = [None] * (3 - len(heads))
-    stored = problem.state_dtype if problem.pooled else "float32"
-    sides = (own, dim) if is_pad else (dim, own)  # read and written
-
-    def of_tokens(side: int) -> list[Any]:
-        return [fake(problem.dtype, tokens, count, side, last=1) for count in heads] + none
-
-    def states(dtype: str, side: int, present: bool) -> Any:
-        return fake(dtype, cute.sym_int64(), problem.num_state_heads, side, side, last=1) if present else None
-
-    def indices(present: bool, *shape: Any, dtype: str = str(problem.index_dtype), last: int | None = None) -> Any:
-        return fake(dtype, *(shape or (cute.sym_int(),)), last=last) if present else None
-
-    has_states = has_state_copies(problem) if is_pad else problem.has_final_state
-    has_checkpoints, count = problem.has_checkpoints, cute.sym_int()
-    return CopyParams(
-        *of_tokens(sides[0]),
-        *of_tokens(sides[1]),
-        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
-        initial_state=states(*(problem.state_dtype, own, problem.has_initial_state) if is_pad else ("float32", dim, has_states)),
-        final_state=states(*("float32", dim) if is_pad else (stored, own), has_states),
-        state_indices=indices(problem.pooled),
-        has_initial_state=indices(is_pad and problem.has_mask, dtype="bool", last=1),
-        final_state_indices=indices(not is_pad and problem.has_final_indices),
-        slots=indices(is_pad and has_states, dtype="int32", last=1),
-        checkpoint_offsets=indices(not is_pad and has_checkpoints, count, columns, dtype="int32", last=1),
-        checkpoint_slots=indices(has_checkpoints, count, columns, dtype="int32" if is_pad else str(problem.index_dtype), last=1),
-        null_slot=Int64(-1),
     )
 
 
@@ -145,7 +111,7 @@ class _Copies:
         self.kernel(params).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     def token_blocks(self, x: Any) -> Any:
-        return (x.shape[0] + (_TOKENS - 1)) // _TOKENS * self.slices if self.tokens_differ else Int32(0)
+        return (x.shape[1] + (_TOKENS - 1)) // _TOKENS * self.slices if self.tokens_differ else Int32(0)
 
     @cute.kernel
     def kernel(self, params: CopyParams):
@@ -191,7 +157,7 @@ class _Copies:
         """8 columns of a head in `_TOKENS` tokens; those beyond either tensor's head dim are zero, or not stored."""
         rX = cute.make_rmem_tensor(_TOKENS * _COLUMNS, source.element_type)
         rX.fill(0.0)
-        last = source.shape[0] - 1
+        last = source.shape[1] - 1
         column = piece * _COLUMNS
         for u in cutlass.range_constexpr(_TOKENS):
             self.move_columns(source, cutlass.min(first + u, last), head, column, rX, u * _COLUMNS, False)
@@ -202,11 +168,11 @@ class _Copies:
     @cute.jit
     def move_columns(self, x, token, head, column, rX, start: cutlass.Constexpr, stores: cutlass.Constexpr):
         """8 columns of a token from x to rX[start : start + 8], or back."""
-        is_whole = cutlass.const_expr(x.shape[2] % _COLUMNS == 0 and x.shape[2] == self.dim)
+        is_whole = cutlass.const_expr(x.shape[3] % _COLUMNS == 0 and x.shape[3] == self.dim)
         width = cutlass.const_expr(_COLUMNS if is_whole else 4)
-        offset = Int64(token) * x.stride[0] + Int64(head) * x.stride[1] + column
+        offset = Int64(token) * x.stride[1] + Int64(head) * x.stride[2] + column
         for place in cutlass.range_constexpr(0, _COLUMNS, width):
-            if Boolean(True) if cutlass.const_expr(is_whole) else column + place < x.shape[2]:
+            if Boolean(True) if cutlass.const_expr(is_whole) else column + place < x.shape[3]:
                 self.move(pointer(x, offset + place, 2 * width), width, rX, start + place, stores)
 
     @cute.jit

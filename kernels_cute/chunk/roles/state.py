@@ -3,7 +3,7 @@
 The formulas and who waits for whom: fused.py. The state roles of segments' summaries and of the four-SM form use its parts.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -31,22 +31,10 @@ from kernels_cute.chunk.state_memory import fetch_item, settle_state, store_chec
 from kernels_cute.common import ptx
 
 
-class StateRegisters(NamedTuple):
-    """Accumulators of a state role, and its rounded operands, each with its words."""
-
-    state: Any  # S^T, [64, D]
-    sums: Any  # U, W and Y, [64, 64]
-    outputs: Any  # O, [64, 64]
-    state_operand: Any
-    state_words: Any
-    operand: Any  # W, or Y
-    operand_words: Any
-    decayed: Any  # Y decayed to the last token, as an operand of the product with K
-    decayed_words: Any
-
-
-def state_registers(spec: Any, by_key: Any, by_token: Any) -> StateRegisters:
-    return StateRegisters(
+def state_registers(spec: Any, by_key: Any, by_token: Any) -> tuple[Any, ...]:
+    """Accumulators of a state role: S^T [64, D]; U, W and Y [64, 64]; O [64, 64]. And its rounded operands, each with its words:
+    S^T; W or Y; Y decayed to the last token, for the product with K."""
+    return (
         *(accumulators(by_token, spec.dim), accumulators(by_key, CHUNK), accumulators(by_key, CHUNK)),
         *register_operand(spec.dtype, by_key, spec.dim),
         *register_operand(spec.dtype, by_key, CHUNK),
@@ -66,7 +54,7 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
     tokens = smem_operand_b(by_token, storage.k, layouts.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
     m_operand, p_operand = (smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
     registers = state_registers(spec, by_key, by_token)
-    state = registers.state
+    state = registers[0]
     value_lane = value_address(storage.v.data_ptr().toint(), warp, lane)
     vectors = storage.vectors.data_ptr().toint() + pair * 8
     operands = (by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors)

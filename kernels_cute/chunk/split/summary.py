@@ -3,11 +3,6 @@
 Both are runs of the chain of fused.py over the segment's chunks without outputs: h from a zero state (segment 0: from the
 sequence's own), P with V = 0 from the identity. A segment has only whole chunks here.
 
-    U^T  = S^T K^T
-    W^T  = V^T - exp(c) f U^T
-    Y^T  = W^T + W^T M^T
-    S^T  = exp(c_last) S^T + (Y^T exp(c_last - c) f beta) K
-
 At D = 128 the two blocks of a head and segment are a cluster: block 0 runs h, block 1 runs P, with two state warpgroups of 64
 columns each, and block b prepares the chunks of parity b for both. At D = 64 one block has a warpgroup for each. The other
 warpgroups: inverse (M, as in the fused kernel), and one whose warps copy K and V in, make the gates, the vectors, and hand over.
@@ -179,7 +174,7 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
     tokens = smem_operand_b(by_token, storage.k, layouts.by_columns(spec.dtype, CHUNK, dim, spec.stages))
     m_operand = smem_operand_b(by_key, storage.m, layouts.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS))
     registers = state_registers(spec, by_key, by_token)
-    state, sums, operand, operand_words = registers.state, registers.sums, registers.operand, registers.operand_words
+    state, sums, _, _, _, operand, operand_words, _, _ = registers
 
     group = half if cutlass.const_expr(spec.paired) else Int32(0)  # of 64 columns
     is_transition = (rank if cutlass.const_expr(spec.paired) else half) == 1
