@@ -19,8 +19,17 @@ from kernels_cute.chunk.kernel import Config as Config
 TUNED_WITHIN = 0.25
 
 
+def _has_kernel(problem: ChunkProblem) -> bool:
+    return problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim
+
+
+def _computed(problem: ChunkProblem) -> tuple[Any, Any]:
+    """The module whose kernel runs, and the problem that it computes."""
+    return (kernel, problem) if _has_kernel(problem) else (head_dims.kernel(problem), head_dims.stand_in(problem))
+
+
 def _module(problem: ChunkProblem) -> ModuleType:
-    return kernel if problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim else head_dims
+    return kernel if _has_kernel(problem) else head_dims
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -30,20 +39,23 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 def note(problem: ChunkProblem) -> str | None:
     """How the problem is served, where a user should know."""
-    return head_dims.note(problem) if _module(problem) is head_dims else None
+    return None if _has_kernel(problem) else head_dims.note(problem)
 
 
 def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
-    return _module(problem).fits(problem, config, device)
+    module, computed = _computed(problem)
+    return module.fits(computed, config, device)
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
     """A Config, or for head dims above 128 the recurrent kernel's."""
-    return _module(problem).default_config(problem, device)
+    module, computed = _computed(problem)
+    return module.default_config(computed, device)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
-    return _module(problem).configs(problem, device)
+    module, computed = _computed(problem)
+    return module.configs(computed, device)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:

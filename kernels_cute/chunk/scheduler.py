@@ -64,13 +64,23 @@ def can_sort(spec, cu_seqlens):
 
 
 @cute.jit
+def sequence_of(spec, params, sequence):
+    """First token, tokens, tokens or 0 in a padding sequence, and slot of the initial state."""
+    begin = Int32(params.cu_seqlens[sequence])
+    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
+    live_length, read_slot = length, Int64(sequence)
+    if cutlass.const_expr(spec.pooled):
+        read_slot = Int64(params.state_indices[sequence])
+        if read_slot <= params.null_slot:
+            live_length = Int32(0)
+    return begin, length, live_length, read_slot
+
+
+@cute.jit
 def chunks_of(spec, params, sequence):
     """Chunks of a sequence, 0 in a padding sequence."""
-    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]), 0)
-    if cutlass.const_expr(spec.pooled):
-        if Int64(params.state_indices[sequence]) <= params.null_slot:
-            length = Int32(0)
-    return chunks_in(length)
+    _, _, live_length, _ = sequence_of(spec, params, sequence)
+    return chunks_in(live_length)
 
 
 @cute.jit
@@ -174,19 +184,6 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
 
 
 @cute.jit
-def sequence_of(spec, params, sequence):
-    """First token, tokens, tokens or 0 in a padding sequence, and slot of the initial state."""
-    begin = Int32(params.cu_seqlens[sequence])
-    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
-    live_length, read_slot = length, Int64(sequence)
-    if cutlass.const_expr(spec.pooled):
-        read_slot = Int64(params.state_indices[sequence])
-        if read_slot <= params.null_slot:
-            live_length = Int32(0)
-    return begin, length, live_length, read_slot
-
-
-@cute.jit
 def describe(spec, params, sequence, unit, rank):
     """An item; rank: of the block in the pair."""
     begin, length, live_length, head, piece = (Int32(0),) * 5
@@ -236,16 +233,12 @@ def note_record(storage, number):
 
 @cute.jit
 def take_work_tile(storage, number, only):
-    """The block's item `number`."""
+    """The block's item `number`; only: the one there is, None = they come in records."""
     item = only
     if cutlass.const_expr(only is None):
         item = read_record(storage, number)
         note_record(storage, number)
     return item
-
-
-def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:
-    return WorkTile(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
 
 
 @cute.jit
@@ -255,3 +248,7 @@ def goes_on(item, only):
     if cutlass.const_expr(only is None):
         going = item.sequence >= 0
     return going
+
+
+def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:
+    return WorkTile(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from kernels_cute import recurrent
 from kernels_cute.chunk import kernel as chunk
@@ -61,19 +60,6 @@ def refusal(problem: ChunkProblem) -> str | None:
     if k > 128 and problem.has_checkpoints:
         return f"requires head dims up to 128 with checkpoints, got {k}"
     return chunk.refusal(problem)  # dtypes and heads
-
-
-def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
-    return kernel(problem).fits(stand_in(problem), config, device)
-
-
-def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
-    """The configuration of the kernel that runs: a chunk Config, or the recurrent kernel's."""
-    return kernel(problem).default_config(stand_in(problem), device)
-
-
-def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
-    return kernel(problem).configs(stand_in(problem), device)
 
 
 def note(problem: ChunkProblem) -> str:

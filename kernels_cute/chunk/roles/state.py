@@ -202,7 +202,11 @@ def state_chunks(spec, storage, params, operands, registers, at, item, base, seg
         warpgroup.wait_group(0)
         if cutlass.const_expr(spec.has_checkpoints):
             if (step + 1) * CHUNK <= item.live_length:
-                done = tokens_before(item, segment, params.cu_seqlens) + (step + 1) * CHUNK
+                # A segment knows the tokens before it: the address of its sequence's offset, kept from where the segment was
+                # looked up, would be two registers too many.
+                is_whole = cutlass.const_expr(segment is None)
+                before = item.begin - Int32(params.cu_seqlens[item.sequence]) if is_whole else segment.before
+                done = before + (step + 1) * CHUNK
                 row0 = item.piece * spec.columns + (warp * 16 + at.row)
                 store_checkpoints(spec, params, state, item.sequence, item.head, done, row0, pair)
 
@@ -281,9 +285,3 @@ def value_address(tile: Any, warp: Any, lane: Any) -> Any:
     """Where a lane points when its warp's 16 columns of V or O are moved as matrices: it names row l % 8 of matrix l // 8,
     and matrices alternate between the warp's two halves of 8 columns."""
     return layouts.address(tile, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)
-
-
-def tokens_before(item: Any, segment: Any, cu_seqlens: Any) -> Any:
-    """Tokens of the sequence in front of an item. A segment knows them: the address of its sequence's offset, kept from where
-    the segment was looked up, would be two registers too many."""
-    return item.begin - Int32(cu_seqlens[item.sequence]) if segment is None else segment.before

@@ -25,6 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from kernels_cute.chunk.scheduler import sequence_of
 from kernels_cute.common import ptx
 
 
@@ -58,20 +59,15 @@ class Segment(NamedTuple):
 
 @cute.jit
 def find_segment(spec, params, slot, segment_tokens):
-    cu_seqlens = params.cu_seqlens
-    sequence = find_sequence(slot, cu_seqlens, segment_tokens)
-    start = Int32(cu_seqlens[sequence])
-    length = cutlass.max(Int32(cu_seqlens[sequence + 1]) - start, 0)
+    sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
+    start, length, _, read_slot = sequence_of(spec, params, sequence)
     first = start // segment_tokens + sequence
     index = slot - first
     count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
     before = index * segment_tokens
     segment_length = cutlass.max(cutlass.min(length - before, segment_tokens), 0)
-    live_length = segment_length
-    read_slot = Int64(sequence)
-    is_live = Boolean(True)
+    live_length, is_live = segment_length, Boolean(True)
     if cutlass.const_expr(spec.pooled):
-        read_slot = Int64(params.state_indices[sequence])
         is_live = read_slot > params.null_slot
         if read_slot <= params.null_slot:
             live_length = Int32(0)
@@ -100,7 +96,7 @@ def find_sequence(slot, cu_seqlens, segment_tokens):
 
 
 def summary_address(spec: Any, segment: Segment, index: Any, head: Any) -> Any:
-    """Where the summary of segment `index` of the sequence begins."""
+    """First byte of the summary of segment `index` of the sequence."""
     number = Int64(segment.first + index) * spec.heads + head
     return segment.workspace.iterator.toint() + number * summary_bytes(spec.dim)
 
