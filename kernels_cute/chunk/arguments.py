@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk import layouts
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.memory import without_batch
@@ -49,7 +49,7 @@ def token_copies(spec: ChunkSpec, params: ChunkParams, multicast: bool = False) 
         *((to_several, params.q, spec.dim), (to_several, params.k, spec.dim)),
         *((load, params.v, spec.columns), (store, params.out, spec.columns)),
     ):
-        layout = layouts.by_rows(spec.dtype, CHUNK, columns)
+        layout = operands.by_rows(spec.dtype, CHUNK, columns)
         found += cpasync.make_tiled_tma_atom(op, token_tensor(x), layout, (CHUNK, columns))
     return TokenCopies(*found)
 
@@ -67,7 +67,7 @@ def token_tensor(x):
 @cute.jit
 def partition_tiles(spec, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
     """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
-    layout = layouts.by_rows(spec.dtype, CHUNK, columns, stages)
+    layout = operands.by_rows(spec.dtype, CHUNK, columns, stages)
     shared = field.get_tensor(layout.outer, swizzle=layout.inner)
     rows = cute.domain_offset((begin, 0), tensor[None, None, head])
     chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))

@@ -52,7 +52,7 @@ from kernels_cute.chunk.roles.state import state_warpgroup
 from kernels_cute.chunk.scheduler import goes_on, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.start import bring_start
+from kernels_cute.chunk.split.segments import bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
 from kernels_cute.common import ptx
 from kernels_cute.common.barriers import init_barriers

@@ -3,7 +3,7 @@
 L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside.
 
 The kernel and its formulas: fused.py. Its warp roles are functions of the ChunkSpec (spec.py), the launch's Params and the
-block's shared memory: roles/. Which block works on what: scheduler.py; tiles in shared memory: layouts.py. With `split_chunks` a
+block's shared memory: roles/. Which block works on what: scheduler.py; tiles in shared memory: operands.py. With `split_chunks` a
 sequence is split into segments that run side by side: split/segments.py (slots, workspace), split/summary.py (first launch),
 split/compose.py (second). With `num_four_sm_clusters` a head has four SMs instead of two: four_sm/kernel.py. With
 `split_if_longest_exceeds` both whole sequences and segments are launched, and the lengths decide on the device which of the

@@ -1,4 +1,8 @@
-"""Operands, products and registers that the warp roles of the chunk kernels share."""
+"""Operands, products and registers that the warp roles of the chunk kernels share.
+
+Shared-memory tiles are pieces of 64 columns, [rows][64] of 16-bit elements in 128-byte rows swizzled over 8 rows; a wider tile is
+its pieces one after the other. `address` is the same map for accesses that state addresses themselves.
+"""
 
 from typing import Any
 
@@ -7,8 +11,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from kernels_cute.chunk.shape import CHUNK, WARPGROUP
+from kernels_cute.chunk.shape import CHUNK, ROW_BYTES, WARPGROUP
 from kernels_cute.common import ptx
+
+
+def by_rows(dtype: Any, rows: int, columns: int, *outer: int) -> cute.ComposedLayout:
+    """(rows, columns, *outer): an operand whose contraction runs along columns, and the copy engine's target."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, *outer), order=tuple(range(2 + len(outer))))
+
+
+def by_columns(dtype: Any, rows: int, columns: int, *outer: int) -> cute.ComposedLayout:
+    """(columns, rows, *outer): the same bytes as an operand whose contraction runs along rows."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
+    return cute.tile_to_shape(atom, (columns, rows, *outer), order=(1, 0, *range(2, 2 + len(outer))))
+
+
+def address(piece: Any, row: Any, unit: Any) -> Any:
+    """Address of the 16 bytes `unit` (8 columns) of a row; piece: the piece's first byte."""
+    return piece + row * ROW_BYTES + ((unit ^ (row & 7)) << 4)
 
 
 def tiled_mma(spec: Any, columns: int, register_operand: bool, by_columns: bool = False) -> Any:

@@ -1,13 +1,12 @@
 """Sizes, named barriers and numeric constants that the roles of the chunk kernels share."""
 
-from kernels_cute.chunk import layouts
-
 CHUNK = 64
 WARPGROUP = 128
 BUFFERS = 2
 # Named barriers; 0 is the block's.
 INVERSE_BARRIER, SCORE_BARRIER, STATE_BARRIER = 1, 2, 3
-TILE_BYTES = CHUNK * layouts.ROW_BYTES  # a 64 x 64 tile of 16-bit elements
+ROW_BYTES = 128  # of a piece of 64 columns in shared memory
+TILE_BYTES = CHUNK * ROW_BYTES  # a 64 x 64 tile of 16-bit elements
 _ROW = CHUNK * 4  # bytes of 64 float32
 # Row vectors of a buffer: exp(c) f, factor of K S; exp(c_last - c) f beta, factor of Y before it enters the state;
 # exp(c) fq scale, factor of Q S; and the one element exp(c_last).

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import layouts, shape
+from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.four_sm.shape import SLOTS
 from kernels_cute.chunk.operands import load_factors, multiply, multiply_step, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import chunks_in
@@ -29,10 +29,10 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
     at = lane_of(warp)
     lane, pair = at.lane, at.pair
     by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
-    keys = smem_operand_b(by_key, storage.k, layouts.by_rows(spec.dtype, CHUNK, dim, stages))
-    queries = smem_operand_b(by_key, storage.q, layouts.by_rows(spec.dtype, CHUNK, dim, stages))
-    z_operand = smem_operand_b(by_token, storage.z, layouts.by_columns(spec.dtype, CHUNK, dim, SLOTS))
-    p_operand = smem_operand_b(by_key, storage.p, layouts.by_rows(spec.dtype, CHUNK, CHUNK, SLOTS))
+    keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, stages))
+    queries = smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, stages))
+    z_operand = smem_operand_b(by_token, storage.z, operands.by_columns(spec.dtype, CHUNK, dim, SLOTS))
+    p_operand = smem_operand_b(by_key, storage.p, operands.by_rows(spec.dtype, CHUNK, CHUNK, SLOTS))
     registers = state_registers(spec, by_key, by_token)
     state, sums, outputs, state_operand, _, operand, operand_words, _, _ = registers
     values = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # V of the chunk to come
@@ -138,7 +138,7 @@ def expect_chunk(spec, storage, state, values, factors, step, num_chunks, warp, 
         cute.arch.mbarrier_wait(storage.v_full.data_ptr() + stage, step // spec.stages & 1)
     value_lane = value_address(storage.v.data_ptr().toint() + stage * TILE_BYTES, warp, lane)
     for i in cutlass.range_constexpr(CHUNK // 16):
-        loaded = ptx.load_matrices(value_lane + i * 16 * layouts.ROW_BYTES, True)
+        loaded = ptx.load_matrices(value_lane + i * 16 * operands.ROW_BYTES, True)
         set_words(values, i, loaded)
     last = Float32(1.0)
     if step < num_chunks:

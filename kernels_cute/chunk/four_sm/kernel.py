@@ -10,11 +10,11 @@ too, but with its diagonal of ones,
     O^T  = exp(c) fq scale O^T + W^T (P M)^T
 
 so that the chain from state to state is two products, U and W Z. Z, P M and the vectors do not depend on the state: two makers
-make them, two chains carry the state of 64 V columns each. Makers hand over in one of two ways:
+make them, two chains carry the state of 64 V columns each. Makers hand over in one of two ways (forms.py):
 
-    clusters of four    cluster.py: copies between shared memories. A device has less room for those than for blocks:
+    clusters of four    ClusterForm: copies between shared memories. A device has less room for those than for blocks:
                         30 on an H100 of 132 SMs, where not all GPCs have a multiple of four
-    clusters of two     l2_ring.py: through a ring in the workspace, that is through the L2 cache, for the sequences and
+    clusters of two     RingForm: through a ring in the workspace, that is through the L2 cache, for the sequences and
                         heads that find no such room, in a launch of its own on the SMs that are left
 
 The second launch begins as soon as all blocks of the first have (they say so at once, programmatic dependent launch): not
@@ -44,9 +44,8 @@ from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copie
 from kernels_cute.chunk.barriers import chain_barriers, chain_storage, maker_barriers, maker_storage
 from kernels_cute.chunk.four_sm import shape
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
-from kernels_cute.chunk.four_sm.cluster import ClusterForm
 from kernels_cute.chunk.four_sm.copies import chain_copy_warp, maker_copy_warp, value_warp
-from kernels_cute.chunk.four_sm.l2_ring import CLEAR_THREADS, RingForm
+from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, RingForm
 from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SETS, WARPGROUPS
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import ALL_SETS, OwnChunks

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import layouts
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.four_sm.shape import KEY_BYTES, SETS
 from kernels_cute.chunk.operands import accumulators, exp2_clamped, multiply, register_operand, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles import tile_blocks as blocks
@@ -46,8 +46,8 @@ def fold_tiles(spec, storage, at, p_words, stage, group, parity):
     """Z = (M exp(c_last - c) f beta)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with."""
     pieces, warp, lane = spec.dim // 64, at.warp, at.lane
     mma = tiled_mma(spec, 64, True, True)
-    keys = smem_operand_b(mma, storage.k, layouts.by_columns(spec.dtype, CHUNK, 64, pieces * spec.key_stages))
-    plain = smem_operand_b(mma, storage.plain, layouts.by_columns(spec.dtype, CHUNK, CHUNK, SETS))
+    keys = smem_operand_b(mma, storage.k, operands.by_columns(spec.dtype, CHUNK, 64, pieces * spec.key_stages))
+    plain = smem_operand_b(mma, storage.plain, operands.by_columns(spec.dtype, CHUNK, CHUNK, SETS))
     left, words = register_operand(spec.dtype, mma, CHUNK * spec.parts)
     p_left, p_left_words = register_operand(spec.dtype, mma, CHUNK)
     sums = accumulators(mma, 64)
@@ -65,10 +65,10 @@ def fold_tiles(spec, storage, at, p_words, stage, group, parity):
     warpgroup.commit_group()
     warpgroup.wait_group(0)
     m_base = storage.m.data_ptr().toint() + group * (spec.parts * TILE_BYTES)
-    m_lane = layouts.address(m_base, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)
+    m_lane = operands.address(m_base, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)
     for part in cutlass.range_constexpr(spec.parts):
         for x in cutlass.range_constexpr(4):
-            loaded = ptx.load_matrices(m_lane + (part * TILE_BYTES + x * 16 * layouts.ROW_BYTES), True)
+            loaded = ptx.load_matrices(m_lane + (part * TILE_BYTES + x * 16 * operands.ROW_BYTES), True)
             blocks.set_words(words, 4 * part + x, loaded)
     cute.arch.sync_warp()
     if lane == 0:

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from kernels_cute.chunk import layouts
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.arguments import partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
@@ -77,7 +77,7 @@ def store_outputs(spec, storage, atom, source, target, out, item, step, stage):
         column = item.piece * spec.columns + lane % 8 * 8
         for row in cutlass.range(lane // 8, valid, 4, unroll=1):
             offset = Int64(item.begin + step * CHUNK + row) * out.stride[0] + Int64(item.head) * out.stride[1] + column
-            ptx.store_global_words(out.iterator.toint() + 2 * offset, ptx.load_words(layouts.address(tile, row, lane % 8)))
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, ptx.load_words(operands.address(tile, row, lane % 8)))
     cute.arch.cp_async_bulk_commit_group()
 
 

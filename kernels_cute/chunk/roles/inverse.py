@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import layouts, shape
+from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.four_sm.shape import ROUND
 from kernels_cute.chunk.four_sm.tiles import decays_to_last, store_scaled
 from kernels_cute.chunk.operands import (
@@ -41,7 +41,7 @@ def inverse_warpgroup(spec, storage, own, length, warp):
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
     mma = tiled_mma(spec, CHUNK, True)
-    keys = smem_operand_b(mma, storage.k, layouts.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
+    keys = smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
     left_operand, left_words = register_operand(spec.dtype, mma, spec.dim)
     kk = accumulators(mma, CHUNK)
     diagonal, inverse = (cute.make_rmem_tensor(cute.make_layout(8), Float32) for _ in range(2))
@@ -206,12 +206,12 @@ def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Conste
     matrix_row, zero = at.lane % 16, (Float32(0.0),) * 4
     sums = [zero, zero]
     for x in cutlass.range_constexpr(u + 1, 4):
-        b = ptx.load_matrices(layouts.address(lower, x * _BLOCK + matrix_row, 2 * u + at.unit), True)
+        b = ptx.load_matrices(operands.address(lower, x * _BLOCK + matrix_row, 2 * u + at.unit), True)
         operand = [left[4 * x + i] for i in range(4)]
         for side in cutlass.range_constexpr(2):
             sums[side] = ptx.multiply_small(cutlass.Float16, sums[side], operand, b[2 * side], b[2 * side + 1])
     operand = blocks.half_words([*sums[0], *sums[1]])
-    d = ptx.load_matrices(layouts.address(lower, u * _BLOCK + matrix_row, 2 * u + at.unit), True)
+    d = ptx.load_matrices(operands.address(lower, u * _BLOCK + matrix_row, 2 * u + at.unit), True)
     products = [
         *ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1]),
         *ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3]),

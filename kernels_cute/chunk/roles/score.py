@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import layouts, shape
+from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.four_sm.shape import ROUND, SET_SCORE_BARRIER
 from kernels_cute.chunk.four_sm.tiles import fold_tiles
 from kernels_cute.chunk.operands import (
@@ -36,7 +36,7 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
     mma = tiled_mma(spec, CHUNK, True)
-    keys = smem_operand_b(mma, storage.k, layouts.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
+    keys = smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
     left_operand, left_words = register_operand(spec.dtype, mma, spec.dim)
     qk = accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import layouts, shape
+from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.operands import (
     accumulators,
     load_factors,
@@ -26,7 +26,7 @@ from kernels_cute.chunk.roles.copies import zero_rows
 from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
 from kernels_cute.chunk.scheduler import note_record, read_record
 from kernels_cute.chunk.shape import BUFFERS, CHUNK
-from kernels_cute.chunk.split.start import start_of_segment
+from kernels_cute.chunk.split.segments import start_of_segment
 from kernels_cute.chunk.state_memory import fetch_item, settle_state, store_checkpoints, store_state
 from kernels_cute.common import ptx
 
@@ -48,16 +48,16 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
     by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
-    square = layouts.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
-    keys = smem_operand_b(by_key, storage.k, layouts.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
-    queries = smem_operand_b(by_key, storage.q, layouts.by_rows(spec.dtype, CHUNK, dim, spec.stages))
-    tokens = smem_operand_b(by_token, storage.k, layouts.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
+    square = operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
+    keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
+    queries = smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
+    tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
     m_operand, p_operand = (smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
     registers = state_registers(spec, by_key, by_token)
     state = registers[0]
     value_lane = value_address(storage.v.data_ptr().toint(), warp, lane)
     vectors = storage.vectors.data_ptr().toint() + pair * 8
-    operands = (by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors)
+    sources = (by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors)
     block_row = warp * 16 + at.row  # this lane's first V row of the block's
     if cutlass.const_expr(segment is None):
         fetched = cute.make_rmem_tensor(state.layout, Float32)
@@ -82,7 +82,7 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
         num_chunks = chunks_in(item.live_length)
         column0 = item.piece * spec.columns  # of the warpgroup
         row0 = item.piece * spec.columns + block_row  # of this lane
-        state_chunks(spec, storage, params, operands, registers, at, item, base, segment)
+        state_chunks(spec, storage, params, sources, registers, at, item, base, segment)
         is_first, is_last = Boolean(True), Boolean(True)
         if cutlass.const_expr(only is None):
             # The next item's state is on its way while this one's goes.
@@ -108,15 +108,15 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
 
 
 @cute.jit
-def state_chunks(spec, storage, params, operands, registers, at, item, base, segment):
-    """S^T through the chunks of an item; base: chunks before it.
+def state_chunks(spec, storage, params, sources, registers, at, item, base, segment):
+    """S^T through the chunks of an item; base: chunks before it; sources: of state_warpgroup.
 
     Products but M's are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
     work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after; U of the
     next chunk goes ahead of this one's output. Where the loop closes nothing is in flight, else ptxas would serialise every
     product.
     """
-    by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors = operands  # of state_warpgroup
+    by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors = sources
     state, sums, outputs, state_operand, state_words, operand, operand_words, _, _ = registers
     lane, pair, warp = at.lane, at.pair, at.warp
     full, k_full, ready, taken = (x.data_ptr() for x in (storage.full, storage.k_full, storage.ready, storage.taken))
@@ -136,7 +136,7 @@ def state_chunks(spec, storage, params, operands, registers, at, item, base, seg
         vector = vectors + buffer * shape.VECTOR_BYTES
         # What the next steps need is asked for before the products that keep this warp waiting are issued.
         cute.arch.mbarrier_wait(full + stage, parity)
-        values = [ptx.load_matrices(value_lane + stage * spec.value_bytes + i * 16 * layouts.ROW_BYTES, True) for i in range(4)]
+        values = [ptx.load_matrices(value_lane + stage * spec.value_bytes + i * 16 * operands.ROW_BYTES, True) for i in range(4)]
         warpgroup.fence()
         for i in cutlass.range_constexpr(half_steps):
             multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
@@ -258,7 +258,7 @@ def put_outputs(spec, outputs, value_lane):
     """O, turned on its way to shared memory, takes the place of the V that this warp has read."""
     for i in cutlass.range_constexpr(CHUNK // 16):
         words = [ptx.pack(spec.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
-        ptx.store_matrices(value_lane + i * 16 * layouts.ROW_BYTES, words, True)
+        ptx.store_matrices(value_lane + i * 16 * operands.ROW_BYTES, words, True)
     cute.arch.sync_warp()
 
 
@@ -284,4 +284,4 @@ def mask_sums(sums, valid, pair):
 def value_address(tile: Any, warp: Any, lane: Any) -> Any:
     """Where a lane points when its warp's 16 columns of V or O are moved as matrices: it names row l % 8 of matrix l // 8,
     and matrices alternate between the warp's two halves of 8 columns."""
-    return layouts.address(tile, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)
+    return operands.address(tile, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from kernels_cute.chunk import layouts
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import select
 from kernels_cute.chunk.shape import CHUNK, CUM, TILE_BYTES, WARPGROUP
 from kernels_cute.common import ptx
@@ -60,7 +60,7 @@ def block_decay(row_cum: Any, cums: Any, keeps: Any, m: int, i: int) -> Any:
 def load_rows(spec: Any, at: Lane, tile: Any, words: Any) -> None:
     """The warp's 16 rows of Q or K as an operand in registers."""
     for step in range(spec.dim // 16):
-        place = layouts.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
+        place = operands.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
         set_words(words, step, ptx.load_matrices(place, False))
 
 
@@ -97,7 +97,7 @@ def half_words(values: Any) -> list[Any]:
 
 def store_block(tile: Any, at: Lane, u: Any, words: Any) -> None:
     """Words of the 16 x 16 block of columns 16 u .. of the warp's rows."""
-    ptx.store_matrices(layouts.address(tile, at.tile_row, 2 * u + at.unit), words, False)
+    ptx.store_matrices(operands.address(tile, at.tile_row, 2 * u + at.unit), words, False)
 
 
 @cute.jit

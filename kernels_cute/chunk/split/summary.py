@@ -18,7 +18,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk import layouts, shape
+from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, partition_tiles, works
 from kernels_cute.chunk.barriers import summary_barriers, summary_storage
 from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
@@ -170,9 +170,9 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
     by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
-    keys = smem_operand_b(by_key, storage.k, layouts.by_rows(spec.dtype, CHUNK, dim, spec.stages))
-    tokens = smem_operand_b(by_token, storage.k, layouts.by_columns(spec.dtype, CHUNK, dim, spec.stages))
-    m_operand = smem_operand_b(by_key, storage.m, layouts.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS))
+    keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
+    tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.stages))
+    m_operand = smem_operand_b(by_key, storage.m, operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS))
     registers = state_registers(spec, by_key, by_token)
     state, sums, _, _, _, operand, operand_words, _, _ = registers
 
@@ -202,7 +202,7 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
 
         # W and M; W is the accumulator of the product
         for i in cutlass.range_constexpr(CHUNK // 16):
-            values = ptx.load_matrices(value_lane + stage * values_step + i * 16 * layouts.ROW_BYTES, True)
+            values = ptx.load_matrices(value_lane + stage * values_step + i * 16 * operands.ROW_BYTES, True)
             for m in cutlass.range_constexpr(2):
                 n = 2 * i + m
                 factors = ptx.load_pair(vector + shape.STATE_KEY + n * 32)
@@ -259,7 +259,7 @@ def store_transition(spec: Any, address: Any, state: Any, row0: Any, pair: Any) 
     for n in range(spec.dim // 8):
         piece = tile + n // 8 * TILE_BYTES
         for side in range(2):
-            place = layouts.address(Int32(0), row + 8 * side, n % 8) + pair * 4
+            place = operands.address(Int32(0), row + 8 * side, n % 8) + pair * 4
             first, second = state[4 * n + 2 * side], state[4 * n + 2 * side + 1]
             word = ptx.pack(BFloat16, first, second)
             ptx.store_global_word(piece + Int64(place), word)
