@@ -64,18 +64,18 @@ def token_tensor(x):
     return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
 
 
-@cute.jit
-def partition_tiles(spec, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
+def partition_tiles(
+    spec: Any, field: Any, atom: Any, x: Any, columns: int, stages: int, begin: Any, head: Any, piece: Any
+) -> Any:
     """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
     layout = operands.by_rows(spec.dtype, CHUNK, columns, stages)
     shared = field.get_tensor(layout.outer, swizzle=layout.inner)
-    rows = cute.domain_offset((begin, 0), tensor[None, None, head])
+    rows = cute.domain_offset((begin, 0), x[None, None, head])
     chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
 
-@cute.jit
-def partition_keys(spec, storage, copies, item, q_stages: cutlass.Constexpr, k_stages: cutlass.Constexpr):
+def partition_keys(spec: Any, storage: Any, copies: Any, item: Any, q_stages: int, k_stages: int) -> Any:
     """The same of an item's Q and K: shared and global side of either."""
     q_head, k_head = item.head // spec.q_group, item.head // spec.k_group
     to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, q_stages, item.begin, q_head, 0)

@@ -110,7 +110,9 @@ def run_block(spec, params, copies, segment):
         only = scheduler.segment_work_tile(segment, block // spec.slices % spec.heads, block % spec.slices)
     if cutlass.const_expr(spec.is_persistent):
         only = None
-        is_sorted = scheduler.can_sort(spec, params.cu_seqlens)
+        # There is something to deal, and there are few enough sequences to order.
+        sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
+        is_sorted = (scheduler.num_clusters(spec) < sequences * spec.units) & (sequences <= scheduler.SORTED)
         if is_sorted:
             scheduler.write_keys(spec, storage, params, thread)
     # Above the diagonal, and M on it, they stay zero.

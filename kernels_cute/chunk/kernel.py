@@ -26,7 +26,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_cute.chunk.barriers import block_storage, summary_storage
 from kernels_cute.chunk.four_sm.kernel import FourSmChunk
-from kernels_cute.chunk.four_sm.shape import DIM, chain_bytes, maker_bytes, ring_bytes, scaled_parts
+from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, maker_bytes, ring_bytes
 from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.plan import Model, four_sm_clusters
 from kernels_cute.chunk.scheduler import max_scheduled_clusters
@@ -84,7 +84,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if config.prefetch not in (0, 2) or min(config.split_chunks, config.num_persistent_clusters, config.num_four_sm_clusters) < 0:
         return False
     if config.num_four_sm_clusters:
-        shared = max(chain_bytes(config.stages), maker_bytes(scaled_parts(problem.dtype == "bfloat16")))
+        shared = max(chain_bytes(config.stages), maker_bytes(SCALED_PARTS[problem.dtype]))
         is_whole = config.split_chunks == 0 and config.num_persistent_clusters == 0
         is_served = problem.head_v_dim == DIM and config.stages in (2, 3) and config.max_l2_ring_groups >= 0
         return is_whole and is_served and shared <= device.shared_bytes_per_block
@@ -186,7 +186,7 @@ def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | 
     forms = (config.num_persistent_clusters > 0, config.split_if_longest_exceeds > 0, config.split_chunks > 0)
     spec = ChunkSpec(problem, config.stages, config.prefetch, *forms)
     if config.num_four_sm_clusters:
-        return FourSmChunk(spec)
+        return FourSmChunk(spec, SCALED_PARTS[problem.dtype])
     return SplitChunk(spec) if spec.is_split else FusedChunk(spec)
 
 

@@ -6,7 +6,6 @@ its pieces one after the other. `address` is the same map for accesses that stat
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -40,8 +39,7 @@ def tiled_mma(spec: Any, columns: int, register_operand: bool, by_columns: bool 
     return cute.make_tiled_mma(op)
 
 
-@cute.jit
-def smem_operand_b(mma, field, layout):
+def smem_operand_b(mma: Any, field: Any, layout: Any) -> Any:
     """A shared-memory B operand, (MMA, columns, k steps, *outer)."""
     thread = mma.get_slice(0)
     return mma.make_fragment_B(thread.partition_B(field.get_tensor(layout.outer, swizzle=layout.inner)))
@@ -57,10 +55,9 @@ def register_operand(dtype: Any, mma: Any, columns: int) -> tuple[Any, Any]:
     return operand, cute.recast_tensor(operand, Int32)
 
 
-@cute.jit
-def multiply(mma, sums, left, right, clear: cutlass.Constexpr):
+def multiply(mma: Any, sums: Any, left: Any, right: Any, clear: bool) -> None:
     """sums (+)= left right; operands (MMA, rows, k steps)."""
-    for step in cutlass.range_constexpr(cute.size(right, mode=[2])):
+    for step in range(cute.size(right, mode=[2])):
         multiply_step(mma, sums, left, right, step, clear and step == 0)
 
 
@@ -78,8 +75,7 @@ def select(condition, value, other):
     return result
 
 
-@cute.jit
-def exp2_clamped(exponent):
+def exp2_clamped(exponent: Any) -> Any:
     """2 ** exponent; above the diagonal, where the result is thrown away, the exponent may be positive."""
     return cute.math.exp2(cute.arch.fmin(exponent, Float32(0.0)), fastmath=True)
 

@@ -7,7 +7,6 @@ tiles; in a maker block of the four-SM form each set counts its own chunks.
 from typing import Any, NamedTuple
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels_cute.chunk.four_sm.shape import MAKERS, ROUND, SET_KEY_STAGES, SETS
@@ -57,10 +56,9 @@ def chunks_in(length: Any) -> Any:
     return (length + (CHUNK - 1)) // CHUNK
 
 
-@cute.jit
-def own_chunks(spec, base, rank):
+def own_chunks(spec: Any, base: Any, rank: Any) -> Any:
     """Chunks of an item that this block of a pair prepares; base: chunks before the item."""
     first = Int32(0)
-    if cutlass.const_expr(spec.paired):
+    if spec.paired:
         first = (rank ^ base) & 1
     return OwnChunks(first, spec.aux_step, base)

@@ -50,17 +50,9 @@ def max_scheduled_clusters(paired: bool) -> int:
     return 32 * load_slots(paired)
 
 
-@cute.jit
-def num_clusters(spec):
+def num_clusters(spec: Any) -> Any:
     blocks, _, _ = cute.arch.grid_dim()
     return blocks // spec.sharers
-
-
-@cute.jit
-def can_sort(spec, cu_seqlens):
-    """Whether there is anything to deal, and few enough sequences to order."""
-    sequences = cute.size(cu_seqlens, mode=[0]) - 1
-    return (num_clusters(spec) < sequences * spec.units) & (sequences <= SORTED)
 
 
 @cute.jit

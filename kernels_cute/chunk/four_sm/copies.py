@@ -15,17 +15,11 @@ from kernels_cute.chunk.shape import TILE_BYTES
 
 
 @cute.jit
-def copy_multicast(atom, source, target, barrier, blocks):
-    """K or Q; blocks: a bit for every rank that gets it."""
-    cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(blocks))
-
-
-@cute.jit
 def maker_copy_warp(spec, form, storage, copies, item):
     """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
     number, num_chunks = item.piece, chunks_in(item.live_length)
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, SETS, spec.key_stages)
-    here = Int32(1) << (number + form.first_maker)
+    here = Int32(1) << (number + form.first_maker)  # a bit for every rank that gets a tile
     for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
         group, turn = step // MAKERS % SETS, step // ROUND
         stage = group * SET_KEY_STAGES + turn % SET_KEY_STAGES
@@ -33,12 +27,12 @@ def maker_copy_warp(spec, form, storage, copies, item):
         cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, turn // SET_KEY_STAGES & 1 ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-        copy_multicast(copies.k_atom, from_k[None, step], to_k[None, stage], full, here)
+        cute.copy(copies.k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full, mcast_mask=Int16(here))
         full = storage.q_full.data_ptr() + group
         cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + group, turn & 1 ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-        copy_multicast(copies.q_atom, from_q[None, step], to_q[None, group], full, here)
+        cute.copy(copies.q_atom, from_q[None, step], to_q[None, group], tma_bar_ptr=full, mcast_mask=Int16(here))
         if cutlass.const_expr(spec.prefetch > 0):
             if step + ROUND < num_chunks:
                 cute.prefetch(copies.k_atom, from_k[None, step + ROUND])
@@ -70,7 +64,7 @@ def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Const
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
     if rank == loader:
-        copy_multicast(atom, source, target, full, Int32((1 << CHAINS) - 1))
+        cute.copy(atom, source, target, tma_bar_ptr=full, mcast_mask=Int16(Int32((1 << CHAINS) - 1)))
 
 
 @cute.jit

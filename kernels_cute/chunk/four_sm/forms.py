@@ -1,8 +1,9 @@
 """The two ways in which makers of the four-SM form hand tiles to chains: the forms of its blocks.
 
-ClusterForm, to the chains of the same cluster of four: copies between shared memories. Ranks 0 and 1 are the chains, 2 and 3 the
-makers. A set's chunks go to one slot of both chains, and the set's own tiles stay in place until both chains are done with theirs:
-they say so on the set's `taken`. `ready` of a slot gets its one arrival, with the bytes to come, from the maker; `free` is not used.
+ClusterForm, to the chains of the same cluster of four: copies between shared memories. Ranks 0 and 1 are the chains, 2 and 3
+the makers. A set's chunks go to one slot of both chains, and the set's own tiles stay in place until both chains are done with
+theirs: they say so on the set's `taken`. `ready` of a slot gets its one arrival, with the bytes to come, from the maker; `free`
+is not used.
 
 RingForm, in clusters of two: through a ring in the workspace, which stays in the L2 cache. The workspace, with a group for every
 (sequence, head), RING slots each:
@@ -29,25 +30,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
-from kernels_cute.chunk.four_sm.shape import (
-    BLOCKS,
-    CHAINS,
-    HANDED_BYTES,
-    MAKERS,
-    RING,
-    ROUND,
-    SLOTS,
-    TAKEN,
-    TAKEN_EVERY,
-    TILE_LOADER,
-    WORD_BYTES,
-    WORDS_BYTES,
-)
+from kernels_cute.chunk.four_sm import shape
 from kernels_cute.chunk.four_sm.tiles import handed
 from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.common import ptx
 
-assert SLOTS == ROUND
+assert shape.SLOTS == shape.ROUND
 CLEAR_THREADS = 256
 _POLL_NANOSECONDS = 32
 
@@ -63,7 +51,7 @@ class _ClusterRoute(NamedTuple):
 
 
 class ClusterForm:
-    cluster_blocks, first_maker, taken_arrivals = BLOCKS, CHAINS, 4 * CHAINS
+    cluster_blocks, first_maker, taken_arrivals = shape.BLOCKS, shape.CHAINS, 4 * shape.CHAINS
     key_loader, query_loader = 0, 1
 
     @cute.jit
@@ -71,8 +59,8 @@ class ClusterForm:
         # Another launch may begin beside this one, once all of this one's blocks have begun.
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
-        rank = block % BLOCKS
-        return block // BLOCKS, 1 - rank // CHAINS, rank % CHAINS
+        rank = block % shape.BLOCKS
+        return block // shape.BLOCKS, 1 - rank // shape.CHAINS, rank % shape.CHAINS
 
     @cute.jit
     def route(self, chain, maker, workspace, group):
@@ -84,18 +72,18 @@ class ClusterForm:
 
     def free_slot(self, route: Any, slot: Any) -> None:
         """To the maker that fills the slot."""
-        ptx.arrive_in_cluster(ptx.in_block(route.taken + slot // MAKERS * 8, CHAINS + slot % MAKERS))
+        ptx.arrive_in_cluster(ptx.in_block(route.taken + slot // shape.MAKERS * 8, shape.CHAINS + slot % shape.MAKERS))
 
     @cute.jit
     def hand_over_set(self, storage, route, length, number, group):
         """Z, P M and the vectors of a set's chunks to both chains."""
-        slot = number + group * MAKERS
-        for step in cutlass.range(slot, chunks_in(length), ROUND, unroll=1):
-            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
+        slot = number + group * shape.MAKERS
+        for step in cutlass.range(slot, chunks_in(length), shape.ROUND, unroll=1):
+            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // shape.ROUND & 1)
             with cute.arch.elect_one():
-                for rank in cutlass.range_constexpr(CHAINS):
+                for rank in cutlass.range_constexpr(shape.CHAINS):
                     barrier = ptx.in_block(route.ready + slot * 8, Int32(rank))
-                    ptx.expect_in_cluster(barrier, Int32(HANDED_BYTES))
+                    ptx.expect_in_cluster(barrier, Int32(shape.HANDED_BYTES))
                     for (field, size, _), target in zip(handed(storage), (route.z, route.p, route.vectors), strict=True):
                         to = ptx.in_block(target + slot * size, Int32(rank))
                         ptx.copy_in_cluster(to, field.data_ptr().toint() + group * size, Int32(size), barrier)
@@ -115,7 +103,7 @@ class RingForm:
 
     cluster_blocks, first_maker, taken_arrivals = 2, 0, 1
     # The other chain loads the tiles.
-    key_loader = query_loader = 1 - TILE_LOADER
+    key_loader = query_loader = 1 - shape.TILE_LOADER
 
     @cute.kernel
     def clear(self, workspace: cute.Tensor, num_bytes: Int32):
@@ -147,16 +135,17 @@ class RingForm:
     @cute.jit
     def route(self, chain, maker, workspace, group):
         blocks, _, _ = cute.arch.grid_dim()
-        words = workspace.iterator.toint() + Int64(group + 1) * WORDS_BYTES
-        slots = workspace.iterator.toint() + Int64(blocks // BLOCKS + 1) * WORDS_BYTES + Int64(group) * (RING * HANDED_BYTES)
-        return _RingRoute(words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(TILE_LOADER)))
+        words = workspace.iterator.toint() + Int64(group + 1) * shape.WORDS_BYTES
+        slots = workspace.iterator.toint() + Int64(blocks // shape.BLOCKS + 1) * shape.WORDS_BYTES
+        slots += Int64(group) * (shape.RING * shape.HANDED_BYTES)
+        return _RingRoute(words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(shape.TILE_LOADER)))
 
     @cute.jit
     def leave(self, chain):
         """What follows in the stream waits for this launch alone, which therefore waits for the other one. The last group's
         blocks do: the others' SMs are free for what has not begun."""
         blocks, _, _ = cute.arch.grid_dim()
-        if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // BLOCKS - 1:
+        if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // shape.BLOCKS - 1:
             cute.arch.griddepcontrol_wait()
 
     def free_slot(self, route: Any, slot: Any) -> None:
@@ -175,21 +164,21 @@ class RingForm:
     @cute.jit
     def hand_over_set(self, storage, route, length, number, group):
         """Z, P M and the vectors of a set's chunks to the ring."""
-        first = number + group * MAKERS
-        made, taken = route.words + first * WORD_BYTES, Int32(0)
-        for step in cutlass.range(first, chunks_in(length), ROUND, unroll=1):
-            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // ROUND & 1)
-            if taken <= step - RING:
-                taken = self.wait_for_count(route.words + TAKEN * WORD_BYTES, step - RING + 1)
+        first = number + group * shape.MAKERS
+        made, taken = route.words + first * shape.WORD_BYTES, Int32(0)
+        for step in cutlass.range(first, chunks_in(length), shape.ROUND, unroll=1):
+            cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // shape.ROUND & 1)
+            if taken <= step - shape.RING:
+                taken = self.wait_for_count(route.words + shape.TAKEN * shape.WORD_BYTES, step - shape.RING + 1)
             with cute.arch.elect_one():
-                slot = route.slots + step % RING * HANDED_BYTES
+                slot = route.slots + step % shape.RING * shape.HANDED_BYTES
                 for field, size, before in handed(storage):
                     ptx.copy_to_global(slot + before, field.data_ptr().toint() + group * size, Int32(size))
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(storage.taken.data_ptr() + group)
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
-                ptx.store_release(made, step // ROUND + 1)
+                ptx.store_release(made, step // shape.ROUND + 1)
 
     @cute.jit
     def tile_warp(self, storage, route, length, rank):
@@ -197,23 +186,23 @@ class RingForm:
         of the slot is there."""
         made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
         for step in cutlass.range(chunks_in(length), unroll=1):
-            slot, parity = step % SLOTS, step // SLOTS & 1
+            slot, parity = step % shape.SLOTS, step // shape.SLOTS & 1
             ready = storage.ready.data_ptr() + slot
-            if rank == TILE_LOADER:
+            if rank == shape.TILE_LOADER:
                 cute.arch.mbarrier_wait(storage.free.data_ptr() + slot, parity ^ 1)
             else:
                 cute.arch.mbarrier_wait(ready, parity ^ 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ready, HANDED_BYTES)
-            if rank == TILE_LOADER:
-                if made <= step // ROUND:
-                    made = self.wait_for_count(route.words + step % ROUND * WORD_BYTES, step // ROUND + 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, shape.HANDED_BYTES)
+            if rank == shape.TILE_LOADER:
+                if made <= step // shape.ROUND:
+                    made = self.wait_for_count(route.words + step % shape.ROUND * shape.WORD_BYTES, step // shape.ROUND + 1)
                 with cute.arch.elect_one():
-                    source = route.slots + step % RING * HANDED_BYTES
+                    source = route.slots + step % shape.RING * shape.HANDED_BYTES
                     for field, size, before in handed(storage):
-                        place, chains = field.data_ptr().toint() + slot * size, Int16((1 << CHAINS) - 1)
+                        place, chains = field.data_ptr().toint() + slot * size, Int16((1 << shape.CHAINS) - 1)
                         ptx.copy_from_global_to_blocks(place, source + before, Int32(size), ready.toint(), chains)
-                    if step % TAKEN_EVERY == TAKEN_EVERY - 1:
+                    if step % shape.TAKEN_EVERY == shape.TAKEN_EVERY - 1:
                         # What was in this slot has left the ring. Rarely, for a release takes long.
-                        ptx.store_release(route.words + TAKEN * WORD_BYTES, step - SLOTS + 1)
+                        ptx.store_release(route.words + shape.TAKEN * shape.WORD_BYTES, step - shape.SLOTS + 1)
             made, next1, next2, next3 = next1, next2, next3, made

@@ -36,7 +36,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
@@ -64,8 +64,7 @@ _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
 class FourSmChunk:
     """Whole sequences with four SMs a head."""
 
-    def __init__(self, spec: ChunkSpec):
-        parts = shape.scaled_parts(spec.dtype is BFloat16)
+    def __init__(self, spec: ChunkSpec, parts: int):
         self.spec = spec = spec.changed(threads=WARPGROUPS * WARPGROUP, key_stages=SETS * SET_KEY_STAGES, parts=parts)
         self.ring_form = RingForm()
         self.four, self.ring = FourSmBlock(spec, ClusterForm()), FourSmBlock(spec, self.ring_form)

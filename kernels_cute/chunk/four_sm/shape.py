@@ -39,9 +39,8 @@ def chain_bytes(stages: int) -> int:
     return rows + stages * (2 * KEY_BYTES + TILE_BYTES) + SLOTS * (KEY_BYTES + TILE_BYTES)
 
 
-def scaled_parts(is_bfloat16: bool) -> int:
-    """16-bit summands of the scaled M: bfloat16 needs two for Z to have no more than its own rounding error."""
-    return 2 if is_bfloat16 else 1
+# 16-bit summands of the scaled M: bfloat16 needs two for Z to have no more than its own rounding error.
+SCALED_PARTS = {"bfloat16": 2, "float16": 1}
 
 
 def maker_bytes(parts: int) -> int:

@@ -8,17 +8,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.four_sm.shape import KEY_BYTES, SETS
-from kernels_cute.chunk.operands import accumulators, exp2_clamped, multiply, register_operand, smem_operand_b, tiled_mma
+from kernels_cute.chunk.operands import accumulators, multiply, register_operand, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles import tile_blocks as blocks
-from kernels_cute.chunk.shape import CHUNK, KEY_BETA, LAST_CUM, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.common import ptx
-
-
-def decays_to_last(at: Any, rows: Any, row_cum: Any) -> list[Any]:
-    """exp(c_last - c) f beta of this lane's two rows."""
-    total = ptx.load_one(rows + LAST_CUM)
-    row_key_beta = blocks.row_values(rows + KEY_BETA, at.row0)
-    return [exp2_clamped(total - row_cum[side]) * row_key_beta[side] for side in range(2)]
 
 
 def store_scaled(spec: Any, at: Any, plain: Any, m_tile: Any, u: Any, values: Any, to_last: Any) -> None:

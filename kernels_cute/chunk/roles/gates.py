@@ -1,5 +1,7 @@
 """The gate role: cumulative log2 decays and beta of the chunks that a block prepares; in a persistent grid it schedules, too."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -19,7 +21,7 @@ def gate_warp(spec, storage, params, item, own, asked=None):
     if cutlass.const_expr(asked is None):
         asked = ask_item(spec, params, item, own.first, lane)
     words, log_rate, bias = asked
-    minus_rate = negative_rate(spec, log_rate)
+    minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
     for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
         half, half_turn = half_place(own, step)
@@ -60,44 +62,26 @@ def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
         base = base + chunks_in(item.live_length)
 
 
-@cute.jit
-def ask_item(spec, params, item, first, lane):
+def ask_item(spec: Any, params: Any, item: Any, first: Any, lane: Any) -> Any:
     """ask_gates of an item's chunk `first`, and its head's constants: (words, A_log, dt_bias)."""
     words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
     ask_gates(spec, params, words, item.begin, first * CHUNK, item.live_length, item.head, lane)
     rate, bias = Float32(0.0), Float32(0.0)
-    if cutlass.const_expr(spec.raw_gate):
+    if spec.raw_gate:
         rate, bias = params.A_log[item.head], params.dt_bias[item.head]
     return words, rate, bias
 
 
-@cute.jit
-def negative_rate(spec, log_rate):
-    """-exp(A_log), which softplus is multiplied with."""
-    rate = log_rate
-    if cutlass.const_expr(spec.raw_gate):
-        rate = -cute.math.exp(log_rate)
-    return rate
-
-
 # What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
 # have the warp wait for one answer of the memory after the other.
-@cute.jit
-def ask_gates(spec, params, words, begin, offset, length, head, lane):
+def ask_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
     """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
-    for i in cutlass.range_constexpr(2):
+    for i in range(2):
         token = offset + 2 * lane + i
-        if cutlass.const_expr(spec.has_gate):
-            words[i] = ask_element(params.g, begin + token, head, length - token)
-        if cutlass.const_expr(spec.has_beta):
-            words[2 + i] = ask_element(params.beta, begin + token, head, length - token)
-
-
-@cute.jit
-def ask_element(x, token, head, positive):
-    offset = Int64(token) * x.stride[0] + Int64(head) * x.stride[1]
-    size = x.element_type.width // 8
-    return ptx.load_global_if(x.iterator.toint() + offset * size, size, positive)
+        for kind, x in enumerate((params.g, params.beta)):
+            if x is not None:
+                place, size = Int64(begin + token) * x.stride[0] + Int64(head) * x.stride[1], x.element_type.width // 8
+                words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + place * size, size, length - token)
 
 
 @cute.jit

@@ -12,16 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.four_sm.shape import ROUND
-from kernels_cute.chunk.four_sm.tiles import decays_to_last, store_scaled
-from kernels_cute.chunk.operands import (
-    accumulators,
-    multiply,
-    register_operand,
-    select,
-    smem_operand_b,
-    sync_warpgroup,
-    tiled_mma,
-)
+from kernels_cute.chunk.four_sm.tiles import store_scaled
 from kernels_cute.chunk.rings import chunks_in, half_place, key_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES
@@ -40,10 +31,10 @@ def inverse_warpgroup(spec, storage, own, length, warp):
     is_set = own.group is not None
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
-    mma = tiled_mma(spec, CHUNK, True)
-    keys = smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
-    left_operand, left_words = register_operand(spec.dtype, mma, spec.dim)
-    kk = accumulators(mma, CHUNK)
+    mma = operands.tiled_mma(spec, CHUNK, True)
+    keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
+    left_operand, left_words = operands.register_operand(spec.dtype, mma, spec.dim)
+    kk = operands.accumulators(mma, CHUNK)
     diagonal, inverse = (cute.make_rmem_tensor(cute.make_layout(8), Float32) for _ in range(2))
     left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
     m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of M, to be stored when there is room
@@ -70,18 +61,18 @@ def inverse_warpgroup(spec, storage, own, length, warp):
             # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
             blocks.zero_keys(spec, k_base + stage * spec.key_bytes, valid, at.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            sync_warpgroup(barrier)
+            operands.sync_warpgroup(barrier)
         # The left operand in registers: both from shared memory would take all of its bandwidth.
         blocks.load_rows(spec, at, k_base + stage * spec.key_bytes, left_words)
         warpgroup.fence()
-        multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
+        operands.multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
         warpgroup.commit_group()
         cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
         warpgroup.wait_group(0)
         blocks.diagonal_block(kk, diagonal, warp)
         key_factors(spec, at, diagonal, rows)
         cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
-        sync_warpgroup(barrier)
+        operands.sync_warpgroup(barrier)
 
         # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
         row_cum = blocks.row_values(rows + CUM, at.row0)
@@ -97,12 +88,13 @@ def inverse_warpgroup(spec, storage, own, length, warp):
         for w in cutlass.range_constexpr(1, 4):
             if warp == w:
                 blocks.set_words(left, w, words)
-        sync_warpgroup(barrier)
+        operands.sync_warpgroup(barrier)
         if cutlass.const_expr(is_set):  # score took the last M long ago
             cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // ROUND & 1 ^ 1)
         values = decayed_diagonal(inverse, columns, row_cum, keeps, warp)
         if cutlass.const_expr(is_set):
-            to_last = decays_to_last(at, rows, row_cum)
+            total, row_key_beta = ptx.load_one(rows + shape.LAST_CUM), blocks.row_values(rows + KEY_BETA, at.row0)
+            to_last = [operands.exp2_clamped(total - row_cum[side]) * row_key_beta[side] for side in range(2)]
             store_scaled(spec, at, plain, m_tile, warp, values, to_last)
         else:
             blocks.set_words(m_words, 3, blocks.packed(spec.dtype, values))
@@ -132,8 +124,8 @@ def key_factors(spec, at, diagonal, rows):
     """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was."""
     first, second = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(spec.normalize):
-        first = cute.math.rsqrt(select(at.row % 2 == 1, diagonal[1], diagonal[0]) + shape.NORM_EPS)
-        second = cute.math.rsqrt(select(at.row % 2 == 1, diagonal[7], diagonal[6]) + shape.NORM_EPS)
+        first = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[1], diagonal[0]) + shape.NORM_EPS)
+        second = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[7], diagonal[6]) + shape.NORM_EPS)
     if at.pair == at.row // 2:
         blocks.store_row_values(rows + KEY_FACTOR, at.row0, first, second)
         betas = blocks.row_values(rows + KEY_BETA, at.row0)

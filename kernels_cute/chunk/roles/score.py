@@ -13,16 +13,6 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.four_sm.shape import ROUND, SET_SCORE_BARRIER
 from kernels_cute.chunk.four_sm.tiles import fold_tiles
-from kernels_cute.chunk.operands import (
-    accumulators,
-    exp2_clamped,
-    multiply,
-    register_operand,
-    select,
-    smem_operand_b,
-    sync_warpgroup,
-    tiled_mma,
-)
 from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR
@@ -35,10 +25,10 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
     is_set = own.group is not None
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
-    mma = tiled_mma(spec, CHUNK, True)
-    keys = smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
-    left_operand, left_words = register_operand(spec.dtype, mma, spec.dim)
-    qk = accumulators(mma, CHUNK)
+    mma = operands.tiled_mma(spec, CHUNK, True)
+    keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
+    left_operand, left_words = operands.register_operand(spec.dtype, mma, spec.dim)
+    qk = operands.accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
     p_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
     q_base, vectors = storage.q.data_ptr().toint() + group * spec.key_bytes, storage.vectors.data_ptr().toint()
@@ -61,7 +51,7 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
             blocks.load_rows(spec, at, q_base + stage * spec.key_bytes, left_words)
         warpgroup.fence()
         # Rows of K past the end may be anything here: right of the diagonal, or in rows past the end.
-        multiply(mma, qk, left_operand, keys[None, None, None, key_stage], True)
+        operands.multiply(mma, qk, left_operand, keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
         row_query = query_factors(
             spec, left_words, scale, query_squares_by_elements if cutlass.const_expr(is_set) else query_squares
@@ -74,7 +64,7 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
             cute.arch.sync_warp()
             if at.lane == 0:
                 cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + group)
-        sync_warpgroup(SET_SCORE_BARRIER + group if cutlass.const_expr(is_set) else shape.SCORE_BARRIER)
+        operands.sync_warpgroup(SET_SCORE_BARRIER + group if cutlass.const_expr(is_set) else shape.SCORE_BARRIER)
         cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
 
         make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps)
@@ -125,7 +115,7 @@ def make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps):
             if cutlass.const_expr(m == 1 and i < 2):
                 value = Float32(0.0)
             if cutlass.const_expr(m == i // 2):
-                value = select(keeps[i % 2], value, Float32(0.0))
+                value = operands.select(keeps[i % 2], value, Float32(0.0))
             values[4 * m + i] = value
     blocks.set_words(p_words, 3, blocks.packed(spec.dtype, values))
 
@@ -150,7 +140,7 @@ def query_squares(spec: Any, words: Any) -> list[Any]:
         for step in range(spec.dim // 16):
             operand = [words[4 * step + i] for i in range(4)]
             sums = ptx.multiply_small(spec.dtype, sums, operand, operand[side], operand[side + 2])
-        own = select(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
+        own = operands.select(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
         squares.append(cute.arch.shuffle_sync(own, holder))
     return squares
 
@@ -177,7 +167,7 @@ def publish_vectors(vectors, rows, thread):
     key, key_beta, query = (ptx.load_one(rows + kind + thread * 4) for kind in (KEY_FACTOR, KEY_BETA, QUERY_FACTOR))
     grown = cute.math.exp2(cum, fastmath=True)
     ptx.store_one(vectors + shape.STATE_KEY + thread * 4, grown * key)
-    ptx.store_one(vectors + shape.KEY_TO_LAST + thread * 4, exp2_clamped(total - cum) * key_beta)
+    ptx.store_one(vectors + shape.KEY_TO_LAST + thread * 4, operands.exp2_clamped(total - cum) * key_beta)
     ptx.store_one(vectors + shape.STATE_QUERY + thread * 4, grown * query)
     if thread == 0:
         ptx.store_one(vectors + shape.LAST_DECAY, cute.math.exp2(total, fastmath=True))

@@ -11,16 +11,6 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.operands import (
-    accumulators,
-    load_factors,
-    multiply,
-    multiply_step,
-    register_operand,
-    smem_operand_b,
-    sync_warpgroup,
-    tiled_mma,
-)
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.roles.copies import zero_rows
 from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
@@ -35,10 +25,10 @@ def state_registers(spec: Any, by_key: Any, by_token: Any) -> tuple[Any, ...]:
     """Accumulators of a state role: S^T [64, D]; U, W and Y [64, 64]; O [64, 64]. And its rounded operands, each with its words:
     S^T; W or Y; Y decayed to the last token, for the product with K."""
     return (
-        *(accumulators(by_token, spec.dim), accumulators(by_key, CHUNK), accumulators(by_key, CHUNK)),
-        *register_operand(spec.dtype, by_key, spec.dim),
-        *register_operand(spec.dtype, by_key, CHUNK),
-        *register_operand(spec.dtype, by_token, CHUNK),
+        *(operands.accumulators(by_token, spec.dim), operands.accumulators(by_key, CHUNK), operands.accumulators(by_key, CHUNK)),
+        *operands.register_operand(spec.dtype, by_key, spec.dim),
+        *operands.register_operand(spec.dtype, by_key, CHUNK),
+        *operands.register_operand(spec.dtype, by_token, CHUNK),
     )
 
 
@@ -47,12 +37,12 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
     """All work tiles of a block; only: the one there is, None = they come in records."""
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
-    by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
+    by_key, by_token = operands.tiled_mma(spec, CHUNK, True), operands.tiled_mma(spec, dim, True, True)
     square = operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
-    keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
-    queries = smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
-    tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
-    m_operand, p_operand = (smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
+    keys = operands.smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
+    queries = operands.smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
+    tokens = operands.smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
+    m_operand, p_operand = (operands.smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
     registers = state_registers(spec, by_key, by_token)
     state = registers[0]
     value_lane = value_address(storage.v.data_ptr().toint(), warp, lane)
@@ -139,10 +129,10 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         values = [ptx.load_matrices(value_lane + stage * spec.value_bytes + i * 16 * operands.ROW_BYTES, True) for i in range(4)]
         warpgroup.fence()
         for i in cutlass.range_constexpr(half_steps):
-            multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
+            operands.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
         warpgroup.commit_group()
         cute.arch.mbarrier_wait(ready + buffer, turn)
-        factors = load_factors(vector + shape.STATE_KEY)
+        factors = operands.load_factors(vector + shape.STATE_KEY)
 
         # W and M; W itself is the accumulator of the product
         for i in cutlass.range_constexpr(CHUNK // 16):
@@ -158,10 +148,10 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         for i in cutlass.range_constexpr(CHUNK // 4):
             operand_words[i] = ptx.pack(spec.dtype, sums[2 * i], sums[2 * i + 1])
         warpgroup.fence()
-        multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
+        operands.multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
         warpgroup.commit_group()
         for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
-            multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
+            operands.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
         warpgroup.commit_group()
         last = ptx.load_one(vector + shape.LAST_DECAY - pair * 8)
         if cutlass.const_expr(spec.paired):
@@ -169,8 +159,8 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
                 # The block whose turn it was has done this for its own tile alone.
                 zero_keys(spec, storage.k.data_ptr().toint() + key_stage * spec.key_bytes, valid, warp * 32 + lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                sync_warpgroup(shape.STATE_BARRIER)
-        factors = load_factors(vector + shape.KEY_TO_LAST)
+                operands.sync_warpgroup(shape.STATE_BARRIER)
+        factors = operands.load_factors(vector + shape.KEY_TO_LAST)
         for i in cutlass.range_constexpr(spec.dim // 2):
             state[i] = state[i] * last
         warpgroup.wait_group(1)
@@ -178,13 +168,13 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         add_values(spec, by_token, registers, tokens, key_stage, factors)
 
         # O
-        factors = load_factors(vector + shape.STATE_QUERY)
+        factors = operands.load_factors(vector + shape.STATE_QUERY)
         for i in cutlass.range_constexpr(CHUNK // 4):
             operand_words[i] = ptx.pack(spec.dtype, sums[2 * i], sums[2 * i + 1])
         warpgroup.wait_group(1)
         scale_columns(outputs, factors)
         warpgroup.fence()
-        multiply(by_key, outputs, operand, p_operand[None, None, None, buffer], False)
+        operands.multiply(by_key, outputs, operand, p_operand[None, None, None, buffer], False)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if lane == 0:
@@ -211,45 +201,42 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
                 store_checkpoints(spec, params, state, item.sequence, item.head, done, row0, pair)
 
 
-@cute.jit
-def issue_keys(spec, by_key, registers, keys, stage, order: cutlass.Constexpr = "by steps"):
+def issue_keys(spec: Any, by_key: Any, registers: Any, keys: Any, stage: Any, order: str = "by steps") -> None:
     """U: the state is rounded a step ahead of its products, in one group or, "in groups", each step in its own; or before all."""
     state, sums, _, operand, words, _, _, _, _ = registers
-    if cutlass.const_expr(order == "rounded before"):
-        for i in cutlass.range_constexpr(spec.dim // 4):
+    if order == "rounded before":
+        for i in range(spec.dim // 4):
             words[i] = ptx.pack(spec.dtype, state[2 * i], state[2 * i + 1])
         warpgroup.fence()
-    for i in cutlass.range_constexpr(spec.dim // 16):
-        if cutlass.const_expr(order != "rounded before"):
-            for j in cutlass.range_constexpr(4):
+    for i in range(spec.dim // 16):
+        if order != "rounded before":
+            for j in range(4):
                 words[4 * i + j] = ptx.pack(spec.dtype, state[8 * i + 2 * j], state[8 * i + 2 * j + 1])
             warpgroup.fence()
-        multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
-        if cutlass.const_expr(order == "in groups"):
+        operands.multiply_step(by_key, sums, operand, keys[None, None, None, stage], i, i == 0)
+        if order == "in groups":
             warpgroup.commit_group()
-    if cutlass.const_expr(order != "in groups"):
+    if order != "in groups":
         warpgroup.commit_group()
 
 
-@cute.jit
-def add_values(spec, by_token, registers, tokens, stage, factors):
+def add_values(spec: Any, by_token: Any, registers: Any, tokens: Any, stage: Any, factors: Any) -> None:
     """S^T += (Y^T factors) K, a k step at a time."""
     state, sums, _, _, _, _, _, decayed, words = registers
-    for i in cutlass.range_constexpr(CHUNK // 16):
-        for m in cutlass.range_constexpr(2):
+    for i in range(CHUNK // 16):
+        for m in range(2):
             n = 2 * i + m
-            for side in cutlass.range_constexpr(2):
+            for side in range(2):
                 place = 4 * n + 2 * side
                 words[2 * n + side] = ptx.pack(spec.dtype, sums[place] * factors[n][0], sums[place + 1] * factors[n][1])
         warpgroup.fence()
-        multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
+        operands.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
     warpgroup.commit_group()
 
 
-@cute.jit
-def scale_columns(sums, factors):
-    for n in cutlass.range_constexpr(CHUNK // 8):
-        for i in cutlass.range_constexpr(4):
+def scale_columns(sums: Any, factors: Any) -> None:
+    for n in range(CHUNK // 8):
+        for i in range(4):
             sums[4 * n + i] = sums[4 * n + i] * factors[n][i % 2]
 
 
@@ -262,10 +249,9 @@ def put_outputs(spec, outputs, value_lane):
     cute.arch.sync_warp()
 
 
-@cute.jit
-def arrive_taken(spec, taken, buffer):
+def arrive_taken(spec: Any, taken: Any, buffer: Any) -> None:
     """At the block that fills the buffer."""
-    if cutlass.const_expr(spec.paired):
+    if spec.paired:
         ptx.arrive_in_cluster(ptx.in_block(taken.toint() + buffer * 8, buffer))
     else:
         cute.arch.mbarrier_arrive(taken + buffer)
