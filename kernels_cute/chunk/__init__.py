@@ -6,7 +6,6 @@ Head dims 64 and 128: kernel.py, which has the formulas and names the files of e
 that kernel on padded tensors, or the recurrent kernel. `gdn.problems.ChunkParams` is the contract of a launch.
 """
 
-from types import ModuleType
 from typing import Any
 
 from gdn.device import DeviceSpec
@@ -19,27 +18,23 @@ from kernels_cute.chunk.kernel import Config as Config
 TUNED_WITHIN = 0.25
 
 
-def _has_kernel(problem: ChunkProblem) -> bool:
-    return problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim
+def _own(problem: ChunkProblem) -> Any:
+    return kernel if problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim else head_dims
 
 
 def _computed(problem: ChunkProblem) -> tuple[Any, Any]:
     """The module whose kernel runs, and the problem that it computes."""
-    return (kernel, problem) if _has_kernel(problem) else (head_dims.kernel(problem), head_dims.stand_in(problem))
-
-
-def _module(problem: ChunkProblem) -> ModuleType:
-    return kernel if _has_kernel(problem) else head_dims
+    return (kernel, problem) if _own(problem) is kernel else (head_dims.kernel(problem), head_dims.stand_in(problem))
 
 
 def refusal(problem: ChunkProblem) -> str | None:
     """None where a kernel serves the problem, else why not."""
-    return _module(problem).refusal(problem)
+    return _own(problem).refusal(problem)
 
 
 def note(problem: ChunkProblem) -> str | None:
     """How the problem is served, where a user should know."""
-    return None if _has_kernel(problem) else head_dims.note(problem)
+    return None if _own(problem) is kernel else head_dims.note(problem)
 
 
 def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
@@ -59,12 +54,12 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
-    return _module(problem).workspace_bytes(problem, config)
+    return _own(problem).workspace_bytes(problem, config)
 
 
 def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
-    return _module(problem).compile(problem, config)
+    return _own(problem).compile(problem, config)
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
-    _module(compiled.problem).launch(compiled, params)
+    _own(compiled.problem).launch(compiled, params)

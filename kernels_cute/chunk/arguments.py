@@ -64,14 +64,12 @@ def token_tensor(x):
     return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
 
 
-def partition_tiles(
-    spec: Any, field: Any, atom: Any, x: Any, columns: int, stages: int, begin: Any, head: Any, piece: Any
-) -> Any:
+def partition_tiles(spec: Any, field: Any, atom: Any, x: Any, width: int, stages: int, begin: Any, head: Any, piece: Any) -> Any:
     """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
-    layout = operands.by_rows(spec.dtype, CHUNK, columns, stages)
+    layout = operands.by_rows(spec.dtype, CHUNK, width, stages)
     shared = field.get_tensor(layout.outer, swizzle=layout.inner)
     rows = cute.domain_offset((begin, 0), x[None, None, head])
-    chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
+    chunks = cute.local_tile(rows, (CHUNK, width), (None, piece))
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
 

@@ -169,7 +169,5 @@ def _tiles(spec: ChunkSpec, **counts: int) -> dict[str, Any]:
 
 
 def _struct(*parts: dict[str, Any]) -> Any:
-    fields: dict[str, Any] = {}
-    for part in parts:
-        fields |= part
+    fields = {name: field for part in parts for name, field in part.items()}
     return cute.struct(type("Storage", (), {"__annotations__": fields}))

@@ -129,10 +129,7 @@ def run_block(spec, params, copies, segment):
         # A releasing arrival waits for global memory too; for the other block the fences above are enough.
         cute.arch.fence_acq_rel_cta()
         cute.arch.cluster_arrive_relaxed()
-        if cutlass.const_expr(starts_early):
-            if warp != first_copier:
-                cute.arch.cluster_wait()
-        else:
+        if (warp != first_copier) | Boolean(not starts_early):
             cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()

@@ -41,30 +41,26 @@ HEAD_DIMS = (64, 128)
 _ALL_CLUSTERS = 2**31 - 1
 
 
-def _not_compiled(value: int) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Config:
+    """All fields but the first two are scalars of the launch."""
+
     # Chunks of Q and V in shared memory: 4, and 5 of K; with four SMs a head 2 or 3, and as many of K.
     stages: int
     prefetch: int  # chunks ahead of a copy that are prefetched into the L2 cache: 0 or 2
-    # Chunks per segment: longer sequences are split into segments, which run side by side; 0 = sequences are whole. A scalar of
-    # the launch.
+    # Chunks per segment: longer sequences are split into segments, which run side by side; 0 = sequences are whole.
     split_chunks: int = field(default=0, metadata={"compiled": bool})
     # Tokens: sequences are split only where the longest of the call has more, else they are whole; 0 = always. Lengths are on the
-    # device, so both variants are launched. Every other field but `split_chunks` is that of whole sequences. A scalar of the
-    # launch.
+    # device, so both variants are launched. Every other field but `split_chunks` is that of whole sequences.
     split_if_longest_exceeds: int = field(default=0, metadata={"compiled": bool})
     # Clusters (of two SMs, at D = 64 of one) of a persistent grid, each of which takes one work tile after the other;
-    # 0 = one cluster per work tile. A scalar of the launch. Whole sequences only.
+    # 0 = one cluster per work tile. Whole sequences only.
     num_persistent_clusters: int = field(default=0, metadata={"compiled": bool})
-    # Clusters of four SMs that run at once, each with a sequence and head; 0 = a head has two SMs. A scalar of the launch.
+    # Clusters of four SMs that run at once, each with a sequence and head; 0 = a head has two SMs.
     num_four_sm_clusters: int = field(default=0, metadata={"compiled": bool})
     # With four SMs a head: number of (sequence, head) groups that may use the L2 ring, next to those in clusters of four. If more
-    # are left over, none does and all of them are queued on clusters of four. A scalar of the launch.
-    max_l2_ring_groups: int = field(default=0, metadata={"compiled": _not_compiled})
+    # are left over, none does and all of them are queued on clusters of four.
+    max_l2_ring_groups: int = field(default=0, metadata={"compiled": lambda value: None})
 
 
 def refusal(problem: ChunkProblem) -> str | None:

@@ -31,12 +31,11 @@ def address(piece: Any, row: Any, unit: Any) -> Any:
     return piece + row * ROW_BYTES + ((unit ^ (row & 7)) << 4)
 
 
-def tiled_mma(spec: Any, columns: int, register_operand: bool, by_columns: bool = False) -> Any:
-    """The tiled m64 x columns x k16 instruction of one warpgroup."""
-    source = warpgroup.OperandSource.RMEM if register_operand else warpgroup.OperandSource.SMEM
+def tiled_mma(dtype: Any, columns: int, by_columns: bool = False) -> Any:
+    """The tiled m64 x columns x k16 instruction of one warpgroup, with A in registers; by_columns: of B."""
     major = OperandMajorMode.MN if by_columns else OperandMajorMode.K
-    op = warpgroup.MmaF16BF16Op(spec.dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, major)
-    return cute.make_tiled_mma(op)
+    source = warpgroup.OperandSource.RMEM
+    return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, major))
 
 
 def smem_operand_b(mma: Any, field: Any, layout: Any) -> Any:

@@ -64,14 +64,9 @@ class Model:
         # many at once, would be faster: two waves of the one to one of the other, three to two.
         groups, clusters = self.sequences * problem.num_state_heads, four_sm_clusters(device)
         self.four_sm_chunk = _FOUR_SM_CHUNK if groups <= clusters[0] else _RING_CHUNK
-        self.four_sm_time = self.chunks * self.four_sm_chunk + _FOUR_SM_START
-        if problem.head_v_dim != DIM or groups > sum(clusters):
-            self.four_sm_time = float("inf")
-
-    @property
-    def uses_four_sm(self) -> bool:
-        """Whether whole sequences are faster with four SMs for each sequence and head."""
-        return self.four_sm_time < self.whole_time
+        is_at_once = problem.head_v_dim == DIM and groups <= sum(clusters)
+        self.four_sm_time = self.chunks * self.four_sm_chunk + _FOUR_SM_START if is_at_once else float("inf")
+        self.uses_four_sm = self.four_sm_time < self.whole_time  # for whole sequences
 
     def split(self) -> tuple[int, int]:
         """Chunks of a segment, 0 = sequences are whole; tokens that the longest of several sequences must pass for them to be

@@ -58,7 +58,4 @@ def chunks_in(length: Any) -> Any:
 
 def own_chunks(spec: Any, base: Any, rank: Any) -> Any:
     """Chunks of an item that this block of a pair prepares; base: chunks before the item."""
-    first = Int32(0)
-    if spec.paired:
-        first = (rank ^ base) & 1
-    return OwnChunks(first, spec.aux_step, base)
+    return OwnChunks((rank ^ base) & 1 if spec.paired else Int32(0), spec.aux_step, base)

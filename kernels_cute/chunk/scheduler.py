@@ -91,8 +91,7 @@ def sort_sequences(storage, cu_seqlens, thread):
     sequences = cute.size(cu_seqlens, mode=[0]) - 1
     keys = storage.lower.data_ptr().toint()
     if thread < sequences:
-        own = ptx.load_word(keys + thread * 4)
-        rank = Int32(0)
+        own, rank = ptx.load_word(keys + thread * 4), Int32(0)
         for i in cutlass.range((sequences + 3) // 4, unroll=1):
             others = ptx.load_words(keys + i * 16)
             for j in cutlass.range_constexpr(4):
@@ -146,17 +145,14 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
     slots = load_slots(spec.paired)
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     own_sequence, own_unit = Int32(-1), Int32(0)
-    before_lane = (Int32(1) << cute.arch.lane_idx()) - 1
-    before_own = (Int32(1) << cluster % 32) - 1
+    before_lane, before_own = (Int32(1) << cute.arch.lane_idx()) - 1, (Int32(1) << cluster % 32) - 1
     while (own_sequence < 0) & (rank < sequences):
-        sequence = cute.arch.shuffle_sync(loads[slots], rank % 32)
-        cost = cute.arch.shuffle_sync(loads[slots + 1], rank % 32)
+        sequence, cost = (cute.arch.shuffle_sync(loads[slots + i], rank % 32) for i in range(2))
         least = loads[0]
         for i in cutlass.range_constexpr(1, slots):
             least = cutlass.min(least, loads[i])
         least = cute.arch.warp_redux_sync(least, "min")
-        left = spec.units - unit
-        taken = Int32(0)
+        left, taken = spec.units - unit, Int32(0)
         for i in cutlass.range_constexpr(slots):
             load = loads[i]
             mask = cute.arch.vote_ballot_sync(load == least)

@@ -29,12 +29,6 @@ def load_state(spec: Any, params: Any, state: Any, owner: Any, head: Any, row0: 
     settle_state(spec, params.initial_state, state, state, pair)
 
 
-def fetch_item(spec: Any, initial_state: Any, fetched: Any, item: Any, block_row: Any, pair: Any) -> None:
-    """fetch_state of an item; block_row: the lane's first V row among the block's."""
-    row0 = item.piece * spec.columns + block_row
-    fetch_state(spec, initial_state, fetched, item.starts, item.read_slot, item.head, row0, pair)
-
-
 @cute.jit
 def fetch_state(spec, initial_state, fetched, starts, read_slot, head, row0, pair):
     """Asks for a lane's entries of a state, in the order of memory; settle_state makes the state of it."""

@@ -28,7 +28,7 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
     free_slot = form.free_slot  # a name of its own, see run_block
     at = lane_of(warp)
     lane, pair = at.lane, at.pair
-    by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
+    by_key, by_token = tiled_mma(spec.dtype, CHUNK), tiled_mma(spec.dtype, dim, True)
     keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, stages))
     queries = smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, stages))
     z_operand = smem_operand_b(by_token, storage.z, operands.by_columns(spec.dtype, CHUNK, dim, SLOTS))

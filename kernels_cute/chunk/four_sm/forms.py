@@ -24,7 +24,7 @@ Tiles are moved by the copy engine (async proxy), words are of the generic proxy
     maker   acquire of the chunks taken; a fence of the proxies, for the copies that follow overwrite what was read
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -38,16 +38,6 @@ from kernels_cute.common import ptx
 assert shape.SLOTS == shape.ROUND
 CLEAR_THREADS = 256
 _POLL_NANOSECONDS = 32
-
-
-class _ClusterRoute(NamedTuple):
-    """Shared memory of the first slot of a chain, barriers of a maker: addresses as in that block."""
-
-    ready: Any
-    z: Any
-    p: Any
-    vectors: Any
-    taken: Any
 
 
 class ClusterForm:
@@ -64,38 +54,33 @@ class ClusterForm:
 
     @cute.jit
     def route(self, chain, maker, workspace, group):
-        fields = (chain.ready, chain.z, chain.p, chain.vectors, maker.taken)
-        return _ClusterRoute(*[field.data_ptr().toint() for field in fields])
+        """Barriers and tiles of a chain's first slot, and a maker's `taken`: addresses as in that block."""
+        return tuple(x.data_ptr().toint() for x in (chain.ready, chain.z, chain.p, chain.vectors, maker.taken))
 
     def leave(self, chain: Any) -> None:
         pass
 
     def free_slot(self, route: Any, slot: Any) -> None:
         """To the maker that fills the slot."""
-        ptx.arrive_in_cluster(ptx.in_block(route.taken + slot // shape.MAKERS * 8, shape.CHAINS + slot % shape.MAKERS))
+        ptx.arrive_in_cluster(ptx.in_block(route[4] + slot // shape.MAKERS * 8, shape.CHAINS + slot % shape.MAKERS))
 
     @cute.jit
     def hand_over_set(self, storage, route, length, number, group):
         """Z, P M and the vectors of a set's chunks to both chains."""
+        ready, *tiles, _ = route
         slot = number + group * shape.MAKERS
         for step in cutlass.range(slot, chunks_in(length), shape.ROUND, unroll=1):
             cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // shape.ROUND & 1)
             with cute.arch.elect_one():
                 for rank in cutlass.range_constexpr(shape.CHAINS):
-                    barrier = ptx.in_block(route.ready + slot * 8, Int32(rank))
+                    barrier = ptx.in_block(ready + slot * 8, Int32(rank))
                     ptx.expect_in_cluster(barrier, Int32(shape.HANDED_BYTES))
-                    for (field, size, _), target in zip(handed(storage), (route.z, route.p, route.vectors), strict=True):
+                    for (field, size, _), target in zip(handed(storage), tiles, strict=True):
                         to = ptx.in_block(target + slot * size, Int32(rank))
                         ptx.copy_in_cluster(to, field.data_ptr().toint() + group * size, Int32(size), barrier)
 
     def tile_warp(self, storage: Any, route: Any, length: Any, number: Any) -> None:
         pass
-
-
-class _RingRoute(NamedTuple):
-    words: Any  # of the group's
-    slots: Any
-    free: Any  # the barriers of the chain that loads tiles
 
 
 class RingForm:
@@ -134,11 +119,12 @@ class RingForm:
 
     @cute.jit
     def route(self, chain, maker, workspace, group):
+        """The group's words and slots, and `free` of the chain that loads tiles."""
         blocks, _, _ = cute.arch.grid_dim()
         words = workspace.iterator.toint() + Int64(group + 1) * shape.WORDS_BYTES
         slots = workspace.iterator.toint() + Int64(blocks // shape.BLOCKS + 1) * shape.WORDS_BYTES
         slots += Int64(group) * (shape.RING * shape.HANDED_BYTES)
-        return _RingRoute(words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(shape.TILE_LOADER)))
+        return words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(shape.TILE_LOADER))
 
     @cute.jit
     def leave(self, chain):
@@ -149,7 +135,7 @@ class RingForm:
             cute.arch.griddepcontrol_wait()
 
     def free_slot(self, route: Any, slot: Any) -> None:
-        ptx.arrive_in_cluster(route.free + slot * 8)
+        ptx.arrive_in_cluster(route[2] + slot * 8)
 
     @cute.jit
     def wait_for_count(self, word, count):
@@ -164,14 +150,15 @@ class RingForm:
     @cute.jit
     def hand_over_set(self, storage, route, length, number, group):
         """Z, P M and the vectors of a set's chunks to the ring."""
+        words, slots, _ = route
         first = number + group * shape.MAKERS
-        made, taken = route.words + first * shape.WORD_BYTES, Int32(0)
+        made, taken = words + first * shape.WORD_BYTES, Int32(0)
         for step in cutlass.range(first, chunks_in(length), shape.ROUND, unroll=1):
             cute.arch.mbarrier_wait(storage.made.data_ptr() + group, step // shape.ROUND & 1)
             if taken <= step - shape.RING:
-                taken = self.wait_for_count(route.words + shape.TAKEN * shape.WORD_BYTES, step - shape.RING + 1)
+                taken = self.wait_for_count(words + shape.TAKEN * shape.WORD_BYTES, step - shape.RING + 1)
             with cute.arch.elect_one():
-                slot = route.slots + step % shape.RING * shape.HANDED_BYTES
+                slot = slots + step % shape.RING * shape.HANDED_BYTES
                 for field, size, before in handed(storage):
                     ptx.copy_to_global(slot + before, field.data_ptr().toint() + group * size, Int32(size))
                 cute.arch.cp_async_bulk_commit_group()
@@ -184,6 +171,7 @@ class RingForm:
     def tile_warp(self, storage, route, length, rank):
         """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
         of the slot is there."""
+        words, slots, _ = route
         made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
         for step in cutlass.range(chunks_in(length), unroll=1):
             slot, parity = step % shape.SLOTS, step // shape.SLOTS & 1
@@ -196,13 +184,13 @@ class RingForm:
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, shape.HANDED_BYTES)
             if rank == shape.TILE_LOADER:
                 if made <= step // shape.ROUND:
-                    made = self.wait_for_count(route.words + step % shape.ROUND * shape.WORD_BYTES, step // shape.ROUND + 1)
+                    made = self.wait_for_count(words + step % shape.ROUND * shape.WORD_BYTES, step // shape.ROUND + 1)
                 with cute.arch.elect_one():
-                    source = route.slots + step % shape.RING * shape.HANDED_BYTES
+                    source = slots + step % shape.RING * shape.HANDED_BYTES
                     for field, size, before in handed(storage):
                         place, chains = field.data_ptr().toint() + slot * size, Int16((1 << shape.CHAINS) - 1)
                         ptx.copy_from_global_to_blocks(place, source + before, Int32(size), ready.toint(), chains)
                     if step % shape.TAKEN_EVERY == shape.TAKEN_EVERY - 1:
                         # What was in this slot has left the ring. Rarely, for a release takes long.
-                        ptx.store_release(route.words + shape.TAKEN * shape.WORD_BYTES, step - shape.SLOTS + 1)
+                        ptx.store_release(words + shape.TAKEN * shape.WORD_BYTES, step - shape.SLOTS + 1)
             made, next1, next2, next3 = next1, next2, next3, made

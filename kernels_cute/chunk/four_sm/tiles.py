@@ -38,7 +38,7 @@ def handed(storage: Any) -> tuple[tuple[Any, int, int], ...]:
 def fold_tiles(spec, storage, at, p_words, stage, group, parity):
     """Z = (M exp(c_last - c) f beta)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with."""
     pieces, warp, lane = spec.dim // 64, at.warp, at.lane
-    mma = tiled_mma(spec, 64, True, True)
+    mma = tiled_mma(spec.dtype, 64, True)
     keys = smem_operand_b(mma, storage.k, operands.by_columns(spec.dtype, CHUNK, 64, pieces * spec.key_stages))
     plain = smem_operand_b(mma, storage.plain, operands.by_columns(spec.dtype, CHUNK, CHUNK, SETS))
     left, words = register_operand(spec.dtype, mma, CHUNK * spec.parts)

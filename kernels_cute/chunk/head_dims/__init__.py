@@ -106,11 +106,8 @@ def launch(compiled: Any, params: ChunkParams) -> None:
 
 def _recurrent_params(p: ChunkParams) -> RecurrentParams:
     """Arguments of the recurrent kernel: no drafts, no rounding; a pool is its own final state."""
-    final_state = None if p.state_indices is not None else p.final_state
-    return RecurrentParams(
-        *(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.state_indices, None, final_state, None),
-        *(p.cu_seqlens, None, None, p.out, p.scale, p.null_slot),
-    )
+    own = RecurrentParams(**{name: getattr(p, name, None) for name in RecurrentParams._fields})
+    return own if p.state_indices is None else own._replace(final_state=None)
 
 
 def _parts(problem: ChunkProblem, num_tokens: int, num_sequences: int) -> dict[str, tuple[str, tuple[int, ...]]]:

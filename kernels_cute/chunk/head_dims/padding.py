@@ -1,9 +1,7 @@
 """Copies around a kernel of another head dim than the call's: in, padded with zeros; out, cut off.
 
-    pad     q, k, v [L, heads, D] -> [L, heads, P]; the states that sequences start from, [slots, HS, D, D] of either dtype,
-            -> [N, HS, P, P] float32; slots [N] int32: the sequence's number, or -1 for a padding sequence; the places N + n C + c
-            of the checkpoints [N, C] int32
-    unpad   out [L, HS, P] -> [L, HS, D]; states [N + N C, HS, P, P] float32 -> the slots that they are to be stored in
+    pad     q, k, v; the states that sequences start from, of either dtype; the slots and places of states in the padded pool
+    unpad   out; the padded states, to the slots that they are to be stored in
 
 With D = P no token is copied, only states. A state that a sequence does not start from (has_initial_state False, or none
 given) is zero; of a padding sequence nothing is read or written, and nothing of an empty one in a pool. Rows and columns of
@@ -46,9 +44,9 @@ class CopyParams(NamedTuple):
     state_indices: Any
     has_initial_state: Any  # in only
     final_state_indices: Any  # out only
-    slots: Any  # [N] int32, written on the way in: of the sequences in the padded states
+    slots: Any  # [N] int32, written on the way in: the sequence's number, or -1 for a padding sequence
     checkpoint_offsets: Any  # out only
-    checkpoint_slots: Any  # [N, C]; on the way in int32, written: the checkpoints' places in the padded states
+    checkpoint_slots: Any  # [N, C]; on the way in int32, written: the checkpoints' places N + n C + c in the padded states
     null_slot: Any
 
 

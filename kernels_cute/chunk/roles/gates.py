@@ -66,10 +66,8 @@ def ask_item(spec: Any, params: Any, item: Any, first: Any, lane: Any) -> Any:
     """ask_gates of an item's chunk `first`, and its head's constants: (words, A_log, dt_bias)."""
     words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
     ask_gates(spec, params, words, item.begin, first * CHUNK, item.live_length, item.head, lane)
-    rate, bias = Float32(0.0), Float32(0.0)
-    if spec.raw_gate:
-        rate, bias = params.A_log[item.head], params.dt_bias[item.head]
-    return words, rate, bias
+    rate_and_bias = (params.A_log[item.head], params.dt_bias[item.head]) if spec.raw_gate else (Float32(0.0),) * 2
+    return words, *rate_and_bias
 
 
 # What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
@@ -89,9 +87,7 @@ def make_gates(spec, params, words, minus_rate, bias, valid, lane):
     """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
     logs, strengths = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
     for i in cutlass.range_constexpr(2):
-        log_decay = Float32(0.0)
-        if cutlass.const_expr(spec.has_gate):
-            log_decay = ptx.number(params.g.element_type, words[i])
+        log_decay = ptx.number(params.g.element_type, words[i]) if cutlass.const_expr(spec.has_gate) else Float32(0.0)
         if cutlass.const_expr(spec.raw_gate):
             raw = log_decay + bias
             softplus = raw

@@ -25,7 +25,7 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
     is_set = own.group is not None
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
-    mma = operands.tiled_mma(spec, CHUNK, True)
+    mma = operands.tiled_mma(spec.dtype, CHUNK)
     keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
     left_operand, left_words = operands.register_operand(spec.dtype, mma, spec.dim)
     qk = operands.accumulators(mma, CHUNK)

@@ -17,7 +17,7 @@ from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
 from kernels_cute.chunk.scheduler import note_record, read_record
 from kernels_cute.chunk.shape import BUFFERS, CHUNK
 from kernels_cute.chunk.split.segments import start_of_segment
-from kernels_cute.chunk.state_memory import fetch_item, settle_state, store_checkpoints, store_state
+from kernels_cute.chunk.state_memory import fetch_state, settle_state, store_checkpoints, store_state
 from kernels_cute.common import ptx
 
 
@@ -37,25 +37,24 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
     """All work tiles of a block; only: the one there is, None = they come in records."""
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
-    by_key, by_token = operands.tiled_mma(spec, CHUNK, True), operands.tiled_mma(spec, dim, True, True)
+    by_key, by_token = operands.tiled_mma(spec.dtype, CHUNK), operands.tiled_mma(spec.dtype, dim, True)
     square = operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
     keys = operands.smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
     queries = operands.smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
     tokens = operands.smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
     m_operand, p_operand = (operands.smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
     registers = state_registers(spec, by_key, by_token)
-    state = registers[0]
+    state, initial = registers[0], params.initial_state
     value_lane = value_address(storage.v.data_ptr().toint(), warp, lane)
     vectors = storage.vectors.data_ptr().toint() + pair * 8
     sources = (by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors)
     block_row = warp * 16 + at.row  # this lane's first V row of the block's
     if cutlass.const_expr(segment is None):
         fetched = cute.make_rmem_tensor(state.layout, Float32)
-        first_item = only
-        if cutlass.const_expr(only is None):
-            first_item = read_record(storage, Int32(0))
-        fetch_item(spec, params.initial_state, fetched, first_item, block_row, pair)
-        settle_state(spec, params.initial_state, fetched, state, pair)
+        first = read_record(storage, Int32(0)) if cutlass.const_expr(only is None) else only
+        first_row = first.piece * spec.columns + block_row
+        fetch_state(spec, initial, fetched, first.starts, first.read_slot, first.head, first_row, pair)
+        settle_state(spec, initial, fetched, state, pair)
     else:
         start_of_segment(spec, storage, params, state, only.head, segment, only.piece, warp, lane)
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
@@ -66,9 +65,7 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
 
     number, base, going = Int32(0), Int32(0), Boolean(True)
     while going:
-        item = only
-        if cutlass.const_expr(only is None):
-            item = read_record(storage, number)
+        item = read_record(storage, number) if cutlass.const_expr(only is None) else only
         num_chunks = chunks_in(item.live_length)
         column0 = item.piece * spec.columns  # of the warpgroup
         row0 = item.piece * spec.columns + block_row  # of this lane
@@ -78,7 +75,8 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
             # The next item's state is on its way while this one's goes.
             next_item = read_record(storage, number + 1)
             going = next_item.sequence >= 0
-            fetch_item(spec, params.initial_state, fetched, next_item, block_row, pair)
+            next_row = next_item.piece * spec.columns + block_row
+            fetch_state(spec, initial, fetched, next_item.starts, next_item.read_slot, next_item.head, next_row, pair)
         else:
             going = Boolean(False)
             if cutlass.const_expr(segment is not None):
@@ -93,7 +91,7 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
             zero_rows(params.out, item, column0, warp, lane, end + item.sequence * 16, rows, sequences * 16)
         if cutlass.const_expr(only is None):
             note_record(storage, number)
-            settle_state(spec, params.initial_state, fetched, state, pair)
+            settle_state(spec, initial, fetched, state, pair)
         number, base = number + 1, base + num_chunks
 
 

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import BFloat16, Boolean, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands
-from kernels_cute.chunk.operands import accumulators, register_operand
+from kernels_cute.chunk.operands import accumulators, register_operand, tiled_mma
 from kernels_cute.chunk.scheduler import sequence_of
 from kernels_cute.chunk.shape import CHUNK, START_BUFFERS
 from kernels_cute.chunk.state_memory import load_state
@@ -114,18 +114,18 @@ def transition_address(spec: Any, segment: Segment, index: Any, head: Any) -> An
 def load_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
     """h of 64 V columns; sums: the accumulators of a state warpgroup."""
     for n in range(spec.dim // 8):
-        values = ptx.load_global_four(address + summary_offset(spec, group, n, warp, lane))
+        values = ptx.load_global_four(summary_place(spec, address, group, n, warp, lane))
         for i in range(4):
             sums[4 * n + i] = values[i]
 
 
 def store_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
     for n in range(spec.dim // 8):
-        ptx.store_global_four(address + summary_offset(spec, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
+        ptx.store_global_four(summary_place(spec, address, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
 
 
-def summary_offset(spec: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
-    return Int64(((group * (spec.dim // 8) + n) * 4 + warp) * 512 + lane * 16)
+def summary_place(spec: Any, address: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
+    return address + Int64(((group * (spec.dim // 8) + n) * 4 + warp) * 512 + lane * 16)
 
 
 @cute.jit
@@ -166,10 +166,7 @@ def start_of_segment(spec, storage, params, state, head, segment, group, warp, l
 def compose(spec, storage, state, head, segment, group, warp, lane):
     """S_1 to S_s of the V columns `group`, s = segment.index > 1."""
     dim, steps = spec.dim, CHUNK // 16
-    op = warpgroup.MmaF16BF16Op(
-        BFloat16, Float32, (64, dim, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN
-    )
-    mma = cute.make_tiled_mma(op)
+    mma = tiled_mma(BFloat16, dim, True)
     # K stages, then Q stages: 2 buffers of hi and lo, whatever the dtype of the tokens.
     layout = operands.by_columns(BFloat16, CHUNK, dim, START_BUFFERS * spec.transition_tiles)
     tensor = storage.k.get_tensor(layout.outer, swizzle=layout.inner, dtype=BFloat16)

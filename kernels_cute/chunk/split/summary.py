@@ -117,12 +117,10 @@ def copy_keys_warp(spec, storage, copies, item, rank):
     to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, stages, begin, k_head, 0)
     to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, 64, pieces * stages, begin, v_head, None)
     full, empty = storage.k_full.data_ptr(), storage.empty.data_ptr()
-    has_values = Boolean(True)
-    num_bytes = Int32(2 * spec.key_bytes)
+    has_values, num_bytes = Boolean(True), Int32(2 * spec.key_bytes)
     if cutlass.const_expr(spec.paired):
         if rank == 1:
-            has_values = Boolean(False)
-            num_bytes = Int32(spec.key_bytes)
+            has_values, num_bytes = Boolean(False), Int32(spec.key_bytes)
     for step in cutlass.range(item.length // CHUNK, unroll=1):
         stage, parity = step % spec.stages, step // spec.stages & 1
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
@@ -169,7 +167,7 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
     """64 columns of h or of P."""
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
-    by_key, by_token = tiled_mma(spec, CHUNK, True), tiled_mma(spec, dim, True, True)
+    by_key, by_token = tiled_mma(spec.dtype, CHUNK), tiled_mma(spec.dtype, dim, True)
     keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
     tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.stages))
     m_operand = smem_operand_b(by_key, storage.m, operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS))
@@ -179,8 +177,7 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
     group = half if cutlass.const_expr(spec.paired) else Int32(0)  # of 64 columns
     is_transition = (rank if cutlass.const_expr(spec.paired) else half) == 1
     row0 = group * 64 + warp * 16 + at.row
-    full, empty = storage.k_full.data_ptr(), storage.empty.data_ptr()
-    ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
+    full, empty, ready, taken = (x.data_ptr() for x in (storage.k_full, storage.empty, storage.ready, storage.taken))
     vectors = storage.vectors.data_ptr().toint() + pair * 8
     values_base, values_step = storage.v.data_ptr().toint() + group * TILE_BYTES, Int32(spec.key_bytes)
     if is_transition:
