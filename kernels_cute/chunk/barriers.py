@@ -157,7 +157,7 @@ def _barriers(table: BarrierTable) -> dict[str, Any]:
 
 
 def _rows(buffers: int, sets: int) -> dict[str, Any]:
-    """Vectors of so many chunks; and for each set of an inverse and a score warpgroup the rows that they share, and scratch."""
+    """Vectors of `buffers` chunks; and for each set of an inverse and a score warpgroup the rows that they share, and scratch."""
     sizes = {"vectors": buffers * VECTOR_BYTES, "rows": sets * 2 * AUX_BYTES, "scratch": sets * 4 * SCRATCH_BYTES}
     return {name: _array(Float32, size // 4, 128) for name, size in sizes.items() if size}
 

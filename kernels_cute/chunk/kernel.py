@@ -7,7 +7,7 @@ block's shared memory: roles/. Which block works on what: scheduler.py; tiles in
 sequence is split into segments that run side by side: split/segments.py (slots, workspace), split/summary.py (first launch),
 split/compose.py (second). With `num_four_sm_clusters` a head has four SMs instead of two: four_sm/kernel.py. With
 `split_if_longest_exceeds` both whole sequences and segments are launched, and the lengths decide on the device which of the
-launches work: dispatch.py.
+launches work: `arguments.works`.
 """
 
 import functools

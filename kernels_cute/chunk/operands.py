@@ -89,7 +89,7 @@ def sync_warpgroup(barrier: Any) -> None:
 
 
 def set_registers(spec: Any, count: int) -> None:
-    """What a thread has at launch is 65536 over the threads, in steps of 8."""
+    """Raises or lowers a thread's registers from those at launch: 65536 over the threads, in steps of 8."""
     if count > 65536 // spec.threads // 8 * 8:
         cute.arch.setmaxregister_increase(count)
     else:

@@ -35,7 +35,7 @@ _TIMES = {128: _Times(1.3, 1.6, 1.85, 8.0), 64: _Times(2.4, 2.4, 0.8, 8.0)}
 _FOUR_SM_CHUNK, _RING_CHUNK, _FOUR_SM_START = 0.87, 0.97, 12.0
 # Clusters of four that run at once on _SMS multiprocessors. It depends on how these are spread over GPCs: an H100 measured here
 # has room for 30 (cudaOccupancyMaxActiveClusters), others may for fewer. Fewer than there is room for costs nothing, for the rest
-# runs beside them; with more the last cluster would begin when the first is done.
+# runs next to them; with more the last cluster would begin when the first is done.
 _FOURS, _SMS = 28, 132
 _LEAST_GAIN = 0.9  # of the time of a whole sequence with two SMs a head, by the model: what a split of it must stay below
 _TIE = 1.03  # a longer segment that takes little more needs less workspace
@@ -133,5 +133,5 @@ class Model:
             yield time + times.compose * (count - 2) * (second + 1) / 2, length
 
     def _waves(self, count: int) -> int:
-        """Waves of blocks of so many sequences or segments."""
+        """Waves of the blocks of `count` sequences or segments."""
         return max(-(-count * self.blocks // self.num_sms), 1)

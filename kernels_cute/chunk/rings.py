@@ -24,7 +24,7 @@ class OwnChunks(NamedTuple):
     group: Any = None  # the set, or ALL_SETS in turn; None in a block without sets
 
 
-# Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would stand
+# Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would be
 # in every role's wait. Shifts are the same for both signs.
 def ring_place(stages: int, count: Any) -> tuple[Any, Any]:
     """Stage of chunk number `count` of a ring, and the parity of that stage's turn."""

@@ -46,7 +46,7 @@ class ClusterForm:
 
     @cute.jit
     def place(self, chain, workspace, warp):
-        # Another launch may begin beside this one, once all of this one's blocks have begun.
+        # Another launch may begin next to this one, once all of this one's blocks have begun.
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         rank = block % shape.BLOCKS
@@ -128,7 +128,7 @@ class RingForm:
 
     @cute.jit
     def leave(self, chain):
-        """What follows in the stream waits for this launch alone, which therefore waits for the other one. The last group's
+        """Waits for the other launch, because the stream's next work waits for this launch alone. The last group's
         blocks do: the others' SMs are free for what has not begun."""
         blocks, _, _ = cute.arch.grid_dim()
         if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // shape.BLOCKS - 1:

@@ -18,7 +18,7 @@ SET_SCORE_BARRIER = 3  # named, and the next for the second set; inverse's are t
 KEY_BYTES = CHUNK * DIM * 2
 HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
 WORDS_BYTES, WORD_BYTES = 256, 32  # of the counts of a sequence and head, and from one to the next
-TAKEN = ROUND  # behind the counts of chunks that the sets have made: of what the chains have taken
+TAKEN = ROUND  # number of the count of chunks that the chains have taken, after those that the sets have made
 BARRIER_BYTES = 512  # most of the barriers of either kind of block
 # Registers a thread. A block has at launch 65536 / 640 = 96 a thread, in steps of 8: a pool of 5 * 96 = 480.
 STATE_REGISTERS = 240
@@ -29,7 +29,7 @@ COPY_REGISTERS = 32
 
 
 def ring_bytes(groups: int) -> int:
-    """Workspace of so many sequences and heads: counts, and the ring."""
+    """Workspace of `groups` sequences and heads: counts, and the ring."""
     return (groups + 1) * WORDS_BYTES + groups * RING * HANDED_BYTES
 
 

@@ -29,7 +29,7 @@ def store_scaled(spec: Any, at: Any, plain: Any, m_tile: Any, u: Any, values: An
 
 
 def handed(storage: Any) -> tuple[tuple[Any, int, int], ...]:
-    """What makers hand to chains: field, bytes of a chunk, and bytes before it in a slot of the L2 ring."""
+    """Tiles that makers hand to chains: field, bytes of a chunk, and bytes before it in a slot of the L2 ring."""
     fields = ((storage.z, KEY_BYTES), (storage.p, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
     return tuple((field, size, sum(before for _, before in fields[:i])) for i, (field, size) in enumerate(fields))
 

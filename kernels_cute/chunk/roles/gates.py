@@ -70,7 +70,7 @@ def ask_item(spec: Any, params: Any, item: Any, first: Any, lane: Any) -> Any:
     return words, *rate_and_bias
 
 
-# What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
+# Loaded values stay as they are in memory until they are used: a conversion, or a branch around the load, would
 # have the warp wait for one answer of the memory after the other.
 def ask_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
     """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""

@@ -74,7 +74,7 @@ def inverse_warpgroup(spec, storage, own, length, warp):
         cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
         operands.sync_warpgroup(barrier)
 
-        # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
+        # L, negated: the diagonal block in float32, the blocks left of it in float16 for the products.
         row_cum = blocks.row_values(rows + CUM, at.row0)
         row_key = blocks.row_values(rows + KEY_FACTOR, at.row0)
         row_scale = (-row_key[0], -row_key[1])
@@ -155,7 +155,7 @@ def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane
     for m in cutlass.range_constexpr(2):
         keys_of = ptx.load_pair(columns + KEY_BETA + m * 32)
         for odd in cutlass.range_constexpr(2):
-            # What lies above the diagonal is stored with the rest, and never read.
+            # The part above the diagonal is stored with the rest, and never read.
             place = scratch + (8 * m + 2 * pair + odd) * _COLUMN_PITCH + (row + 8 * m) * 4
             ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
             if cutlass.const_expr(m == 0):

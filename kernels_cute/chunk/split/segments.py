@@ -15,7 +15,7 @@ The workspace holds per slot and state head a summary, 8 D^2 bytes: with S_s the
 S_(s+1) = P_s S_s + h_s.
     h  float32, in the order of a state warpgroup's registers: [64 V columns][n = 8 K columns][warp][lane][4]
     P  transposed, as two bfloat16 summands (hi, lo), each D / 64 tiles of 64 rows in the swizzled order of a K tile: byte for
-       byte what stands in shared memory later
+       byte as in shared memory later
 A sequence's last segment needs no summary: its h is the state before the whole sequence, which the blocks of the last segment
 may overwrite in the pool before those of the first one have read it.
 """
@@ -36,13 +36,13 @@ from kernels_cute.common import ptx
 
 
 def num_slots(num_tokens: int, num_sequences: int, segment_tokens: int) -> int:
-    """Slots of a call; one sequence never needs the slot behind its tokens."""
+    """Slots of a call; one sequence never needs the slot after its tokens."""
     whole, rest = divmod(num_tokens, segment_tokens)
     return max(whole + bool(rest), 1) if num_sequences == 1 else whole + num_sequences
 
 
 def summary_bytes(dim: int) -> int:
-    """Of a slot and state head: h, then P."""
+    """Bytes of a slot and state head: h, then P."""
     return 8 * dim * dim
 
 
