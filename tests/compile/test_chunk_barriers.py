@@ -204,6 +204,12 @@ def test_tables_say_what_the_kernel_needs() -> None:
     assert table.count("ready") == 256 and table.count("ready", is_from_peer=True) == 1
     assert (table.count("taken"), barriers.block_barriers(spec_of(64)).count("taken")) == (8, 4)
     assert "gates_free[2]" in str(table)
+    segments = barriers.block_barriers(spec_of(128).changed(is_split=True))
+    assert [segments.count(name) for name in ("brought", "used", "composed")] == [1, 4, 4]
+    summary = barriers.summary_barriers(spec_of(128))
+    assert (summary.count("ready"), summary.count("ready", is_from_peer=True), summary.count("taken")) == (160, 1, 16)
+    assert [summary.count(name) for name in ("k_full", "empty", "gates_full", "factors_full", "gates_free")] == [1, 8, 32, 128, 5]
+    assert barriers.summary_barriers(spec_of(64)).count("taken") == 8
 
 
 @pytest.mark.parametrize(
