@@ -6,68 +6,60 @@ Head dims 64 and 128: kernel.py, which has the formulas and names the files of e
 that kernel on padded tensors, or the recurrent kernel. `gdn.problems.ChunkParams` is the contract of a launch.
 """
 
-from types import ModuleType
 from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem
 from kernels_cute.chunk import head_dims, kernel
-from kernels_cute.chunk.kernel import Config
-
-__all__ = [
-    "TUNED_WITHIN",
-    "Config",
-    "compile",
-    "configs",
-    "default_config",
-    "fits",
-    "launch",
-    "note",
-    "refusal",
-    "workspace_bytes",
-]
+from kernels_cute.chunk.kernel import Config as Config
 
 # log2 of how far a call's sizes may be from those of a tuned entry that serves it (see gdn.runtime.tuned). For others another
 # design may be faster, and the default knows which.
 TUNED_WITHIN = 0.25
 
 
-def _module(problem: ChunkProblem) -> ModuleType:
-    return kernel if problem.head_k_dim in kernel.HEAD_DIMS else head_dims
+def _own(problem: ChunkProblem) -> Any:
+    return kernel if problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim else head_dims
+
+
+def _computed(problem: ChunkProblem) -> tuple[Any, Any]:
+    """The module whose kernel runs, and the problem that it computes."""
+    return (kernel, problem) if _own(problem) is kernel else (head_dims.kernel(problem), head_dims.stand_in(problem))
 
 
 def refusal(problem: ChunkProblem) -> str | None:
     """None where a kernel serves the problem, else why not."""
-    reason: str | None = _module(problem).refusal(problem)
-    return reason
+    return _own(problem).refusal(problem)
 
 
 def note(problem: ChunkProblem) -> str | None:
     """How the problem is served, where a user should know."""
-    return head_dims.note(problem) if _module(problem) is head_dims else None
+    return None if _own(problem) is kernel else head_dims.note(problem)
 
 
 def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
-    return bool(_module(problem).fits(problem, config, device))
+    module, computed = _computed(problem)
+    return module.fits(computed, config, device)
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
     """A Config, or for head dims above 128 the recurrent kernel's."""
-    return _module(problem).default_config(problem, device)
+    module, computed = _computed(problem)
+    return module.default_config(computed, device)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
-    return list(_module(problem).configs(problem, device))
+    module, computed = _computed(problem)
+    return module.configs(computed, device)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
-    return int(_module(problem).workspace_bytes(problem, config))
+    return _own(problem).workspace_bytes(problem, config)
 
 
 def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
-    libraries: dict[str, bytes] = _module(problem).compile(problem, config)
-    return libraries
+    return _own(problem).compile(problem, config)
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
-    _module(compiled.problem).launch(compiled, params)
+    _own(compiled.problem).launch(compiled, params)

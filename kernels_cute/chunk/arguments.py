@@ -1,13 +1,16 @@
-"""Arguments of the chunk kernels on the device: the operator's Params, and the bulk copies of its token tensors."""
+"""Arguments of the chunk kernels on the device: the operator's Params, and the bulk copies of its token tensors; and whether a
+launch works at all.
+"""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk import layouts
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.memory import without_batch
@@ -39,24 +42,16 @@ def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]
 
 def token_copies(spec: ChunkSpec, params: ChunkParams, multicast: bool = False) -> TokenCopies:
     """multicast: a tile of K or Q may go to several blocks of a cluster."""
-    return TokenCopies(
-        *_copy_in(spec, params.q, spec.dim, multicast),
-        *_copy_in(spec, params.k, spec.dim, multicast),
-        *_copy_in(spec, params.v, spec.columns, False),
-        *_copy_out(spec, params.out),
-    )
-
-
-def _copy_in(spec: ChunkSpec, x: Any, columns: int, multicast: bool) -> Any:
-    """The bulk copy of a chunk's tile of columns into shared memory, and its tensor."""
-    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
-    layout = layouts.by_rows(spec.dtype, CHUNK, columns)
-    return cpasync.make_tiled_tma_atom(op, token_tensor(x), layout, (CHUNK, columns))
-
-
-def _copy_out(spec: ChunkSpec, x: Any) -> Any:
-    layout = layouts.by_rows(spec.dtype, CHUNK, 64)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), token_tensor(x), layout, (CHUNK, 64))
+    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    to_several = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else load
+    found: list[Any] = []
+    for op, x, columns in (
+        *((to_several, params.q, spec.dim), (to_several, params.k, spec.dim)),
+        *((load, params.v, spec.columns), (store, params.out, spec.columns)),
+    ):
+        layout = operands.by_rows(spec.dtype, CHUNK, columns)
+        found += cpasync.make_tiled_tma_atom(op, token_tensor(x), layout, (CHUNK, columns))
+    return TokenCopies(*found)
 
 
 @cute.jit
@@ -69,11 +64,48 @@ def token_tensor(x):
     return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
 
 
-@cute.jit
-def partition_tiles(spec, field, atom, tensor, columns: cutlass.Constexpr, stages: cutlass.Constexpr, begin, head, piece):
+def partition_tiles(spec: Any, field: Any, atom: Any, x: Any, width: int, stages: int, begin: Any, head: Any, piece: Any) -> Any:
     """Shared and global sides of a tensor's tiles: (copy, stage) and (copy, chunk of the sequence)."""
-    layout = layouts.by_rows(spec.dtype, CHUNK, columns, stages)
+    layout = operands.by_rows(spec.dtype, CHUNK, width, stages)
     shared = field.get_tensor(layout.outer, swizzle=layout.inner)
-    rows = cute.domain_offset((begin, 0), tensor[None, None, head])
-    chunks = cute.local_tile(rows, (CHUNK, columns), (None, piece))
+    rows = cute.domain_offset((begin, 0), x[None, None, head])
+    chunks = cute.local_tile(rows, (CHUNK, width), (None, piece))
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
+
+
+def partition_keys(spec: Any, storage: Any, copies: Any, item: Any, q_stages: int, k_stages: int) -> Any:
+    """The same of an item's Q and K: shared and global side of either."""
+    q_head, k_head = item.head // spec.q_group, item.head // spec.k_group
+    to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, q_stages, item.begin, q_head, 0)
+    to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, k_stages, item.begin, k_head, 0)
+    return to_q, from_q, to_k, from_k
+
+
+@cute.jit
+def works(spec, cu_seqlens, split_if_longest_exceeds):
+    """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens.
+
+    A call of whole sequences or segments launches both, and those whose turn it is not return at once: whole sequences take as
+    long as the longest one, segments as long as all tokens together, and the host does not know the lengths.
+    """
+    if cutlass.const_expr(not spec.has_both_variants):
+        return Boolean(True)
+    is_longer = longest_sequence(cu_seqlens) > split_if_longest_exceeds
+    if cutlass.const_expr(not spec.is_split):
+        return not is_longer
+    # Launched before whole sequences are done, which saves microseconds where it then has nothing to do. Their first launch
+    # waited for what came before the call, so the lengths may be read; nothing else is touched before this, and what follows
+    # in the stream waits for it.
+    cute.arch.griddepcontrol_wait()
+    return is_longer
+
+
+@cute.jit
+def longest_sequence(cu_seqlens):
+    """Tokens of the longest sequence, by each warp for itself."""
+    most, count = Int32(0), cute.size(cu_seqlens, mode=[0]) - 1
+    for first in cutlass.range(0, count, 32, unroll=1):
+        sequence = first + cute.arch.lane_idx()
+        if sequence < count:
+            most = cutlass.max(most, Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]))
+    return cute.arch.warp_redux_sync(most, "max")

@@ -1,87 +1,173 @@
-"""The barriers of the blocks of the chunk kernels. What each protects: fused.py, four_sm/kernel.py."""
+"""Barriers and shared memory of the blocks of the chunk kernels. What each barrier protects: fused.py, four_sm/kernel.py."""
 
 from typing import Any
 
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
 from kernels_cute.chunk.four_sm.shape import CHAINS, SET_KEY_STAGES, SETS, SLOTS
-from kernels_cute.chunk.scheduler import RECORDS
-from kernels_cute.chunk.shape import BUFFERS
+from kernels_cute.chunk.scheduler import RECORD_BYTES, RECORDS, SORTED
+from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, START_BUFFERS, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 
 
-def block_barriers(spec: ChunkSpec) -> BarrierTable:
-    """Of a block of the fused kernel; those of a segment's start are split/start.py's."""
-    warps = {"state": 4, "inverse": 4, "score": 4, "load": 1, "gates": 1, "store": 1}
-    ready_waits: tuple[str, ...] = ("state",)
-    from_peer: tuple[Arrivals, ...] = ()
-    if spec.paired:  # block b fills buffer b of both
-        warps["hand_over"] = 1
-        ready_waits, from_peer = (
-            ("state", "hand_over"),
-            (Arrivals("hand_over", "role", what="of the other block, with the bytes"),),
-        )
+def _one(role: str, what: str = "") -> tuple[Arrivals]:
+    return (Arrivals(role, "role", what=what),)
+
+
+def _each_warp(role: str, what: str = "", blocks: int = 1) -> tuple[Arrivals]:
+    return (Arrivals(role, "warp", blocks, what),)
+
+
+def _peer(spec: ChunkSpec) -> tuple[Arrivals, ...]:
+    """Arrivals on `ready` of a buffer that the other block of a pair fills: block b fills buffer b of both."""
+    return _one("hand_over", "of the other block, with the bytes") if spec.paired else ()
+
+
+_FACTORS = (Arrivals("inverse", "thread", what="key factors written"),)
+
+
+def block_barriers(spec: ChunkSpec, is_complete: bool = False) -> BarrierTable:
+    """Barriers of a block of the fused kernel; is_complete: with those that only other forms of it have."""
+    warps = {"state": 4, "inverse": 4, "score": 4, "load": 1, "gates": 1, "store": 1} | ({"hand_over": 1} if spec.paired else {})
     both = (Arrivals("inverse", "thread"), Arrivals("score", "thread"))
     barriers = [
-        Barrier(
-            "keys_full", spec.key_stages, (Arrivals("load", "role", what="with the bytes of K"),), ("state", "inverse", "score")
-        ),
-        Barrier("keys_empty", spec.key_stages, (Arrivals("state", "warp", what="S done"),), ("load",)),
-        Barrier("full", spec.stages, (Arrivals("load", "role", what="with those of Q and V"),), ("state", "score")),
-        Barrier("empty", spec.stages, (Arrivals("store", "role", what="O read"),), ("load",)),
-        Barrier("stored", spec.stages, (Arrivals("state", "warp", what="O where V was"),), ("store",)),
-        Barrier("ready", BUFFERS, both, ready_waits, from_peer),
-        Barrier("taken", BUFFERS, (Arrivals("state", "warp", spec.sharers),), ("inverse", "score")),
+        Barrier("k_full", spec.key_stages, _one("load", "with the bytes of K"), ("state", "inverse", "score")),
+        Barrier("k_empty", spec.key_stages, _each_warp("state", "S done"), ("load",)),
+        Barrier("full", spec.stages, _one("load", "with those of Q and V"), ("state", "score")),
+        Barrier("empty", spec.stages, _one("store", "O read"), ("load",)),
+        Barrier("stored", spec.stages, _each_warp("state", "O where V was"), ("store",)),
+        Barrier("ready", BUFFERS, both, ("state", "hand_over") if spec.paired else ("state",), _peer(spec)),
+        Barrier("taken", BUFFERS, _each_warp("state", blocks=spec.sharers), ("inverse", "score")),
         Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("inverse", "score")),
-        Barrier("factors_full", 2, (Arrivals("inverse", "thread", what="key factors written"),), ("score",)),
-        Barrier("gates_free", 2, (Arrivals("inverse", "warp"), Arrivals("score", "warp")), ("gates",)),
+        Barrier("factors_full", 2, _FACTORS, ("score",)),
+        Barrier("gates_free", 2, _each_warp("inverse") + _each_warp("score"), ("gates",)),
     ]
-    if spec.is_persistent:
+    if spec.is_split or is_complete:  # the start of a segment
         barriers += [
-            Barrier("work_full", RECORDS, (Arrivals("gates", "role"),), tuple(warps)),
+            Barrier("brought", START_BUFFERS, _one("load", "with the bytes of P"), ("state",)),
+            Barrier("used", START_BUFFERS, _each_warp("state", "P read"), ("load",)),
+            Barrier("composed", 1, _each_warp("state", "all P read"), ("load",)),
+        ]
+    if spec.is_persistent or is_complete:  # records of work tiles; empty: a warp is done with the record
+        barriers += [
+            Barrier("work_full", RECORDS, _one("gates"), tuple(warps)),
             Barrier("work_empty", RECORDS, tuple(Arrivals(role, "warp") for role in warps), ("gates",)),
         ]
     return BarrierTable(warps, barriers)
 
 
+def summary_barriers(spec: ChunkSpec) -> BarrierTable:
+    """Barriers of a block of the first launch of a split call; `state` is both of its state warpgroups."""
+    ready = (Arrivals("inverse", "thread"), Arrivals("vectors", "thread"))
+    return BarrierTable(
+        {"state": 8, "inverse": 4, "load": 1, "gates": 1, "vectors": 1} | ({"hand_over": 1} if spec.paired else {}),
+        [
+            Barrier("k_full", spec.stages, _one("load", "with the bytes of K and V"), ("state", "inverse")),
+            Barrier("empty", spec.stages, _each_warp("state", "K and V read"), ("load",)),
+            Barrier("ready", BUFFERS, ready, ("state", "hand_over") if spec.paired else ("state",), _peer(spec)),
+            Barrier("taken", BUFFERS, _each_warp("state", blocks=spec.sharers), ("inverse", "vectors")),
+            Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("inverse", "vectors")),
+            Barrier("factors_full", 2, _FACTORS, ("vectors",)),
+            Barrier("gates_free", 2, _each_warp("inverse") + _each_warp("vectors"), ("gates",)),
+        ],
+    )
+
+
 def chain_barriers(spec: ChunkSpec) -> BarrierTable:
-    """Of a chain block of the four-SM form. `tiles` is the warp that arms `ready`: in a cluster of four a maker's."""
-    stages = spec.stages
-    read = (Arrivals("state", "warp", CHAINS, "read, of either chain"),)
+    """Barriers of a chain block of the four-SM form. `tiles` is the warp that arms `ready`: in a cluster of four a maker's.
+    `load` and `tiles` wait for `full` and `ready` where the other chain loads for both."""
+    stages, read = spec.stages, _each_warp("state", "read, of either chain", CHAINS)
     return BarrierTable(
         {"state": 4, "load": 1, "values": 1, "tiles": 1},
         [
-            Barrier("k_full", stages, (Arrivals("load", "role", what="with K"),), ("state", "load")),
+            Barrier("k_full", stages, _one("load", "with K"), ("state", "load")),
             Barrier("k_empty", stages, read, ("load",)),
-            Barrier("q_full", stages, (Arrivals("load", "role", what="with Q"),), ("state", "load")),
+            Barrier("q_full", stages, _one("load", "with Q"), ("state", "load")),
             Barrier("q_empty", stages, read, ("load",)),
-            Barrier("v_full", stages, (Arrivals("values", "role", what="with V"),), ("state",)),
-            Barrier("stored", stages, (Arrivals("state", "warp", what="O where V was"),), ("values",)),
-            Barrier("ready", SLOTS, (Arrivals("tiles", "role", what="with Z, P M and vectors"),), ("state", "tiles")),
+            Barrier("v_full", stages, _one("values", "with V"), ("state",)),
+            Barrier("stored", stages, _each_warp("state", "O where V was"), ("values",)),
+            Barrier("ready", SLOTS, _one("tiles", "with Z, P M and vectors"), ("state", "tiles")),
             Barrier("free", SLOTS, read, ("tiles",)),
         ],
     )
 
 
 def maker_barriers(form: Any) -> BarrierTable:
-    """Of a maker block of the four-SM form; inverse, score and hand_over are those of one set."""
-    taken = (
-        Arrivals("state", "warp", CHAINS, "read, of either chain") if form.taken_arrivals > 1 else Arrivals("hand_over", "role")
-    )
+    """Barriers of a maker block of the four-SM form; inverse, score and hand_over are those of one set."""
+    read = _each_warp("state", "read, of either chain", CHAINS)
     table = BarrierTable(
         {"inverse": 4, "score": 4, "load": 1, "gates": 1, "hand_over": 1, "state": 4},
         [
-            Barrier("k_full", SETS * SET_KEY_STAGES, (Arrivals("load", "role", what="with K"),), ("inverse", "score")),
-            Barrier("k_empty", SETS * SET_KEY_STAGES, (Arrivals("score", "warp", what="Z done"),), ("load",)),
-            Barrier("q_full", SETS, (Arrivals("load", "role", what="with Q"),), ("score",)),
-            Barrier("q_empty", SETS, (Arrivals("score", "warp", what="Q in registers"),), ("load",)),
+            Barrier("k_full", SETS * SET_KEY_STAGES, _one("load", "with K"), ("inverse", "score")),
+            Barrier("k_empty", SETS * SET_KEY_STAGES, _each_warp("score", "Z done"), ("load",)),
+            Barrier("q_full", SETS, _one("load", "with Q"), ("score",)),
+            Barrier("q_empty", SETS, _each_warp("score", "Q in registers"), ("load",)),
             Barrier("m_full", SETS, (Arrivals("inverse", "thread"),), ("score",)),
-            Barrier("m_free", SETS, (Arrivals("score", "warp", what="M in registers"),), ("inverse",)),
+            Barrier("m_free", SETS, _each_warp("score", "M in registers"), ("inverse",)),
             Barrier("made", SETS, (Arrivals("score", "thread"),), ("hand_over",)),
-            Barrier("taken", SETS, (taken,), ("score",)),
+            Barrier("taken", SETS, read if form.taken_arrivals > 1 else _one("hand_over", "Z and the rest read"), ("score",)),
             Barrier("gates_full", SETS * 2, (Arrivals("gates", "thread"),), ("inverse", "score")),
-            Barrier("factors_full", SETS * 2, (Arrivals("inverse", "thread", what="key factors written"),), ("score",)),
-            Barrier("gates_free", SETS * 2, (Arrivals("inverse", "warp"), Arrivals("score", "warp")), ("gates",)),
+            Barrier("factors_full", SETS * 2, _FACTORS, ("score",)),
+            Barrier("gates_free", SETS * 2, _each_warp("inverse") + _each_warp("score"), ("gates",)),
         ],
     )
     assert table.count("taken") == form.taken_arrivals
     return table
+
+
+def block_storage(spec: ChunkSpec) -> Any:
+    """Shared memory of a block of the fused kernel."""
+    pieces, stages = spec.dim // 64, spec.stages
+    records = {"records": _array(Int32, RECORDS * RECORD_BYTES // 4, 16), "order": _array(cutlass.Uint8, SORTED, 16)}
+    tiles = _tiles(spec, k=pieces * spec.key_stages, q=pieces * stages, v=stages, m=BUFFERS, p=BUFFERS, lower=1)
+    return _struct(_barriers(block_barriers(spec, is_complete=True)), records, _rows(BUFFERS, 1), tiles)
+
+
+def summary_storage(spec: ChunkSpec) -> Any:
+    keys = spec.dim // 64 * spec.stages
+    tiles = _tiles(spec, k=keys, v=keys, zeros=1, m=BUFFERS, lower=1)
+    return _struct(_barriers(summary_barriers(spec)), _rows(BUFFERS, 1), tiles)
+
+
+def chain_storage(spec: ChunkSpec) -> Any:
+    pieces, stages = spec.dim // 64, spec.stages
+    tiles = _tiles(spec, k=pieces * stages, q=pieces * stages, z=pieces * SLOTS, p=SLOTS, v=stages)
+    return _struct(_TICKET, _barriers(chain_barriers(spec)), _rows(SLOTS, 0), tiles)
+
+
+def maker_storage(spec: ChunkSpec, form: Any) -> Any:
+    pieces = spec.dim // 64
+    keys = pieces * SETS * SET_KEY_STAGES
+    tiles = _tiles(spec, k=keys, q=pieces * SETS, z=pieces * SETS, p=SETS, plain=SETS, m=spec.parts * SETS, lower=SETS)
+    return _struct(_TICKET, _barriers(maker_barriers(form)), _rows(SETS, SETS), tiles)
+
+
+def _array(dtype: Any, count: int, align: int) -> Any:
+    return cute.struct.Align[cute.struct.MemRange[dtype, count], align]
+
+
+_TICKET = {"ticket": _array(Int32, 4, 4)}  # of a pair of the L2 ring, in the same place in either kind of block
+
+
+def _barriers(table: BarrierTable) -> dict[str, Any]:
+    return {name: _array(Int64, barrier.stages, 8) for name, barrier in table.barriers.items()}
+
+
+def _rows(buffers: int, sets: int) -> dict[str, Any]:
+    """Vectors of `buffers` chunks; and for each set of an inverse and a score warpgroup the rows that they share, and scratch."""
+    sizes = {"vectors": buffers * VECTOR_BYTES, "rows": sets * 2 * AUX_BYTES, "scratch": sets * 4 * SCRATCH_BYTES}
+    return {name: _array(Float32, size // 4, 128) for name, size in sizes.items() if size}
+
+
+def _tiles(spec: ChunkSpec, **counts: int) -> dict[str, Any]:
+    """64 x 64 tiles of 16-bit elements."""
+    dtypes = {"lower": cutlass.Float16}
+    return {name: _array(dtypes.get(name, spec.dtype), CHUNK * 64 * count, 1024) for name, count in counts.items()}
+
+
+def _struct(*parts: dict[str, Any]) -> Any:
+    fields = {name: field for part in parts for name, field in part.items()}
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))

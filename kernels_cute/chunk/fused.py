@@ -22,76 +22,45 @@ depends on the state), and one whose warps copy K, Q, V in, make the gates, copy
 blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
 at D = 64 a block prepares every chunk itself, buffers in turn.
 
-    barrier             arrivals                                      waits
-    keys_full[stage]    1: the copying lane, with the bytes of K      state, inverse, score
-    keys_empty[stage]   4: a lane of a state warp, S done             the copying warp
-    full[stage]         1: the copying lane, with those of Q and V    state, score
-    stored[stage]       4: a lane of a state warp, O where V was      the storing warp
-    empty[stage]        1: the storing warp, O read                   the copying warp
-    ready[buffer]       256: inverse and score of this block; or      state; the handing warp
-                        1: the other block, with the bytes
-    taken[buffer]       4 a block that takes: a lane of a state warp  inverse, score
-    gates_full[half]    32: the gate warp                             inverse, score
-    factors_full[half]  128: inverse, key factors written             score
-    gates_free[half]    8: a lane of each inverse and score warp      the gate warp
-    named 1, 2, 3       128 threads: within inverse, score, state
-A state warp is done with K of a stage, and waits for what inverse and score made of it, before its `keys_empty`; with Q and V,
-likewise, before its `stored`. K has a ring of its own, a stage longer, because M takes longest to make.
-`half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free
-has been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
+The barriers: barriers.py. A state warp is done with K of a stage, and waits for what inverse and score made of it, before its
+`k_empty`; with Q and V, likewise, before its `stored`. K has a ring of its own, a stage longer, because M takes longest to make.
+`half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free has
+been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
 
 Stages, buffers, halves and phases follow the count of chunks since the block began, over all of its items, so that copies,
 gates, M and P run ahead into the next item while the state ends the last. Both blocks of a pair have the same items.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.barriers import block_barriers
-from kernels_cute.chunk.dispatch import works
+from kernels_cute.chunk import scheduler, shape
+from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
+from kernels_cute.chunk.barriers import block_barriers, block_storage
 from kernels_cute.chunk.operands import set_registers
-from kernels_cute.chunk.rings import chunks_in, first_own
+from kernels_cute.chunk.rings import chunks_in, own_chunks
+from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_warp
 from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
-from kernels_cute.chunk.roles.hand_over import hand_over_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.load import copy_warp
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.roles.state import state_warpgroup
-from kernels_cute.chunk.roles.store import store_warp
-from kernels_cute.chunk.scheduler import (
-    RECORD_BYTES,
-    RECORDS,
-    SORTED,
-    can_sort,
-    describe,
-    goes_on,
-    segment_work_tile,
-    sort_sequences,
-    take_work_tile,
-    write_keys,
-)
-from kernels_cute.chunk.shape import (
-    AUX_BYTES,
-    BUFFERS,
-    CHUNK,
-    COPY_REGISTERS,
-    INVERSE_REGISTERS,
-    SCORE_REGISTERS,
-    SCRATCH_BYTES,
-    START_BARRIERS,
-    STATE_REGISTERS,
-    TILE_BYTES,
-    VECTOR_BYTES,
-)
+from kernels_cute.chunk.scheduler import goes_on, take_work_tile
+from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.start import bring_start, init_start
+from kernels_cute.chunk.split.segments import bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
 from kernels_cute.common import ptx
 from kernels_cute.common.barriers import init_barriers
+
+
+def launch_shape(spec: ChunkSpec) -> dict[str, Any]:
+    """Blocks and clusters of a launch."""
+    return {"block": (spec.threads, 1, 1), "cluster": (spec.sharers, 1, 1), "min_blocks_per_mp": 1}
 
 
 class FusedChunk:
@@ -106,11 +75,7 @@ class FusedChunk:
         params, (max_clusters, split_if_longest_exceeds, stream) = packed_params(values)
         items = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
         self.kernel(params, token_copies(self.spec, params), split_if_longest_exceeds).launch(
-            grid=(self.spec.sharers * cutlass.min(items, max_clusters), 1, 1),
-            block=(self.spec.threads, 1, 1),
-            cluster=(self.spec.sharers, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
+            grid=(self.spec.sharers * cutlass.min(items, max_clusters), 1, 1), stream=stream, **launch_shape(self.spec)
         )
 
     @cute.kernel
@@ -119,94 +84,52 @@ class FusedChunk:
             run_block(self.spec, params, copies, None)
 
 
-def storage_type(spec):
-    stages, pieces = spec.stages, spec.dim // 64
-    tile = CHUNK * 64
-
-    @cute.struct
-    class Storage:
-        keys_full: cute.struct.MemRange[Int64, spec.key_stages]
-        keys_empty: cute.struct.MemRange[Int64, spec.key_stages]
-        full: cute.struct.MemRange[Int64, stages]
-        empty: cute.struct.MemRange[Int64, stages]
-        stored: cute.struct.MemRange[Int64, stages]
-        ready: cute.struct.MemRange[Int64, BUFFERS]
-        taken: cute.struct.MemRange[Int64, BUFFERS]
-        gates_full: cute.struct.MemRange[Int64, 2]
-        factors_full: cute.struct.MemRange[Int64, 2]
-        gates_free: cute.struct.MemRange[Int64, 2]
-        start: cute.struct.MemRange[Int64, START_BARRIERS]  # of a split call, see split/compose.py
-        work_full: cute.struct.MemRange[Int64, RECORDS]
-        work_empty: cute.struct.MemRange[Int64, RECORDS]
-        records: cute.struct.Align[cute.struct.MemRange[Int32, RECORDS * RECORD_BYTES // 4], 16]
-        order: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, SORTED], 16]
-        vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
-        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
-        scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
-        k: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * pieces * spec.key_stages], 1024]
-        q: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * pieces * stages], 1024]
-        v: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * stages], 1024]
-        m: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * BUFFERS], 1024]
-        p: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * BUFFERS], 1024]
-        lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
-
-    return Storage
-
-
 @cute.jit
 def run_block(spec, params, copies, segment):
     """The whole of a block; segment: what a block of a split call works on, None = a sequence."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(storage_type(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(block_storage(spec))
     block, _, _ = cute.arch.block_idx()
     rank = block % 2  # in the pair
     # The warp that copies in makes the barriers: it need not wait for the others to begin.
     first_copier = 12
     starts_early = spec.paired and segment is None
     if warp == first_copier:
-        cpasync.prefetch_descriptor(copies.q_atom)
-        cpasync.prefetch_descriptor(copies.k_atom)
-        cpasync.prefetch_descriptor(copies.v_atom)
-        cpasync.prefetch_descriptor(copies.out_atom)
+        for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
+            cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
             init_barriers(block_barriers(spec), storage, rank)
-            if cutlass.const_expr(segment is not None):
-                init_start(spec, storage)
         cute.arch.sync_warp()
     thread, _, _ = cute.arch.thread_idx()
     is_sorted = Boolean(False)
     cluster = block // spec.sharers
-    piece = block % spec.slices
-    head = block // spec.slices % spec.heads
     if cutlass.const_expr(segment is None):
         # Asked for before the barriers below, which take as long as the answer.
-        only = first_item = describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
+        only = first_item = scheduler.describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
     else:
-        only = segment_work_tile(segment, head, piece)
+        only = scheduler.segment_work_tile(segment, block // spec.slices % spec.heads, block % spec.slices)
     if cutlass.const_expr(spec.is_persistent):
         only = None
-        is_sorted = can_sort(spec, params.cu_seqlens)
+        # There is something to deal, and there are few enough sequences to order.
+        sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
+        is_sorted = (scheduler.num_clusters(spec) < sequences * spec.units) & (sequences <= scheduler.SORTED)
         if is_sorted:
-            write_keys(spec, storage, params, thread)
+            scheduler.write_keys(spec, storage, params, thread)
     # Above the diagonal, and M on it, they stay zero.
-    for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, spec.threads, unroll=1):
-        ptx.store_zeros(storage.m.data_ptr().toint() + i * 16)
-    for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, spec.threads, unroll=1):
-        ptx.store_zeros(storage.p.data_ptr().toint() + i * 16)
+    for field in (storage.m, storage.p):
+        for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, spec.threads, unroll=1):
+            ptx.store_zeros(field.data_ptr().toint() + i * 16)
     if cutlass.const_expr(spec.is_persistent):
         if is_sorted:
             cute.arch.sync_threads()
-            sort_sequences(storage, params.cu_seqlens, thread)
+            scheduler.sort_sequences(storage, params.cu_seqlens, thread)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.mbarrier_init_fence()
     if cutlass.const_expr(spec.paired):
         # A releasing arrival waits for global memory too; for the other block the fences above are enough.
         cute.arch.fence_acq_rel_cta()
         cute.arch.cluster_arrive_relaxed()
-        if cutlass.const_expr(starts_early):
-            if warp != first_copier:
-                cute.arch.cluster_wait()
-        else:
+        if (warp != first_copier) | Boolean(not starts_early):
             cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()
@@ -214,26 +137,26 @@ def run_block(spec, params, copies, segment):
     # Every role counts items, and the chunks of those before.
     number, base, going = Int32(0), Int32(0), Boolean(True)
     if warp < 4:
-        set_registers(spec, STATE_REGISTERS)
-        state_warpgroup(spec, storage, params, head, piece, warp % 4, segment, only)
+        set_registers(spec, shape.STATE_REGISTERS)
+        state_warpgroup(spec, storage, params, warp % 4, segment, only)
     elif warp < 8:
-        set_registers(spec, INVERSE_REGISTERS)
+        set_registers(spec, shape.INVERSE_REGISTERS)
         while going:
             item = take_work_tile(storage, number, only)
-            inverse_warpgroup(spec, storage, item.live_length, first_own(spec, base, rank), warp % 4, base)
+            inverse_warpgroup(spec, storage, own_chunks(spec, base, rank), item.live_length, warp % 4)
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
     elif warp < 12:
-        set_registers(spec, SCORE_REGISTERS)
+        set_registers(spec, shape.SCORE_REGISTERS)
         while going:
             item = take_work_tile(storage, number, only)
-            score_warpgroup(spec, storage, params.scale, item.live_length, first_own(spec, base, rank), warp % 4, base)
+            score_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4)
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
     else:
-        set_registers(spec, COPY_REGISTERS)
+        set_registers(spec, shape.COPY_REGISTERS)
         copier = warp % 4
         if copier == 0:
             if cutlass.const_expr(segment is not None):
-                bring_start(spec, storage, head, segment)
+                bring_start(spec, storage, only.head, segment)
             while going:
                 item = take_work_tile(storage, number, only)
                 if cutlass.const_expr(spec.is_persistent):
@@ -248,8 +171,7 @@ def run_block(spec, params, copies, segment):
             if cutlass.const_expr(spec.is_persistent):
                 schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
             else:
-                first = first_own(spec, base, rank)
-                gate_warp(spec, storage, params, only.begin, only.live_length, only.head, first)
+                gate_warp(spec, storage, params, only, own_chunks(spec, base, rank))
         if copier == 2:
             while going:
                 item = take_work_tile(storage, number, only)
@@ -257,9 +179,10 @@ def run_block(spec, params, copies, segment):
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
         if cutlass.const_expr(spec.paired):
             if copier == 3:
+                tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES))
                 while going:
                     item = take_work_tile(storage, number, only)
-                    hand_over_warp(storage, item.live_length, rank, first_own(spec, base, rank), base)
+                    hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank)
                     number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
     if cutlass.const_expr(spec.paired):
         # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.

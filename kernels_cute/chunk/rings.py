@@ -1,50 +1,61 @@
-"""Where chunk number `count` of a block is in its rings of buffers.
+"""Where a chunk is in the rings of buffers of a block.
 
-Stages, buffers, halves and phases follow the count of chunks since the block began, over all of its work tiles.
+In the fused kernel stages, buffers, halves and phases follow the count of chunks since the block began, over all of its work
+tiles; in a maker block of the four-SM form each set counts its own chunks.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Int32
 
+from kernels_cute.chunk.four_sm.shape import MAKERS, ROUND, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.shape import CHUNK
 
+ALL_SETS = "all"
 
-# Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would stand
+
+class OwnChunks(NamedTuple):
+    """Chunks first, first + stride, ... of a work tile: those that a block, or one set of a maker block, prepares."""
+
+    first: Any
+    stride: int
+    base: Any = 0  # chunks that the block had before the work tile
+    group: Any = None  # the set, or ALL_SETS in turn; None in a block without sets
+
+
+# Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would be
 # in every role's wait. Shifts are the same for both signs.
-def stage_of(spec: Any, count: Any) -> tuple[Any, Any]:
-    """A chunk's stage, and the parity of that stage's turn."""
-    return ring_place(spec.stages, count)
-
-
-def key_stage_of(spec: Any, count: Any) -> tuple[Any, Any]:
-    """The same of K."""
-    return ring_place(spec.key_stages, count)
-
-
 def ring_place(stages: int, count: Any) -> tuple[Any, Any]:
+    """Stage of chunk number `count` of a ring, and the parity of that stage's turn."""
     if stages & (stages - 1):
         turn = Int32(cutlass.Uint32(count) // cutlass.Uint32(stages))
         return count - turn * stages, turn & 1
     return count & (stages - 1), count >> (stages.bit_length() - 1) & 1
 
 
-def half_of(spec: Any, count: Any) -> tuple[Any, Any]:
-    """The same of `half`."""
-    own = count >> (spec.aux_step - 1)
-    return own & 1, own >> 1 & 1
+def key_place(spec: Any, own: OwnChunks, step: Any) -> tuple[Any, Any]:
+    """The same of chunk `step` in the ring of K."""
+    if own.group is None:
+        return ring_place(spec.key_stages, own.base + step)
+    turn = step // ROUND
+    return own.group * SET_KEY_STAGES + turn % SET_KEY_STAGES, turn // SET_KEY_STAGES & 1
+
+
+def half_place(own: OwnChunks, step: Any) -> tuple[Any, Any]:
+    """The same in `half`, the two buffers of gates and factors."""
+    if own.group is None:
+        count = own.base + step >> (own.stride - 1)
+        return count & 1, count >> 1 & 1
+    turn = step // ROUND
+    group = step // MAKERS % SETS if own.group is ALL_SETS else own.group
+    return group * 2 + turn % 2, turn // 2 & 1
 
 
 def chunks_in(length: Any) -> Any:
     return (length + (CHUNK - 1)) // CHUNK
 
 
-@cute.jit
-def first_own(spec, base, rank):
-    """The first chunk of an item that this block prepares; base: chunks before the item."""
-    first = Int32(0)
-    if cutlass.const_expr(spec.paired):
-        first = (rank ^ base) & 1
-    return first
+def own_chunks(spec: Any, base: Any, rank: Any) -> Any:
+    """Chunks of an item that this block of a pair prepares; base: chunks before the item."""
+    return OwnChunks((rank ^ base) & 1 if spec.paired else Int32(0), spec.aux_step, base)

@@ -1,18 +1,13 @@
-"""What a block of the fused chunk kernel works on, one item after the other, and which cluster takes which.
+"""Items that the blocks of the fused chunk kernel work on, one after the other, and which cluster takes which.
 
 An item is a (sequence, state head), or with blocks alone a (sequence, state head, 64 V columns). The grid has at most as many
 clusters as run side by side, and cluster c begins with item c. The rest is dealt, the longest sequence first, each item to the
 cluster that has the least so far; sequences beyond SORTED are dealt in their own order. Every block works that out for itself,
 from cu_seqlens alone: nothing is exchanged, and no workspace holds a counter.
 
-The gate warp deals, an item ahead of its own gates, and leaves what the other warps need in a ring of records:
-
-    barrier             arrivals                                      waits
-    work_full[record]   1: a lane of the gate warp                    every other warp, and the gate warp
-    work_empty[record]  1 a warp, done with the record                the gate warp, before it fills it again
-
-A record without a sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted
-on from one item to the next.
+The gate warp deals, an item ahead of its own gates, and leaves items for all warps in a ring of records. A record without a
+sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted on from one item to
+the next.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
@@ -46,46 +41,43 @@ class WorkTile(NamedTuple):
     read_slot: Any  # of the pool, or the sequence
 
 
-def max_scheduled_clusters(paired: bool) -> int:
-    """Clusters that can be dealt to."""
-    return 32 * load_slots(paired)
-
-
 def load_slots(paired: bool) -> int:
     """Clusters a lane of the gate warp keeps the loads of; no SM90 device has more than 144 multiprocessors."""
     return 3 if paired else 5
 
 
-@cute.jit
-def num_clusters(spec):
+def max_scheduled_clusters(paired: bool) -> int:
+    return 32 * load_slots(paired)
+
+
+def num_clusters(spec: Any) -> Any:
     blocks, _, _ = cute.arch.grid_dim()
     return blocks // spec.sharers
 
 
 @cute.jit
-def can_sort(spec, cu_seqlens):
-    """Whether there is anything to deal, and few enough sequences to order."""
-    sequences = cute.size(cu_seqlens, mode=[0]) - 1
-    return (num_clusters(spec) < sequences * spec.units) & (sequences <= SORTED)
-
-
-@cute.jit
-def live_length_of(spec, params, sequence):
-    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]), 0)
+def sequence_of(spec, params, sequence):
+    """First token, tokens, tokens or 0 in a padding sequence, and slot of the initial state."""
+    begin = Int32(params.cu_seqlens[sequence])
+    length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
+    live_length, read_slot = length, Int64(sequence)
     if cutlass.const_expr(spec.pooled):
-        if Int64(params.state_indices[sequence]) <= params.null_slot:
-            length = Int32(0)
-    return length
+        read_slot = Int64(params.state_indices[sequence])
+        if read_slot <= params.null_slot:
+            live_length = Int32(0)
+    return begin, length, live_length, read_slot
 
 
 @cute.jit
 def chunks_of(spec, params, sequence):
-    return (live_length_of(spec, params, sequence) + (CHUNK - 1)) // CHUNK
+    """Chunks of a sequence, 0 in a padding sequence."""
+    _, _, live_length, _ = sequence_of(spec, params, sequence)
+    return chunks_in(live_length)
 
 
 @cute.jit
 def write_keys(spec, storage, params, thread):
-    """Sort keys of the sequences, all different: the larger the earlier. They lie where L will."""
+    """Sort keys of the sequences, all different: the larger the earlier; in the place of L."""
     if thread < SORTED:
         key = Int32(-1)
         if thread < cute.size(params.cu_seqlens, mode=[0]) - 1:
@@ -99,8 +91,7 @@ def sort_sequences(storage, cu_seqlens, thread):
     sequences = cute.size(cu_seqlens, mode=[0]) - 1
     keys = storage.lower.data_ptr().toint()
     if thread < sequences:
-        own = ptx.load_word(keys + thread * 4)
-        rank = Int32(0)
+        own, rank = ptx.load_word(keys + thread * 4), Int32(0)
         for i in cutlass.range((sequences + 3) // 4, unroll=1):
             others = ptx.load_words(keys + i * 16)
             for j in cutlass.range_constexpr(4):
@@ -154,17 +145,14 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
     slots = load_slots(spec.paired)
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     own_sequence, own_unit = Int32(-1), Int32(0)
-    before_lane = (Int32(1) << cute.arch.lane_idx()) - 1
-    before_own = (Int32(1) << cluster % 32) - 1
+    before_lane, before_own = (Int32(1) << cute.arch.lane_idx()) - 1, (Int32(1) << cluster % 32) - 1
     while (own_sequence < 0) & (rank < sequences):
-        sequence = cute.arch.shuffle_sync(loads[slots], rank % 32)
-        cost = cute.arch.shuffle_sync(loads[slots + 1], rank % 32)
+        sequence, cost = (cute.arch.shuffle_sync(loads[slots + i], rank % 32) for i in range(2))
         least = loads[0]
         for i in cutlass.range_constexpr(1, slots):
             least = cutlass.min(least, loads[i])
         least = cute.arch.warp_redux_sync(least, "min")
-        left = spec.units - unit
-        taken = Int32(0)
+        left, taken = spec.units - unit, Int32(0)
         for i in cutlass.range_constexpr(slots):
             load = loads[i]
             mask = cute.arch.vote_ballot_sync(load == least)
@@ -189,13 +177,7 @@ def describe(spec, params, sequence, unit, rank):
     begin, length, live_length, head, piece = (Int32(0),) * 5
     read_slot, starts = Int64(sequence), Boolean(False)
     if sequence >= 0:
-        begin = Int32(params.cu_seqlens[sequence])
-        length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
-        live_length = length
-        if cutlass.const_expr(spec.pooled):
-            read_slot = Int64(params.state_indices[sequence])
-            if read_slot <= params.null_slot:
-                live_length = Int32(0)
+        begin, length, live_length, read_slot = sequence_of(spec, params, sequence)
         starts = starts_from_initial(spec, params.has_initial_state, sequence, live_length)
         head, piece = unit, rank
         if cutlass.const_expr(not spec.paired):
@@ -239,16 +221,12 @@ def note_record(storage, number):
 
 @cute.jit
 def take_work_tile(storage, number, only):
-    """The block's item `number`."""
+    """The block's item `number`; only: the one there is, None = they come in records."""
     item = only
     if cutlass.const_expr(only is None):
         item = read_record(storage, number)
         note_record(storage, number)
     return item
-
-
-def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:
-    return WorkTile(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)
 
 
 @cute.jit
@@ -258,3 +236,7 @@ def goes_on(item, only):
     if cutlass.const_expr(only is None):
         going = item.sequence >= 0
     return going
+
+
+def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:
+    return WorkTile(segment.sequence, head, piece, None, segment.begin, segment.length, segment.live_length, segment.read_slot)

@@ -1,13 +1,11 @@
-"""What a chunk kernel is compiled for: all that the warp roles know before a launch."""
+"""Compile-time constants of a chunk kernel: all that the warp roles know before a launch."""
 
 import copy
+from typing import Any
 
 from gdn.problems import ChunkProblem
-from kernels_cute.chunk.four_sm.shape import scaled_parts
 from kernels_cute.chunk.shape import CHUNK, KEY_STAGES, STAGES, WARPGROUP
 from kernels_cute.common.memory import CUTE_DTYPES
-
-BLOCK_THREADS = 4 * WARPGROUP
 
 
 class ChunkSpec:
@@ -39,20 +37,14 @@ class ChunkSpec:
         self.sharers = 2 if self.paired else 1  # blocks that take from a `taken`
         self.units = heads * self.slices // self.sharers  # work tiles of a sequence
         self.aux_step = 2 if self.paired else 1  # chunks from one of this block's own to the next
-        self.threads = BLOCK_THREADS
+        self.threads = 4 * WARPGROUP
         self.transition_tiles = 2 * dim // 64  # K tiles that the P of a summary takes
-        self.start_buffers = min(2, 2 * stages // self.transition_tiles)
-        self.parts = scaled_parts(problem.dtype == "bfloat16")  # of the scaled M, with four SMs
+        self.parts = 1  # 16-bit summands of M in shared memory
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 
-    def with_stages(self, stages: int) -> "ChunkSpec":
-        """The same with so many chunks of every tensor in shared memory."""
+    def changed(self, **changes: Any) -> "ChunkSpec":
+        """The same with other values of these attributes."""
         made = copy.copy(self)
-        made.stages = made.key_stages = stages
-        return made
-
-    def with_threads(self, threads: int) -> "ChunkSpec":
-        made = copy.copy(self)
-        made.threads = threads
+        vars(made).update(changes)
         return made

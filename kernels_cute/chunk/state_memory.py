@@ -22,19 +22,11 @@ def starts_from_initial(spec, has_initial_state, sequence, live_length):
     return starts
 
 
-@cute.jit
-def load_state(spec, params, state, owner, head, row0, pair):
+def load_state(spec: Any, params: Any, state: Any, owner: Any, head: Any, row0: Any, pair: Any) -> None:
     """owner: the work tile or segment whose sequence the state belongs to."""
     starts = starts_from_initial(spec, params.has_initial_state, owner.sequence, owner.live_length)
     fetch_state(spec, params.initial_state, state, starts, owner.read_slot, head, row0, pair)
     settle_state(spec, params.initial_state, state, state, pair)
-
-
-@cute.jit
-def fetch_item(spec, initial_state, fetched, item, block_row, pair):
-    """fetch_state of an item; block_row: the lane's first V row among the block's."""
-    row0 = item.piece * spec.columns + block_row
-    fetch_state(spec, initial_state, fetched, item.starts, item.read_slot, item.head, row0, pair)
 
 
 @cute.jit
@@ -130,9 +122,8 @@ def has_wide_accesses(spec: Any, states: Any) -> bool:
     return spec.v_first and states.element_type is Float32
 
 
-@cute.jit
-def wide_address(spec, states, slot, head, row0, pair):
-    """Of a lane's first four."""
+def wide_address(spec: Any, states: Any, slot: Any, head: Any, row0: Any, pair: Any) -> Any:
+    """Address of a lane's first four."""
     offset = slot * states.stride[0] + Int64(head) * (spec.dim * spec.dim)
     offset += Int64(row0) * spec.dim + pair % 2 * 8 + pair // 2 * 4
     return states.iterator.toint() + offset * 4
@@ -143,11 +134,10 @@ def wide_offset(spec: Any, place: int) -> int:
     return place // 2 * 64 + place % 2 * 8 * spec.dim * 4
 
 
-@cute.jit
-def state_pointer(spec, states, slot, head, row0, pair):
+def state_pointer(spec: Any, states: Any, slot: Any, head: Any, row0: Any, pair: Any) -> Any:
     """A lane's first entry of a head's state: V row row0, K column 2 * pair."""
     offset = slot * states.stride[0] + Int64(head) * (spec.dim * spec.dim)
-    if cutlass.const_expr(spec.v_first):
+    if spec.v_first:
         offset += Int64(row0) * spec.dim + 2 * pair
     else:
         offset += Int64(pair) * (2 * spec.dim) + row0

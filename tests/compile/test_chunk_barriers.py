@@ -65,9 +65,9 @@ class Block:
 
     def load_keys(self, chunk: int) -> Role:
         stage, turn = self.place(self.spec.key_stages, chunk)
-        yield from self.wait("load", "keys_empty", stage, turn ^ 1)
-        self.bars["keys_full"][stage].arrive("load", copies=1)
-        self.sim.copy(self.bars["keys_full"][stage], self.keys[stage], ("K", chunk))
+        yield from self.wait("load", "k_empty", stage, turn ^ 1)
+        self.bars["k_full"][stage].arrive("load", copies=1)
+        self.sim.copy(self.bars["k_full"][stage], self.keys[stage], ("K", chunk))
 
     def load(self) -> Role:
         yield from self.load_keys(0)
@@ -95,7 +95,7 @@ class Block:
             stage, turn = self.place(self.spec.key_stages, chunk)
             half, half_turn = self.half(chunk)
             buffer, buffer_turn = self.place(2, chunk)
-            yield from self.wait("inverse", "keys_full", stage, turn)
+            yield from self.wait("inverse", "k_full", stage, turn)
             yield from self.sim.read(self.keys[stage], ("K", chunk), 1.0)
             yield from self.wait("inverse", "gates_full", half, half_turn)
             self.bars["factors_full"][half].arrive("inverse", 128)
@@ -111,7 +111,7 @@ class Block:
             stage, turn = self.place(self.spec.stages, chunk)
             half, half_turn = self.half(chunk)
             buffer, buffer_turn = self.place(2, chunk)
-            yield from self.wait("score", "keys_full", key_stage, key_turn)
+            yield from self.wait("score", "k_full", key_stage, key_turn)
             yield from self.wait("score", "full", stage, turn)
             yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
@@ -137,7 +137,7 @@ class Block:
             key_stage, key_turn = self.place(self.spec.key_stages, chunk)
             stage, turn = self.place(self.spec.stages, chunk)
             buffer, buffer_turn = self.place(2, chunk)
-            yield from self.wait("state", "keys_full", key_stage, key_turn)
+            yield from self.wait("state", "k_full", key_stage, key_turn)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             yield from self.wait("state", "full", stage, turn)
             yield from self.sim.read(self.values[stage][warp], ("V", chunk), 0.2)
@@ -145,7 +145,7 @@ class Block:
             yield from self.wait("state", "ready", buffer, buffer_turn)
             yield from self.sim.read(self.m[buffer], ("M", chunk), 0.3)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
-            self.bars["keys_empty"][key_stage].arrive("state")
+            self.bars["k_empty"][key_stage].arrive("state")
             yield from self.sim.read(self.p[buffer], ("P", chunk), 0.3)
             self.values[stage][warp].write(("O", chunk))
             self.bars["stored"][stage].arrive("state")
@@ -178,7 +178,7 @@ def test_blocks_of_the_fused_kernel(head_dim: int, num_chunks: int) -> None:
         simulate(head_dim, num_chunks, seed)
 
 
-@pytest.mark.parametrize(("name", "stages"), [("keys_empty", 5), ("empty", 4), ("taken", 2)])
+@pytest.mark.parametrize(("name", "stages"), [("k_empty", 5), ("empty", 4), ("taken", 2)])
 def test_a_wrong_table_is_found(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One arrival too few or too many on a barrier."""
     plain = barriers.block_barriers
@@ -204,6 +204,12 @@ def test_tables_say_what_the_kernel_needs() -> None:
     assert table.count("ready") == 256 and table.count("ready", is_from_peer=True) == 1
     assert (table.count("taken"), barriers.block_barriers(spec_of(64)).count("taken")) == (8, 4)
     assert "gates_free[2]" in str(table)
+    segments = barriers.block_barriers(spec_of(128).changed(is_split=True))
+    assert [segments.count(name) for name in ("brought", "used", "composed")] == [1, 4, 4]
+    summary = barriers.summary_barriers(spec_of(128))
+    assert (summary.count("ready"), summary.count("ready", is_from_peer=True), summary.count("taken")) == (160, 1, 16)
+    assert [summary.count(name) for name in ("k_full", "empty", "gates_full", "factors_full", "gates_free")] == [1, 8, 32, 128, 5]
+    assert barriers.summary_barriers(spec_of(64)).count("taken") == 8
 
 
 @pytest.mark.parametrize(

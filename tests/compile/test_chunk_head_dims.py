@@ -47,48 +47,46 @@ def _live(problem: ChunkProblem, bounds: torch.Tensor, indices: torch.Tensor, nu
     return [length > 0 and slot > null_slot for length, slot in zip(lengths, indices[: len(lengths)].tolist(), strict=True)]
 
 
-def torch_pad(
-    problem: ChunkProblem, q: Any, k: Any, v: Any, padded_q: Any, padded_k: Any, padded_v: Any, bounds: Any, initial: Any,
-    indices: Any, mask: Any, states: Any, slots: Any, targets: Any, null_slot: int,
-) -> None:  # fmt: skip
+def torch_pad(problem: ChunkProblem, *values: Any) -> None:
+    p = padding.CopyParams(*values)
+    states, slots, targets = p.final_state, p.slots, p.checkpoint_slots
     dim = problem.head_k_dim
-    for x, padded in ((q, padded_q), (k, padded_k), (v, padded_v)):
+    for x, padded in ((p.q, p.q_copy), (p.k, p.k_copy), (p.v, p.v_copy)):
         if x.shape[-1] != padded.shape[-1]:
             padded.zero_()
             padded[..., :dim] = x
     if not padding.has_state_copies(problem):
         return
-    for n, live in enumerate(_live(problem, bounds, indices, null_slot)):
+    for n, live in enumerate(_live(problem, p.cu_seqlens, p.state_indices, p.null_slot)):
         slots[n] = n if live else -1
         if live:
             states[n] = 0
-            if problem.has_initial_state and (not problem.has_mask or bool(mask[n])):
-                states[n, :, :dim, :dim] = initial[int(indices[n]) if problem.pooled else n]
+            if problem.has_initial_state and (not problem.has_mask or bool(p.has_initial_state[n])):
+                states[n, :, :dim, :dim] = p.initial_state[int(p.state_indices[n]) if problem.pooled else n]
     if problem.has_checkpoints:
         targets.copy_(len(slots) + torch.arange(targets.numel()).view_as(targets))
 
 
-def torch_unpad(
-    problem: ChunkProblem, padded_out: Any, out: Any, bounds: Any, states: Any, final: Any, indices: Any, final_indices: Any,
-    offsets: Any, targets: Any, null_slot: int,
-) -> None:  # fmt: skip
+def torch_unpad(problem: ChunkProblem, *values: Any) -> None:
+    p = padding.CopyParams(*values)
+    states, final, targets = p.initial_state, p.final_state, p.checkpoint_slots
     dim = problem.head_v_dim
-    if padded_out.shape[-1] != out.shape[-1]:
-        assert bool((padded_out[..., dim:] == 0).all())
-        out.copy_(padded_out[..., :dim])
+    if p.q.shape[-1] != p.q_copy.shape[-1]:
+        assert bool((p.q[..., dim:] == 0).all())
+        p.q_copy.copy_(p.q[..., :dim])
     if not problem.has_final_state:
         return
-    lengths = bounds.diff().tolist()
-    for n, live in enumerate(_live(problem, bounds, indices, null_slot)):
+    lengths = p.cu_seqlens.diff().tolist()
+    for n, live in enumerate(_live(problem, p.cu_seqlens, p.state_indices, p.null_slot)):
         if not live:
             continue
-        written = final_indices if problem.has_final_indices else indices
+        written = p.final_state_indices if problem.has_final_indices else p.state_indices
         slot = int(written[n]) if problem.pooled else n
-        if slot > null_slot:
+        if slot > p.null_slot:
             final[slot] = states[n, :, :dim, :dim]
         for column in range(targets.shape[1] if problem.has_checkpoints else 0):
-            done, slot = int(offsets[n, column]), int(targets[n, column])
-            if 0 < done <= lengths[n] and done % 64 == 0 and slot > null_slot:
+            done, slot = int(p.checkpoint_offsets[n, column]), int(targets[n, column])
+            if 0 < done <= lengths[n] and done % 64 == 0 and slot > p.null_slot:
                 final[slot] = states[len(lengths) + n * targets.shape[1] + column, :, :dim, :dim]
 
 

@@ -1,35 +1,25 @@
-"""The warps of a maker block of the four-SM form that bring K and Q and make the gates.
+"""The warps of blocks of the four-SM form that bring K, Q and V, and take O.
 
-The barriers and who waits for whom: kernel.py.
+The barriers: barriers.py; who waits for whom: kernel.py.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
-from kernels_cute.chunk.arguments import partition_tiles
-from kernels_cute.chunk.four_sm.shape import KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS
-from kernels_cute.chunk.roles.gates import ask_gates, ask_item, make_gates, negative_rate, publish_gates
-from kernels_cute.chunk.shape import AUX_BYTES, CHUNK
-
-
-@cute.jit
-def copy_multicast(atom, source, target, barrier, blocks):
-    """K or Q; blocks: a bit for every rank that gets it."""
-    cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(blocks))
+from kernels_cute.chunk.arguments import partition_keys, partition_tiles
+from kernels_cute.chunk.four_sm.shape import CHAINS, KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS
+from kernels_cute.chunk.rings import chunks_in
+from kernels_cute.chunk.roles.copies import store_outputs
+from kernels_cute.chunk.shape import TILE_BYTES
 
 
 @cute.jit
 def maker_copy_warp(spec, form, storage, copies, item):
     """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
-    begin, length, head, number = item.begin, item.live_length, item.head, item.piece
-    q_head = head // spec.q_group
-    to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, SETS, begin, q_head, 0)
-    to_k, from_k = partition_tiles(
-        spec, storage.k, copies.k_atom, copies.k, spec.dim, SETS * SET_KEY_STAGES, begin, head // spec.k_group, 0
-    )
-    here = Int32(1) << (number + form.first_maker)
-    num_chunks = (length + (CHUNK - 1)) // CHUNK
+    number, num_chunks = item.piece, chunks_in(item.live_length)
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, SETS, spec.key_stages)
+    here = Int32(1) << (number + form.first_maker)  # a bit for every rank that gets a tile
     for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
         group, turn = step // MAKERS % SETS, step // ROUND
         stage = group * SET_KEY_STAGES + turn % SET_KEY_STAGES
@@ -37,12 +27,12 @@ def maker_copy_warp(spec, form, storage, copies, item):
         cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, turn // SET_KEY_STAGES & 1 ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-        copy_multicast(copies.k_atom, from_k[None, step], to_k[None, stage], full, here)
+        cute.copy(copies.k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full, mcast_mask=Int16(here))
         full = storage.q_full.data_ptr() + group
         cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + group, turn & 1 ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
-        copy_multicast(copies.q_atom, from_q[None, step], to_q[None, group], full, here)
+        cute.copy(copies.q_atom, from_q[None, step], to_q[None, group], tma_bar_ptr=full, mcast_mask=Int16(here))
         if cutlass.const_expr(spec.prefetch > 0):
             if step + ROUND < num_chunks:
                 cute.prefetch(copies.k_atom, from_k[None, step + ROUND])
@@ -50,18 +40,59 @@ def maker_copy_warp(spec, form, storage, copies, item):
 
 
 @cute.jit
-def maker_gate_warp(spec, storage, params, item):
-    """Cumulative log2 decays and beta of this block's chunks, for either set."""
-    begin, length, head, number = item.begin, item.live_length, item.head, item.piece
-    lane = cute.arch.lane_idx()
-    words, log_rate, bias = ask_item(spec, params, begin, number, length, head, lane)
-    minus_rate = negative_rate(spec, log_rate)
-    for step in cutlass.range(number, (length + (CHUNK - 1)) // CHUNK, MAKERS, unroll=1):
-        turn = step // ROUND
-        half, half_turn = step // MAKERS % SETS * 2 + turn % 2, turn // 2 & 1
-        rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
-        values = make_gates(spec, params, words, minus_rate, bias, length - step * CHUNK, lane)
-        ask_gates(spec, params, words, begin, (step + MAKERS) * CHUNK, length, head, lane)
-        cute.arch.mbarrier_wait(storage.gates_free.data_ptr() + half, half_turn ^ 1)
-        publish_gates(rows, values, lane)
-        cute.arch.mbarrier_arrive(storage.gates_full.data_ptr() + half)
+def chain_copy_warp(spec, form, storage, copies, item):
+    """K and Q of a chain block: one chain loads for both, the other arms its own barriers."""
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.stages)
+    k_full, k_empty, q_full, q_empty = (x.data_ptr() for x in (storage.k_full, storage.k_empty, storage.q_full, storage.q_empty))
+    for step in cutlass.range(chunks_in(item.live_length), unroll=1):
+        stage, parity = step % spec.stages, step // spec.stages & 1
+        for atom, source, target, full, empty, loader in (
+            (copies.k_atom, from_k, to_k, k_full, k_empty, form.key_loader),
+            (copies.q_atom, from_q, to_q, q_full, q_empty, form.query_loader),
+        ):
+            bring(atom, source[None, step], target[None, stage], full + stage, empty + stage, parity, item.piece, loader)
+
+
+@cute.jit
+def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Constexpr):
+    """Arms `full`, and loads where it is this block that does so. The other block's copy may come before `full` is armed: a
+    phase does not end without its arrival."""
+    if rank == loader:
+        cute.arch.mbarrier_wait(empty, parity ^ 1)
+    else:
+        cute.arch.mbarrier_wait(full, parity ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, KEY_BYTES)
+    if rank == loader:
+        cute.copy(atom, source, target, tma_bar_ptr=full, mcast_mask=Int16(Int32((1 << CHAINS) - 1)))
+
+
+@cute.jit
+def value_warp(spec, storage, copies, out, item):
+    """V in, and O out of the same places; once an O is read, the place takes another V."""
+    begin, head, piece, stages = item.begin, item.head, item.piece, spec.stages
+    v_head = head // spec.v_group
+    to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, spec.columns, stages, begin, v_head, piece)
+    from_o, to_o = partition_tiles(spec, storage.v, copies.out_atom, copies.out, spec.columns, stages, begin, head, piece)
+    num_chunks = chunks_in(item.live_length)
+    for step in cutlass.range(cutlass.min(num_chunks, stages), unroll=1):
+        load_values(spec, storage, copies.v_atom, from_v, to_v, step, num_chunks)
+    for step in cutlass.range(num_chunks, unroll=1):
+        stage = step % stages
+        cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, step // stages & 1)
+        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
+        if step + stages < num_chunks:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            load_values(spec, storage, copies.v_atom, from_v, to_v, step + stages, num_chunks)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def load_values(spec, storage, v_atom, from_v, to_v, step, num_chunks):
+    stage, full = step % spec.stages, storage.v_full.data_ptr()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_BYTES)
+    cute.copy(v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
+    if cutlass.const_expr(spec.prefetch > 0):
+        if step + spec.prefetch < num_chunks:
+            cute.prefetch(v_atom, from_v[None, step + spec.prefetch])

@@ -14,13 +14,11 @@ RING = 16  # slots of tiles of a sequence and head in the workspace
 TAKEN_EVERY = 4  # chunks after which the chains say how many they have taken; RING exceeds SLOTS + TAKEN_EVERY
 TILE_LOADER = 0  # the chain that loads tiles from the ring for both
 WARPGROUPS = 2 * SETS + 1
-# Named barriers, and the next of each for the second set.
-SET_INVERSE_BARRIER = 1
-SET_SCORE_BARRIER = 3
+SET_SCORE_BARRIER = 3  # named, and the next for the second set; inverse's are the fused kernel's and the next
 KEY_BYTES = CHUNK * DIM * 2
 HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
 WORDS_BYTES, WORD_BYTES = 256, 32  # of the counts of a sequence and head, and from one to the next
-TAKEN = ROUND  # behind the counts of chunks that the sets have made: of what the chains have taken
+TAKEN = ROUND  # number of the count of chunks that the chains have taken, after those that the sets have made
 BARRIER_BYTES = 512  # most of the barriers of either kind of block
 # Registers a thread. A block has at launch 65536 / 640 = 96 a thread, in steps of 8: a pool of 5 * 96 = 480.
 STATE_REGISTERS = 240
@@ -31,7 +29,7 @@ COPY_REGISTERS = 32
 
 
 def ring_bytes(groups: int) -> int:
-    """Workspace of so many sequences and heads: counts, and the ring."""
+    """Workspace of `groups` sequences and heads: counts, and the ring."""
     return (groups + 1) * WORDS_BYTES + groups * RING * HANDED_BYTES
 
 
@@ -41,9 +39,8 @@ def chain_bytes(stages: int) -> int:
     return rows + stages * (2 * KEY_BYTES + TILE_BYTES) + SLOTS * (KEY_BYTES + TILE_BYTES)
 
 
-def scaled_parts(is_bfloat16: bool) -> int:
-    """16-bit summands of the scaled M: bfloat16 needs two for Z to have no more than its own rounding error."""
-    return 2 if is_bfloat16 else 1
+# 16-bit summands of the scaled M: bfloat16 needs two for Z to have no more than its own rounding error.
+SCALED_PARTS = {"bfloat16": 2, "float16": 1}
 
 
 def maker_bytes(parts: int) -> int:

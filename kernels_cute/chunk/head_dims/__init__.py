@@ -1,4 +1,4 @@
-"""Head dims other than 64 and 128: what is computed in their place, and the buffers around it.
+"""Head dims other than 64 and 128: the computation in their place, and the buffers around it.
 
     4 to 124    the chunk kernel with head dim 64 or 128 on q, k, v and states padded with zeros. That is exact: entries of
                 k and q that are 0 leave norms, products and the other rows of a state alone, columns of v that are 0 stay
@@ -11,13 +11,12 @@ checkpoints: there a mask is a zero state, and padding sequences have no slot. T
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from kernels_cute import recurrent
 from kernels_cute.chunk import kernel as chunk
@@ -27,29 +26,23 @@ LARGEST = 256
 _ALIGNMENT = 256  # bytes
 
 
-@dataclass(frozen=True)
-class Inner:
-    """A compiled kernel's attributes, of the stand-in."""
+@functools.lru_cache(maxsize=256)
+def padded(problem: ChunkProblem) -> ChunkProblem:
+    """The problem with the head dim that is computed, on copies of its states."""
+    dim = next(dim for dim in (*chunk.HEAD_DIMS, problem.head_k_dim) if problem.head_k_dim <= dim)
+    copied = padding.has_state_copies(problem)
+    indices = {"index_dtype": "int32" if copied else None, "has_final_indices": False, "has_mask": False}
+    states = {"state_dtype": "float32", "has_initial_state": copied, "has_final_state": copied}
+    return replace(problem, **states, **indices, head_k_dim=dim, head_v_dim=dim)
 
-    functions: Mapping[str, Callable[..., Any]]
-    problem: DeltaRuleProblem
-    config: Any
 
-
+@functools.lru_cache(maxsize=256)
 def stand_in(problem: ChunkProblem) -> ChunkProblem | RecurrentProblem:
     """The problem that is computed instead."""
-    has_states = padding.has_state_copies(problem)
-    states = {
-        "state_dtype": "float32",
-        "index_dtype": "int32" if has_states else None,
-        "has_initial_state": has_states,
-        "has_final_state": has_states,
-        "has_final_indices": False,
-    }
+    instead = padded(problem)
     if problem.head_k_dim <= 128:
-        dim = 64 if problem.head_k_dim <= 64 else 128
-        return replace(problem, **states, has_mask=False, head_k_dim=dim, head_v_dim=dim)
-    shared = {f.name: getattr(problem, f.name) for f in fields(DeltaRuleProblem)} | problem.sizes() | states
+        return instead
+    shared = {f.name: getattr(instead, f.name) for f in fields(DeltaRuleProblem)} | problem.sizes()
     none = {"write_every_token": False, "has_accepted": False, "has_parent": False, "has_rounding": False}
     return RecurrentProblem(**shared, **none)
 
@@ -66,21 +59,7 @@ def refusal(problem: ChunkProblem) -> str | None:
         return f"requires K = V, a multiple of 4 up to {LARGEST}, got K={k}, V={v}"
     if k > 128 and problem.has_checkpoints:
         return f"requires head dims up to 128 with checkpoints, got {k}"
-    padded = replace(problem, head_k_dim=128, head_v_dim=128)
-    return chunk.refusal(padded)  # dtypes and heads
-
-
-def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
-    return bool(kernel(problem).fits(stand_in(problem), config, device))
-
-
-def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
-    """The configuration of the kernel that runs: a chunk Config, or the recurrent kernel's."""
-    return kernel(problem).default_config(stand_in(problem), device)
-
-
-def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
-    return list(kernel(problem).configs(stand_in(problem), device))
+    return chunk.refusal(problem)  # dtypes and heads
 
 
 def note(problem: ChunkProblem) -> str:
@@ -93,19 +72,16 @@ def note(problem: ChunkProblem) -> str:
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
     """Bytes without the padded checkpoints, which `launch` allocates: the problem does not say how many a call has."""
     parts = _parts(problem, problem.num_tokens, problem.num_sequences).values()
-    inner: int = kernel(problem).workspace_bytes(stand_in(problem), config)
-    return sum(_bytes(dtype, shape) for dtype, shape in parts) + inner
+    return sum(_bytes(*part) for part in parts) + kernel(problem).workspace_bytes(stand_in(problem), config)
 
 
 def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
-    instead = stand_in(problem)
-    libraries: dict[str, bytes] = kernel(problem).compile(instead, config)
-    return libraries | padding.compile(problem, instead.head_k_dim)
+    return kernel(problem).compile(stand_in(problem), config) | padding.compile(problem, padded(problem))
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
     problem: ChunkProblem = compiled.problem
-    instead = _of_any_size(problem)
+    instead = stand_in(problem)  # its static fields are those of every call
     num_sequences = params.cu_seqlens.shape[0] - 1
     parts, rest = _carve(_parts(problem, params.q.shape[1], num_sequences), params.workspace)
     states, slots, checkpoint_slots = parts.get("states"), parts.get("slots"), None
@@ -114,44 +90,29 @@ def launch(compiled: Any, params: ChunkParams) -> None:
         columns = params.checkpoint_offsets.shape[1]
         states = states.new_empty((num_sequences * (1 + columns), *states.shape[1:]))
         checkpoint_slots = slots.new_empty((num_sequences, columns))
+    tokens = {name: parts.get(name, getattr(params, name)) for name in ("q", "k", "v", "out")}
     inner = params._replace(
-        **{name: parts.get(name, getattr(params, name)) for name in ("q", "k", "v", "out")},
-        initial_state=states,
-        state_indices=slots,
-        has_initial_state=None,
-        final_state=states,
-        final_state_indices=None,
-        checkpoint_slots=checkpoint_slots,
-        workspace=rest if rest is not None and rest.numel() else None,
-        null_slot=-1,
-    )
+        **tokens, initial_state=states, state_indices=slots, has_initial_state=None, final_state=states, final_state_indices=None,
+        checkpoint_slots=checkpoint_slots, workspace=rest if rest is not None and rest.numel() else None, null_slot=-1,
+    )  # fmt: skip
     null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
     if padding.PAD in compiled.functions:
-        compiled.functions[padding.PAD](*padding.pad_values(params, inner, null_slot))
-    inner_kernel = Inner(compiled.functions, instead, compiled.config)
-    if isinstance(instead, RecurrentProblem):
-        kernel(problem).launch(inner_kernel, _recurrent_params(inner))
-    else:
-        kernel(problem).launch(inner_kernel, inner)
+        compiled.functions[padding.PAD](*padding.values(params, inner, null_slot, is_pad=True))
+    own = SimpleNamespace(functions=compiled.functions, problem=instead, config=compiled.config)
+    kernel(problem).launch(own, _recurrent_params(inner) if isinstance(instead, RecurrentProblem) else inner)
     if padding.UNPAD in compiled.functions:
-        compiled.functions[padding.UNPAD](*padding.unpad_values(params, inner, null_slot))
+        compiled.functions[padding.UNPAD](*padding.values(params, inner, null_slot, is_pad=False))
 
 
 def _recurrent_params(p: ChunkParams) -> RecurrentParams:
     """Arguments of the recurrent kernel: no drafts, no rounding; a pool is its own final state."""
-    final_state = None if p.state_indices is not None else p.final_state
-    return RecurrentParams(
-        *(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.state_indices, None, final_state, None),
-        *(p.cu_seqlens, None, None, p.out, p.scale, p.null_slot),
-    )
-
-
-_of_any_size = functools.lru_cache(maxsize=256)(stand_in)  # its static fields are those of every call
+    own = RecurrentParams(**{name: getattr(p, name, None) for name in RecurrentParams._fields})
+    return own if p.state_indices is None else own._replace(final_state=None)
 
 
 def _parts(problem: ChunkProblem, num_tokens: int, num_sequences: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> dtype and shape of the buffers in the workspace; the stand-in's own workspace follows them."""
-    instead = _of_any_size(problem)
+    instead = stand_in(problem)
     dim, heads = instead.head_k_dim, problem.num_state_heads
     parts: dict[str, tuple[str, tuple[int, ...]]] = {}
     if dim != problem.head_k_dim:

@@ -1,123 +1,93 @@
 """The gate role: cumulative log2 decays and beta of the chunks that a block prepares; in a persistent grid it schedules, too."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from kernels_cute.chunk.rings import chunks_in, first_own, half_of
-from kernels_cute.chunk.scheduler import (
-    describe,
-    load_slots,
-    num_clusters,
-    schedule_next,
-    sequence_at,
-    start_loads,
-    take_work_tile,
-    write_record,
-)
+from kernels_cute.chunk import scheduler
+from kernels_cute.chunk.rings import chunks_in, half_place, own_chunks
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, LOG2E, LOWEST_LOG_DECAY, SOFTPLUS_THRESHOLD
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def gate_warp(spec, storage, params, begin, length, head, first, base=0, asked=None):
-    """Cumulative log2 decays and beta of the chunks that this block prepares; asked: the first one's, if on their way.
-    They are made, and the next chunk's asked for, before there is room for them."""
+def gate_warp(spec, storage, params, item, own, asked=None):
+    """Cumulative log2 decays and beta of a block's own chunks; asked: the first one's, if on their way. They are made, and the
+    next chunk's asked for, before there is room for them."""
+    begin, length, head = item.begin, item.live_length, item.head
     lane = cute.arch.lane_idx()
     if cutlass.const_expr(asked is None):
-        asked = ask_item(spec, params, begin, first, length, head, lane)
+        asked = ask_item(spec, params, item, own.first, lane)
     words, log_rate, bias = asked
-    minus_rate = negative_rate(spec, log_rate)
+    minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
-    for step in cutlass.range(first, (length + (CHUNK - 1)) // CHUNK, spec.aux_step, unroll=1):
-        half, half_turn = half_of(spec, base + step)
+    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
+        half, half_turn = half_place(own, step)
         rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
         values = make_gates(spec, params, words, minus_rate, bias, length - step * CHUNK, lane)
-        ask_gates(spec, params, words, begin, (step + spec.aux_step) * CHUNK, length, head, lane)
+        ask_gates(spec, params, words, begin, (step + own.stride) * CHUNK, length, head, lane)
         cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
-        publish_gates(rows, values, lane)
+        ptx.store_pair(rows + CUM + lane * 8, values[0], values[1])
+        ptx.store_pair(rows + KEY_BETA + lane * 8, values[2], values[3])
         cute.arch.mbarrier_arrive(gates_full + half)
 
 
 @cute.jit
 def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
     """All of the gate warp's work. item: the first one, where nothing is sorted."""
-    clusters = num_clusters(spec)
-    loads = cute.make_rmem_tensor(cute.make_layout(load_slots(spec.paired) + 2), Int32)
+    clusters = scheduler.num_clusters(spec)
+    loads = cute.make_rmem_tensor(cute.make_layout(scheduler.load_slots(spec.paired) + 2), Int32)
     if is_sorted:
-        sequence = sequence_at(storage, is_sorted, cluster // spec.units)
-        sorted_item = describe(spec, params, sequence, cluster % spec.units, rank)
-        write_record(storage, Int32(0), sorted_item)
+        sequence = scheduler.sequence_at(storage, is_sorted, cluster // spec.units)
+        scheduler.write_record(storage, Int32(0), scheduler.describe(spec, params, sequence, cluster % spec.units, rank))
     else:
-        write_record(storage, Int32(0), item)
-    start_loads(spec, storage, loads, params, is_sorted)
+        scheduler.write_record(storage, Int32(0), item)
+    scheduler.start_loads(spec, storage, loads, params, is_sorted)
     next_rank, next_unit = clusters // spec.units, clusters % spec.units
     number, base, going = Int32(0), Int32(0), Boolean(True)
     while going:
-        item = take_work_tile(storage, number, None)
+        item = scheduler.take_work_tile(storage, number, None)
         going = item.sequence >= 0
         number = number + 1
-        first = first_own(spec, base, rank)
-        lane = cute.arch.lane_idx()
-        asked = ask_item(spec, params, item.begin, first, item.live_length, item.head, lane)
+        own = own_chunks(spec, base, rank)
+        asked = ask_item(spec, params, item, own.first, cute.arch.lane_idx())
         if going:
-            next_rank, next_unit, sequence, unit = schedule_next(
+            next_rank, next_unit, sequence, unit = scheduler.schedule_next(
                 spec, storage, loads, params, is_sorted, cluster, next_rank, next_unit
             )
-            write_record(storage, number, describe(spec, params, sequence, unit, rank))
-        gate_warp(spec, storage, params, item.begin, item.live_length, item.head, first, base, asked)
+            scheduler.write_record(storage, number, scheduler.describe(spec, params, sequence, unit, rank))
+        gate_warp(spec, storage, params, item, own, asked)
         base = base + chunks_in(item.live_length)
 
 
-@cute.jit
-def ask_item(spec, params, begin, first, length, head, lane):
-    """ask_gates of an item's first chunk, and its head's constants: (words, A_log, dt_bias)."""
+def ask_item(spec: Any, params: Any, item: Any, first: Any, lane: Any) -> Any:
+    """ask_gates of an item's chunk `first`, and its head's constants: (words, A_log, dt_bias)."""
     words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
-    ask_gates(spec, params, words, begin, first * CHUNK, length, head, lane)
-    rate, bias = Float32(0.0), Float32(0.0)
-    if cutlass.const_expr(spec.raw_gate):
-        rate, bias = params.A_log[head], params.dt_bias[head]
-    return words, rate, bias
+    ask_gates(spec, params, words, item.begin, first * CHUNK, item.live_length, item.head, lane)
+    rate_and_bias = (params.A_log[item.head], params.dt_bias[item.head]) if spec.raw_gate else (Float32(0.0),) * 2
+    return words, *rate_and_bias
 
 
-@cute.jit
-def negative_rate(spec, log_rate):
-    """-exp(A_log), which softplus is multiplied with."""
-    rate = log_rate
-    if cutlass.const_expr(spec.raw_gate):
-        rate = -cute.math.exp(log_rate)
-    return rate
-
-
-# What is asked for stays as it lies in memory until it is used: a conversion, or a branch around the load, would
+# Loaded values stay as they are in memory until they are used: a conversion, or a branch around the load, would
 # have the warp wait for one answer of the memory after the other.
-@cute.jit
-def ask_gates(spec, params, words, begin, offset, length, head, lane):
+def ask_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
     """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
-    for i in cutlass.range_constexpr(2):
+    for i in range(2):
         token = offset + 2 * lane + i
-        if cutlass.const_expr(spec.has_gate):
-            words[i] = ask_element(params.g, begin + token, head, length - token)
-        if cutlass.const_expr(spec.has_beta):
-            words[2 + i] = ask_element(params.beta, begin + token, head, length - token)
-
-
-@cute.jit
-def ask_element(x, token, head, positive):
-    offset = Int64(token) * x.stride[0] + Int64(head) * x.stride[1]
-    size = x.element_type.width // 8
-    return ptx.load_global_if(x.iterator.toint() + offset * size, size, positive)
+        for kind, x in enumerate((params.g, params.beta)):
+            if x is not None:
+                place, size = Int64(begin + token) * x.stride[0] + Int64(head) * x.stride[1], x.element_type.width // 8
+                words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + place * size, size, length - token)
 
 
 @cute.jit
 def make_gates(spec, params, words, minus_rate, bias, valid, lane):
     """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
-    logs = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    strengths = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    logs, strengths = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
     for i in cutlass.range_constexpr(2):
-        log_decay = Float32(0.0)
-        if cutlass.const_expr(spec.has_gate):
-            log_decay = ptx.number(params.g.element_type, words[i])
+        log_decay = ptx.number(params.g.element_type, words[i]) if cutlass.const_expr(spec.has_gate) else Float32(0.0)
         if cutlass.const_expr(spec.raw_gate):
             raw = log_decay + bias
             softplus = raw
@@ -146,9 +116,3 @@ def make_gates(spec, params, words, minus_rate, bias, valid, lane):
         before = Float32(0.0)
     first = before + logs[0]
     return first, first + logs[1], strengths[0], strengths[1]
-
-
-@cute.jit
-def publish_gates(rows, values, lane):
-    ptx.store_pair(rows + CUM * CHUNK * 4 + lane * 8, values[0], values[1])
-    ptx.store_pair(rows + KEY_BETA * CHUNK * 4 + lane * 8, values[2], values[3])

@@ -1,6 +1,6 @@
 """The inverse role: M of a chunk, which does not depend on the state.
 
-The formulas, the barriers and who waits for whom: fused.py. The maker blocks of the four-SM form use the parts of this role.
+The formulas and who waits for whom: fused.py, four_sm/kernel.py.
 """
 
 from typing import Any
@@ -10,230 +10,208 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import layouts
-from kernels_cute.chunk.operands import multiply, row_values, select, smem_operand_b, tiled_mma
-from kernels_cute.chunk.rings import half_of, key_stage_of
-from kernels_cute.chunk.roles.tile_blocks import (
-    block_decay,
-    diagonal_block,
-    half_words,
-    keep_block,
-    load_rows,
-    row_decays,
-    store_block,
-    store_blocks,
-    zero_keys,
-)
-from kernels_cute.chunk.shape import (
-    AUX_BYTES,
-    BLOCK,
-    CHUNK,
-    COLUMN_PITCH,
-    CUM,
-    HALF,
-    INVERSE_BARRIER,
-    KEY_BETA,
-    KEY_FACTOR,
-    NORM_EPS,
-    ROW_PITCH,
-    SCRATCH_BYTES,
-    TILE_BYTES,
-    WARPGROUP,
-)
+from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk.four_sm.shape import ROUND
+from kernels_cute.chunk.four_sm.tiles import store_scaled
+from kernels_cute.chunk.rings import chunks_in, half_place, key_place
+from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES
 from kernels_cute.common import ptx
+
+_BLOCK = 16  # diagonal blocks of the inverse
+_HALF = 8  # and the part of them that is inverted by substitution
+_COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 
 
 @cute.jit
-def inverse_warpgroup(spec, storage, length, first, warp, base=0):
-    """M of an item's chunks first, first + spec.aux_step, ...; before the item the block had `base` chunks. Rows 16 warp ..
-    of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks left of the diagonal and the diagonal
-    one, the rest stays zero."""
-    lane = cute.arch.lane_idx()
-    thread = warp * 32 + lane
-    row, pair = lane // 4, lane % 4
-    mma = tiled_mma(spec, CHUNK, True)
-    keys = smem_operand_b(mma, storage.k, layouts.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
-    left_operand = cute.make_rmem_tensor(mma.partition_shape_A((CHUNK, spec.dim)), spec.dtype)
-    left_words = cute.recast_tensor(left_operand, Int32)
-    kk = cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, CHUNK)), Float32)
-    diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-    inverse = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+def inverse_warpgroup(spec, storage, own, length, warp):
+    """M of a block's own chunks. Rows 16 warp .. of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks
+    left of the diagonal and the diagonal one, the rest stays zero. A set of a maker block leaves M with its diagonal, in `plain`,
+    and in `m` M with rows decayed to the last token and scaled by norms and beta, in parts."""
+    is_set = own.group is not None
+    group = own.group if cutlass.const_expr(is_set) else 0
+    at = blocks.lane_of(warp)
+    mma = operands.tiled_mma(spec.dtype, CHUNK)
+    keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
+    left_operand, left_words = operands.register_operand(spec.dtype, mma, spec.dim)
+    kk = operands.accumulators(mma, CHUNK)
+    diagonal, inverse = (cute.make_rmem_tensor(cute.make_layout(8), Float32) for _ in range(2))
     left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
     m_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # blocks of M, to be stored when there is room
-    ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
-    k_base, m_base = storage.k.data_ptr().toint(), storage.m.data_ptr().toint()
-    lower = storage.lower.data_ptr().toint()
-    scratch = storage.scratch.data_ptr().toint() + warp * SCRATCH_BYTES
-    # Where this lane points when its warp's 16 rows of a tile are moved as matrices, and when a block is an operand B.
-    tile_row = warp * 16 + lane % 16
-    matrix_row = lane % 16
-    unit = lane // 16
-    lane_column = Float32(lane % HALF)
-    keeps_below = (row > 2 * pair, row > 2 * pair + 1)
-    row0 = warp * 16 + row
+    k_base = storage.k.data_ptr().toint()
+    m_tile = storage.m.data_ptr().toint() + group * (spec.parts * TILE_BYTES)
+    lower = storage.lower.data_ptr().toint() + group * TILE_BYTES
+    scratch = storage.scratch.data_ptr().toint() + (group * 4 + warp) * shape.SCRATCH_BYTES
+    barrier = shape.INVERSE_BARRIER + group
+    lane_column = Float32(at.lane % _HALF)
+    if cutlass.const_expr(is_set):
+        plain = storage.plain.data_ptr().toint() + group * TILE_BYTES
+        keeps = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
+    else:
+        keeps = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
 
-    num_chunks = (length + (CHUNK - 1)) // CHUNK
-    for step in cutlass.range(first, num_chunks, spec.aux_step, unroll=1):
-        count = base + step
-        stage, parity = key_stage_of(spec, count)
-        buffer, turn = count & 1, count >> 1 & 1
-        half, half_turn = half_of(spec, count)
-        rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
-        columns = rows + pair * 8
+    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
+        stage, parity = key_place(spec, own, step)
+        half, half_turn = half_place(own, step)
+        rows = storage.rows.data_ptr().toint() + half * shape.AUX_BYTES
+        columns = rows + at.pair * 8
         valid = length - step * CHUNK
-        cute.arch.mbarrier_wait(storage.keys_full.data_ptr() + stage, parity)
+        cute.arch.mbarrier_wait(storage.k_full.data_ptr() + stage, parity)
         if valid < CHUNK:
             # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
-            zero_keys(spec, k_base + stage * spec.key_bytes, valid, thread)
+            blocks.zero_keys(spec, k_base + stage * spec.key_bytes, valid, at.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            sync_inverse()
+            operands.sync_warpgroup(barrier)
         # The left operand in registers: both from shared memory would take all of its bandwidth.
-        load_rows(spec, k_base + stage * spec.key_bytes, left_words, tile_row, unit)
+        blocks.load_rows(spec, at, k_base + stage * spec.key_bytes, left_words)
         warpgroup.fence()
-        multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
+        operands.multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
         warpgroup.commit_group()
         cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
         warpgroup.wait_group(0)
-        diagonal_block(kk, diagonal, warp)
-        key_factors(spec, diagonal, rows, row, pair, row0)
+        blocks.diagonal_block(kk, diagonal, warp)
+        key_factors(spec, at, diagonal, rows)
         cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
-        sync_inverse()
+        operands.sync_warpgroup(barrier)
 
-        # L, negated: the diagonal block in float32, what lies left of it in float16 for the products.
-        row_cum = row_values(rows, CUM, row0)
-        row_key = row_values(rows, KEY_FACTOR, row0)
+        # L, negated: the diagonal block in float32, the blocks left of it in float16 for the products.
+        row_cum = blocks.row_values(rows + CUM, at.row0)
+        row_key = blocks.row_values(rows + KEY_FACTOR, at.row0)
         row_scale = (-row_key[0], -row_key[1])
-        store_lower(kk, lower, columns, row_scale, tile_row, unit, warp)
-        invert_block(diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, tile_row, unit, warp,
-                          lane_column, lane, row, pair)  # fmt: skip
+        store_lower(at, kk, lower, columns, row_scale)
+        invert_block(at, diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, lane_column)
 
         # M: the diagonal block first, then, with every warp's L and inverted blocks in place, leftwards:
         # A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu.
         left.fill(0)
-        words = half_words([inverse[i] for i in range(8)])
+        words = blocks.half_words([inverse[i] for i in range(8)])
         for w in cutlass.range_constexpr(1, 4):
             if warp == w:
-                for i in cutlass.range_constexpr(4):
-                    left[4 * w + i] = words[i]
-        sync_inverse()
-        values = decayed_diagonal(inverse, columns, row_cum, keeps_below, warp)
-        keep_block(spec, m_words, 3, values)
-        reference, row_decay = row_decays(rows, row_cum, warp)
+                blocks.set_words(left, w, words)
+        operands.sync_warpgroup(barrier)
+        if cutlass.const_expr(is_set):  # score took the last M long ago
+            cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // ROUND & 1 ^ 1)
+        values = decayed_diagonal(inverse, columns, row_cum, keeps, warp)
+        if cutlass.const_expr(is_set):
+            total, row_key_beta = ptx.load_one(rows + shape.LAST_CUM), blocks.row_values(rows + KEY_BETA, at.row0)
+            to_last = [operands.exp2_clamped(total - row_cum[side]) * row_key_beta[side] for side in range(2)]
+            store_scaled(spec, at, plain, m_tile, warp, values, to_last)
+        else:
+            blocks.set_words(m_words, 3, blocks.packed(spec.dtype, values))
+        reference, row_decay = blocks.row_decays(rows, row_cum, warp)
         for back in cutlass.range_constexpr(3):
             u = 2 - back
             if u < warp:
-                values = next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u)
-                keep_block(spec, m_words, u, values)
+                values = next_block(at, left, lower, columns, reference, row_decay, u)
+                if cutlass.const_expr(is_set):
+                    store_scaled(spec, at, plain, m_tile, u, values, to_last)
+                else:
+                    blocks.set_words(m_words, u, blocks.packed(spec.dtype, values))
         cute.arch.sync_warp()
-        if lane == 0:
+        if at.lane == 0:
             cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
-        cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
-        store_blocks(m_base + buffer * TILE_BYTES, tile_row, unit, warp, m_words)
+        if cutlass.const_expr(not is_set):
+            buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
+            cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+            blocks.store_blocks(m_tile + buffer * TILE_BYTES, at, m_words)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(ready + buffer)
-
-
-def sync_inverse() -> None:
-    cute.arch.barrier(barrier_id=INVERSE_BARRIER, number_of_threads=WARPGROUP)
+        done = storage.m_full.data_ptr() + group if cutlass.const_expr(is_set) else storage.ready.data_ptr() + buffer
+        cute.arch.mbarrier_arrive(done)
 
 
 @cute.jit
-def key_factors(spec, diagonal, rows, row, pair, row0):
+def key_factors(spec, at, diagonal, rows):
     """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was."""
     first, second = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(spec.normalize):
-        first = cute.math.rsqrt(select(row % 2 == 1, diagonal[1], diagonal[0]) + NORM_EPS)
-        second = cute.math.rsqrt(select(row % 2 == 1, diagonal[7], diagonal[6]) + NORM_EPS)
-    if pair == row // 2:
-        place = rows + KEY_FACTOR * CHUNK * 4 + row0 * 4
-        ptx.store_one(place, first)
-        ptx.store_one(place + 32, second)
-        betas = row_values(rows, KEY_BETA, row0)
-        place = rows + KEY_BETA * CHUNK * 4 + row0 * 4
-        ptx.store_one(place, first * betas[0])
-        ptx.store_one(place + 32, second * betas[1])
+        first = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[1], diagonal[0]) + shape.NORM_EPS)
+        second = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[7], diagonal[6]) + shape.NORM_EPS)
+    if at.pair == at.row // 2:
+        blocks.store_row_values(rows + KEY_FACTOR, at.row0, first, second)
+        betas = blocks.row_values(rows + KEY_BETA, at.row0)
+        blocks.store_row_values(rows + KEY_BETA, at.row0, first * betas[0], second * betas[1])
 
 
 @cute.jit
-def store_lower(kk, lower, columns, row_scale, tile_row, unit, warp):
+def store_lower(at, kk, lower, columns, row_scale):
     """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
     for u in cutlass.range_constexpr(3):
-        if u < warp:
+        if u < at.warp:
             values = [None] * 8
             for m in cutlass.range_constexpr(2):
-                keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + (2 * u + m) * 32)
+                keys_of = ptx.load_pair(columns + KEY_BETA + (2 * u + m) * 32)
                 for i in cutlass.range_constexpr(4):
                     values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
-            store_block(lower, tile_row, 2 * u + unit, cutlass.Float16, values)
+            blocks.store_block(lower, at, u, blocks.half_words(values))
 
 
 @cute.jit
-def invert_block(diagonal, inverse, row_scale, columns, lower, scratch, tile_row, unit, warp, lane_column, lane, row, pair):
+def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane_column):
     """The warp's diagonal block of (I + L)^-1; to `inverse` and, in float16, to `lower`. diagonal: of K K^T; columns: of the
     block's rows of factors. With the block as [[B, 0], [N, C]], both halves by forward substitution in float32, a lane per
     column, side by side; then -C^-1 N B^-1 as two products of float16."""
+    lane, row, pair = at.lane, at.row, at.pair
     below = [None] * 2
     for m in cutlass.range_constexpr(2):
-        keys_of = ptx.load_pair(columns + KEY_BETA * CHUNK * 4 + m * 32)
+        keys_of = ptx.load_pair(columns + KEY_BETA + m * 32)
         for odd in cutlass.range_constexpr(2):
-            # What lies above the diagonal is stored with the rest, and never read.
-            place = scratch + (8 * m + 2 * pair + odd) * COLUMN_PITCH + (row + 8 * m) * 4
+            # The part above the diagonal is stored with the rest, and never read.
+            place = scratch + (8 * m + 2 * pair + odd) * _COLUMN_PITCH + (row + 8 * m) * 4
             ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
             if cutlass.const_expr(m == 0):
                 below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
     cute.arch.sync_warp()
-    half = lane // HALF % 2
-    x = cute.make_rmem_tensor(cute.make_layout(HALF), Float32)
-    for i in cutlass.range_constexpr(HALF):
+    half = lane // _HALF % 2
+    x = cute.make_rmem_tensor(cute.make_layout(_HALF), Float32)
+    for i in cutlass.range_constexpr(_HALF):
         x[i] = ptx.is_equal(lane_column, Float32(i))
-    first_column = scratch + half * (HALF * COLUMN_PITCH + HALF * 4)
-    for step in cutlass.range_constexpr(HALF - 1):
-        for part in cutlass.range_constexpr((step + 1) // 4, HALF // 4):
-            factors = ptx.load_four(first_column + step * COLUMN_PITCH + part * 16)
+    first_column = scratch + half * (_HALF * _COLUMN_PITCH + _HALF * 4)
+    for step in cutlass.range_constexpr(_HALF - 1):
+        for part in cutlass.range_constexpr((step + 1) // 4, _HALF // 4):
+            factors = ptx.load_four(first_column + step * _COLUMN_PITCH + part * 16)
             for i in cutlass.range_constexpr(4):
                 if cutlass.const_expr(4 * part + i > step):
                     x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
     cute.arch.sync_warp()
-    if lane < BLOCK:
-        for i in cutlass.range_constexpr(HALF):
-            ptx.store_one(scratch + (HALF * half + i) * ROW_PITCH + lane * 4, x[i])
+    if lane < _BLOCK:
+        for i in cutlass.range_constexpr(_HALF):
+            ptx.store_one(scratch + (_HALF * half + i) * shape.ROW_PITCH + lane * 4, x[i])
     cute.arch.sync_warp()
-    upper = ptx.load_pair(scratch + row * ROW_PITCH + 2 * pair * 4)
-    last = ptx.load_pair(scratch + (row + HALF) * ROW_PITCH + (HALF + 2 * pair) * 4)
-    upper_words, below_words = half_words(upper), half_words(below)
+    upper = ptx.load_pair(scratch + row * shape.ROW_PITCH + 2 * pair * 4)
+    last = ptx.load_pair(scratch + (row + _HALF) * shape.ROW_PITCH + (_HALF + 2 * pair) * 4)
+    upper_words, below_words = blocks.half_words(upper), blocks.half_words(below)
     none, zero = Int32(0), (Float32(0.0),) * 4
-    operand = [upper_words[0], none, none, half_words(last)[0]]
+    operand = [upper_words[0], none, none, blocks.half_words(last)[0]]
     product = ptx.multiply_small(cutlass.Float16, zero, operand, none, ptx.transpose(below_words[0]))
-    operand = [none, half_words(product)[1], none, none]
+    operand = [none, blocks.half_words(product)[1], none, none]
     product = ptx.multiply_small(cutlass.Float16, zero, operand, ptx.transpose(upper_words[0]), none)
     values = [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
     for i in cutlass.range_constexpr(8):
         inverse[i] = values[i]
-    store_block(lower, tile_row, 2 * warp + unit, cutlass.Float16, inverse)
+    blocks.store_block(lower, at, at.warp, blocks.half_words(values))
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
 
 @cute.jit
-def next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u: cutlass.Constexpr):
+def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Constexpr):
     """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
-    sums = [(Float32(0.0),) * 4, (Float32(0.0),) * 4]
+    matrix_row, zero = at.lane % 16, (Float32(0.0),) * 4
+    sums = [zero, zero]
     for x in cutlass.range_constexpr(u + 1, 4):
-        b = ptx.load_matrices(layouts.address(lower, x * BLOCK + matrix_row, 2 * u + unit), True)
+        b = ptx.load_matrices(operands.address(lower, x * _BLOCK + matrix_row, 2 * u + at.unit), True)
         operand = [left[4 * x + i] for i in range(4)]
-        sums[0] = ptx.multiply_small(cutlass.Float16, sums[0], operand, b[0], b[1])
-        sums[1] = ptx.multiply_small(cutlass.Float16, sums[1], operand, b[2], b[3])
-    operand = half_words([*sums[0], *sums[1]])
-    d = ptx.load_matrices(layouts.address(lower, u * BLOCK + matrix_row, 2 * u + unit), True)
-    zero = (Float32(0.0),) * 4
-    product0 = ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1])
-    product1 = ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3])
-    products = [*product0, *product1]
-    words = half_words(products)
-    for i in cutlass.range_constexpr(4):
-        left[4 * u + i] = words[i]
+        for side in cutlass.range_constexpr(2):
+            sums[side] = ptx.multiply_small(cutlass.Float16, sums[side], operand, b[2 * side], b[2 * side + 1])
+    operand = blocks.half_words([*sums[0], *sums[1]])
+    d = ptx.load_matrices(operands.address(lower, u * _BLOCK + matrix_row, 2 * u + at.unit), True)
+    products = [
+        *ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1]),
+        *ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3]),
+    ]
+    blocks.set_words(left, u, blocks.half_words(products))
     values = [None] * 8
     for m in cutlass.range_constexpr(2):
-        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + (2 * u + m) * 32)
+        cums = ptx.load_pair(columns + CUM + (2 * u + m) * 32)
         for odd in cutlass.range_constexpr(2):
             column_part = ptx.exp2(reference - cums[odd])
             for side in cutlass.range_constexpr(2):
@@ -244,10 +222,5 @@ def next_block(left, lower, columns, reference, row_decay, matrix_row, unit, u: 
 
 def decayed_diagonal(inverse: Any, columns: Any, row_cum: Any, keeps: Any, warp: Any) -> list[Any]:
     """The warp's diagonal block of A with decays; keeps: of a square on the diagonal, what is not zeroed."""
-    values = [None] * 8
-    for m in range(2):
-        cums = ptx.load_pair(columns + CUM * CHUNK * 4 + warp * 64 + m * 32)
-        for i in range(4):
-            gap = block_decay(row_cum, cums, keeps, m, i)
-            values[4 * m + i] = inverse[4 * m + i] * gap
-    return values
+    cums = [ptx.load_pair(columns + CUM + warp * 64 + m * 32) for m in range(2)]
+    return [inverse[4 * m + i] * blocks.block_decay(row_cum, cums[m], keeps, m, i) for m in range(2) for i in range(4)]

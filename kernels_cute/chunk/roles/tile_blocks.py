@@ -1,21 +1,50 @@
 """16 x 16 blocks of a 64 x 64 tile, of which a warp has the four of 16 rows: what the inverse and the score role share."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from kernels_cute.chunk import layouts
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import select
 from kernels_cute.chunk.shape import CHUNK, CUM, TILE_BYTES, WARPGROUP
 from kernels_cute.common import ptx
 
 
+class Lane(NamedTuple):
+    """A lane of a warpgroup whose warps have 16 rows each of a tile."""
+
+    warp: Any
+    lane: Any
+    thread: Any
+    row: Any  # its first accumulators' row of the warp's 16; its second is 8 further
+    pair: Any  # their columns: 8 n + 2 pair + {0, 1}
+    tile_row: Any  # where it points when the warp's rows are moved as matrices: row of the tile,
+    unit: Any  # and 8 columns
+    row0: Any  # `row` among the tile's
+
+
+def lane_of(warp: Any) -> Lane:
+    lane = cute.arch.lane_idx()
+    row = lane // 4
+    return Lane(warp, lane, warp * 32 + lane, row, lane % 4, warp * 16 + lane % 16, lane // 16, warp * 16 + row)
+
+
+def row_values(row: Any, row0: Any) -> tuple[Any, Any]:
+    """Values of this lane's two rows of the tile, of a row of 64 at an address."""
+    return ptx.load_one(row + row0 * 4), ptx.load_one(row + row0 * 4 + 32)
+
+
+def store_row_values(row: Any, row0: Any, first: Any, second: Any) -> None:
+    ptx.store_one(row + row0 * 4, first)
+    ptx.store_one(row + row0 * 4 + 32, second)
+
+
 def row_decays(rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
     """Left of the diagonal block exp(c_i - c_j) is a product of two decays, both at most 1: from the row down to the last
     token before the block, and from there to the column. Returns c there and the decays of this lane's two rows."""
-    reference = ptx.load_one(rows + CUM * CHUNK * 4 + cutlass.max(warp * 16 - 1, 0) * 4)
+    reference = ptx.load_one(rows + CUM + cutlass.max(warp * 16 - 1, 0) * 4)
     return reference, (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
 
 
@@ -28,12 +57,17 @@ def block_decay(row_cum: Any, cums: Any, keeps: Any, m: int, i: int) -> Any:
     return select(keeps[odd], gap, Float32(0.0)) if m == side else gap
 
 
-def load_rows(spec: Any, tile: Any, words: Any, tile_row: Any, unit: Any) -> None:
+def load_rows(spec: Any, at: Lane, tile: Any, words: Any) -> None:
     """The warp's 16 rows of Q or K as an operand in registers."""
     for step in range(spec.dim // 16):
-        loaded = ptx.load_matrices(layouts.address(tile + step // 4 * TILE_BYTES, tile_row, step % 4 * 2 + unit), False)
-        for i in range(4):
-            words[4 * step + i] = loaded[i]
+        place = operands.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
+        set_words(words, step, ptx.load_matrices(place, False))
+
+
+def set_words(words: Any, number: int, values: Any) -> None:
+    """words[4 number : 4 number + 4] = values."""
+    for i in range(4):
+        words[4 * number + i] = values[i]
 
 
 @cute.jit
@@ -53,26 +87,23 @@ def diagonal_block(sums, diagonal, warp):
                 diagonal[i] = sums[8 * w + i]
 
 
-def store_block(tile: Any, tile_row: Any, unit: Any, dtype: Any, values: Any) -> None:
-    """A 16 x 16 block of the warp's rows, rounded."""
-    words = [ptx.pack(dtype, values[2 * i], values[2 * i + 1]) for i in range(4)]
-    ptx.store_matrices(layouts.address(tile, tile_row, unit), words, False)
-
-
-@cute.jit
-def store_blocks(tile, tile_row, unit, warp, words):
-    """A warp's blocks: number u of words is column block u, the last one the diagonal block."""
-    for u in cutlass.range_constexpr(3):
-        if u < warp:
-            ptx.store_matrices(layouts.address(tile, tile_row, 2 * u + unit), [words[4 * u + i] for i in range(4)], False)
-    ptx.store_matrices(layouts.address(tile, tile_row, 2 * warp + unit), [words[12 + i] for i in range(4)], False)
-
-
-def keep_block(spec: Any, words: Any, u: int, values: Any) -> None:
-    """A 16 x 16 block, rounded, as number u of words."""
-    for i in range(4):
-        words[4 * u + i] = ptx.pack(spec.dtype, values[2 * i], values[2 * i + 1])
+def packed(dtype: Any, values: Any) -> list[Any]:
+    return [ptx.pack(dtype, values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
 
 
 def half_words(values: Any) -> list[Any]:
-    return [ptx.pack(cutlass.Float16, values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
+    return packed(cutlass.Float16, values)
+
+
+def store_block(tile: Any, at: Lane, u: Any, words: Any) -> None:
+    """Words of the 16 x 16 block of columns 16 u .. of the warp's rows."""
+    ptx.store_matrices(operands.address(tile, at.tile_row, 2 * u + at.unit), words, False)
+
+
+@cute.jit
+def store_blocks(tile, at, words):
+    """A warp's blocks: number u of words is column block u, the last one the diagonal block."""
+    for u in cutlass.range_constexpr(3):
+        if u < at.warp:
+            store_block(tile, at, u, [words[4 * u + i] for i in range(4)])
+    store_block(tile, at, at.warp, [words[12 + i] for i in range(4)])

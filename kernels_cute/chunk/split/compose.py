@@ -4,20 +4,14 @@ With the summaries of the first launch (segments.py, summary.py) a block of segm
 S_1 = h_0 and S_(i+1) = P_i S_i + h_i up to S_s in the state warpgroup's registers, before its first chunk. P_i comes by bulk
 copies into the room of the K and Q stages and is read as K is; S^T and P are pairs of bfloat16 summands, of whose four products
 the smallest is left out.
-
-    barrier             arrivals                                      waits
-    brought[buffer]     1: the copying lane, with the bytes           state
-    used[buffer]        1 a state warp, P read                        the copying warp
-    composed            1 a state warp, all of them read              the copying warp, before the first chunk
 """
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.dispatch import works
-from kernels_cute.chunk.fused import run_block
+from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
+from kernels_cute.chunk.fused import launch_shape, run_block
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import find_segment
 from kernels_cute.chunk.split.summary import SummaryChunk
@@ -34,23 +28,14 @@ class SplitChunk:
     def launch(self, *values):
         """values: Params, tokens of a segment, slots, split_if_longest_exceeds, stream."""
         params, (segment_tokens, slots, split_if_longest_exceeds, stream) = packed_params(values)
-        copies = token_copies(self.spec, params)
+        spec, copies = self.spec, token_copies(self.spec, params)
         summary_copies = TokenCopies(None, None, copies.k_atom, copies.k, copies.v_atom, copies.v)
+        shape = launch_shape(spec) | {"stream": stream, "use_pdl": spec.has_both_variants}
         self.summaries.kernel(params, summary_copies, segment_tokens, split_if_longest_exceeds).launch(
-            grid=(self.summaries.spec.sharers * self.spec.heads * slots, 1, 1),
-            block=(self.summaries.spec.threads, 1, 1),
-            cluster=(self.summaries.spec.sharers, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=self.spec.has_both_variants,
-            stream=stream,
+            grid=(spec.sharers * spec.heads * slots, 1, 1), **shape
         )
         self.kernel(params, copies, segment_tokens, split_if_longest_exceeds).launch(
-            grid=(self.spec.slices * self.spec.heads * slots, 1, 1),
-            block=(self.spec.threads, 1, 1),
-            cluster=(self.spec.sharers, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=self.spec.has_both_variants,
-            stream=stream,
+            grid=(spec.slices * spec.heads * slots, 1, 1), **shape
         )
 
     @cute.kernel

@@ -1,4 +1,5 @@
-"""Segments of sequences, for calls that split sequences, and the summaries that carry a state across them.
+"""Segments of sequences, for calls that split sequences; the summaries that carry a state across them; and the work of blocks of
+segments before their first chunk, which composes the state that a segment starts from (compose.py).
 
 A segment is `segment_tokens` tokens of a sequence (its last one what is left; a sequence without tokens has one). Segment s of
 sequence n has the slot
@@ -14,7 +15,7 @@ The workspace holds per slot and state head a summary, 8 D^2 bytes: with S_s the
 S_(s+1) = P_s S_s + h_s.
     h  float32, in the order of a state warpgroup's registers: [64 V columns][n = 8 K columns][warp][lane][4]
     P  transposed, as two bfloat16 summands (hi, lo), each D / 64 tiles of 64 rows in the swizzled order of a K tile: byte for
-       byte what stands in shared memory later
+       byte as in shared memory later
 A sequence's last segment needs no summary: its h is the state before the whole sequence, which the blocks of the last segment
 may overwrite in the pool before those of the first one have read it.
 """
@@ -23,24 +24,30 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import BFloat16, Boolean, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
 
+from kernels_cute.chunk import operands
+from kernels_cute.chunk.operands import accumulators, register_operand, tiled_mma
+from kernels_cute.chunk.scheduler import sequence_of
+from kernels_cute.chunk.shape import CHUNK, START_BUFFERS
+from kernels_cute.chunk.state_memory import load_state
 from kernels_cute.common import ptx
 
 
 def num_slots(num_tokens: int, num_sequences: int, segment_tokens: int) -> int:
-    """Slots of a call; one sequence never needs the slot behind its tokens."""
+    """Slots of a call; one sequence never needs the slot after its tokens."""
     whole, rest = divmod(num_tokens, segment_tokens)
     return max(whole + bool(rest), 1) if num_sequences == 1 else whole + num_sequences
 
 
 def summary_bytes(dim: int) -> int:
-    """Of a slot and state head: h, then P."""
+    """Bytes of a slot and state head: h, then P."""
     return 8 * dim * dim
 
 
 class Segment(NamedTuple):
-    """What a block works on. Scalars of the kernel; the same in both blocks of a pair."""
+    """The segment that a block works on. Scalars of the kernel; the same in both blocks of a pair."""
 
     exists: Any  # the slot has a segment
     is_summarized: Any  # of several in a live sequence: its state goes through summaries
@@ -58,20 +65,15 @@ class Segment(NamedTuple):
 
 @cute.jit
 def find_segment(spec, params, slot, segment_tokens):
-    cu_seqlens = params.cu_seqlens
-    sequence = find_sequence(slot, cu_seqlens, segment_tokens)
-    start = Int32(cu_seqlens[sequence])
-    length = cutlass.max(Int32(cu_seqlens[sequence + 1]) - start, 0)
+    sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
+    start, length, _, read_slot = sequence_of(spec, params, sequence)
     first = start // segment_tokens + sequence
     index = slot - first
     count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
     before = index * segment_tokens
     segment_length = cutlass.max(cutlass.min(length - before, segment_tokens), 0)
-    live_length = segment_length
-    read_slot = Int64(sequence)
-    is_live = Boolean(True)
+    live_length, is_live = segment_length, Boolean(True)
     if cutlass.const_expr(spec.pooled):
-        read_slot = Int64(params.state_indices[sequence])
         is_live = read_slot > params.null_slot
         if read_slot <= params.null_slot:
             live_length = Int32(0)
@@ -100,7 +102,7 @@ def find_sequence(slot, cu_seqlens, segment_tokens):
 
 
 def summary_address(spec: Any, segment: Segment, index: Any, head: Any) -> Any:
-    """Where the summary of segment `index` of the sequence begins."""
+    """First byte of the summary of segment `index` of the sequence."""
     number = Int64(segment.first + index) * spec.heads + head
     return segment.workspace.iterator.toint() + number * summary_bytes(spec.dim)
 
@@ -112,15 +114,89 @@ def transition_address(spec: Any, segment: Segment, index: Any, head: Any) -> An
 def load_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
     """h of 64 V columns; sums: the accumulators of a state warpgroup."""
     for n in range(spec.dim // 8):
-        values = ptx.load_global_four(address + summary_offset(spec, group, n, warp, lane))
+        values = ptx.load_global_four(summary_place(spec, address, group, n, warp, lane))
         for i in range(4):
             sums[4 * n + i] = values[i]
 
 
 def store_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
     for n in range(spec.dim // 8):
-        ptx.store_global_four(address + summary_offset(spec, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
+        ptx.store_global_four(summary_place(spec, address, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
 
 
-def summary_offset(spec: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
-    return Int64(((group * (spec.dim // 8) + n) * 4 + warp) * 512 + lane * 16)
+def summary_place(spec: Any, address: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
+    return address + Int64(((group * (spec.dim // 8) + n) * 4 + warp) * 512 + lane * 16)
+
+
+@cute.jit
+def bring_start(spec, storage, head, segment):
+    """The copying warp, before its first chunk."""
+    if segment.is_summarized & (segment.index > 1):
+        size = spec.transition_tiles * spec.key_bytes
+        for i in cutlass.range(1, segment.index, unroll=1):
+            buffer, turn = (i - 1) % START_BUFFERS, (i - 1) // START_BUFFERS & 1
+            cute.arch.mbarrier_wait(storage.used.data_ptr() + buffer, turn ^ 1)
+            with cute.arch.elect_one():
+                brought = storage.brought.data_ptr() + buffer
+                cute.arch.mbarrier_arrive_and_expect_tx(brought, size)
+                source = transition_address(spec, segment, i, head)
+                target = storage.k.data_ptr().toint() + buffer * size
+                for tile in cutlass.range_constexpr(spec.transition_tiles):
+                    offset = tile * spec.key_bytes
+                    ptx.copy_from_global(target + offset, source + offset, Int32(spec.key_bytes), brought.toint())
+        cute.arch.mbarrier_wait(storage.composed.data_ptr(), 0)
+
+
+@cute.jit
+def start_of_segment(spec, storage, params, state, head, segment, group, warp, lane):
+    """state: S^T before the segment, of the 64 V columns `group`."""
+    if segment.is_summarized:
+        first = Int32(0)
+        if segment.index == 0:
+            first = segment.count - 1  # the place of the state before the sequence
+        load_summary(spec, summary_address(spec, segment, first, head), group, warp, lane, state)
+        if segment.index > 1:
+            compose(spec, storage, state, head, segment, group, warp, lane)
+    else:
+        row0 = group * spec.columns + warp * 16 + lane // 4
+        load_state(spec, params, state, segment, head, row0, lane % 4)
+
+
+@cute.jit
+def compose(spec, storage, state, head, segment, group, warp, lane):
+    """S_1 to S_s of the V columns `group`, s = segment.index > 1."""
+    dim, steps = spec.dim, CHUNK // 16
+    mma = tiled_mma(BFloat16, dim, True)
+    # K stages, then Q stages: 2 buffers of hi and lo, whatever the dtype of the tokens.
+    layout = operands.by_columns(BFloat16, CHUNK, dim, START_BUFFERS * spec.transition_tiles)
+    tensor = storage.k.get_tensor(layout.outer, swizzle=layout.inner, dtype=BFloat16)
+    tiles = mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))
+    high, high_words = register_operand(BFloat16, mma, dim)
+    low, low_words = register_operand(BFloat16, mma, dim)
+    sums = accumulators(mma, dim)
+    for i in cutlass.range(1, segment.index, unroll=1):
+        buffer, turn = (i - 1) % START_BUFFERS, (i - 1) // START_BUFFERS & 1
+        load_summary(spec, summary_address(spec, segment, i, head), group, warp, lane, sums)
+        cute.arch.mbarrier_wait(storage.brought.data_ptr() + buffer, turn)
+        tile = buffer * spec.transition_tiles
+        for step in cutlass.range_constexpr(dim // 16):
+            for j in cutlass.range_constexpr(4):
+                place = 4 * step + j
+                high_words[place] = ptx.pack(BFloat16, state[2 * place], state[2 * place + 1])
+                first, second = ptx.unpack(BFloat16, high_words[place])
+                low_words[place] = ptx.pack(BFloat16, state[2 * place] - first, state[2 * place + 1] - second)
+            warpgroup.fence()
+            rows, inner = step // steps, step % steps
+            of_high = tiles[None, None, inner, tile + rows]
+            of_low = tiles[None, None, inner, tile + dim // 64 + rows]
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+            for left, right in ((low, of_high), (high, of_low), (high, of_high)):
+                cute.gemm(mma, sums, left[None, None, step], right, sums)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        for place in cutlass.range_constexpr(dim // 2):
+            state[place] = sums[place]
+        if lane == 0:
+            cute.arch.mbarrier_arrive(storage.used.data_ptr() + buffer)
+    if lane == 0:
+        cute.arch.mbarrier_arrive(storage.composed.data_ptr())

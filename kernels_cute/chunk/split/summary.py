@@ -3,59 +3,38 @@
 Both are runs of the chain of fused.py over the segment's chunks without outputs: h from a zero state (segment 0: from the
 sequence's own), P with V = 0 from the identity. A segment has only whole chunks here.
 
-    U^T  = S^T K^T
-    W^T  = V^T - exp(c) f U^T
-    Y^T  = W^T + W^T M^T
-    S^T  = exp(c_last) S^T + (Y^T exp(c_last - c) f beta) K
-
 At D = 128 the two blocks of a head and segment are a cluster: block 0 runs h, block 1 runs P, with two state warpgroups of 64
 columns each, and block b prepares the chunks of parity b for both. At D = 64 one block has a warpgroup for each. The other
 warpgroups: inverse (M, as in the fused kernel), and one whose warps copy K and V in, make the gates, the vectors, and hand over.
 
-    barrier             arrivals                                      waits
-    keys_full[stage]    1: the copying lane, with the bytes of K, V   state, inverse
-    empty[stage]        8: a lane of a state warp, K and V read       the copying warp
-    ready[buffer]       160: inverse and the vector warp; or          state; the handing warp
-                        1: the other block, with the bytes
-    taken[buffer]       8 a block that takes: a lane of a state warp  inverse, the vector warp
-    gates_full[half]    32: the gate warp                             inverse, the vector warp
-    factors_full[half]  128: inverse, key factors written             the vector warp
-    gates_free[half]    5: a lane of each inverse warp and            the gate warp
-                        of the vector warp
-A state warp waits for what inverse made of a stage before it frees the stage.
+The barriers: barriers.py. A state warp waits for what inverse made of a stage before it frees the stage.
 """
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from gdn.problems import ChunkParams
-from kernels_cute.chunk import layouts
-from kernels_cute.chunk.arguments import TokenCopies, partition_tiles
-from kernels_cute.chunk.dispatch import works
-from kernels_cute.chunk.operands import exp2_clamped, set_registers
+from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk.arguments import TokenCopies, partition_tiles, works
+from kernels_cute.chunk.barriers import summary_barriers, summary_storage
+from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
+from kernels_cute.chunk.rings import OwnChunks
+from kernels_cute.chunk.roles.copies import hand_over_warp
 from kernels_cute.chunk.roles.gates import gate_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.shape import (
-    AUX_BYTES,
-    BUFFERS,
-    CHUNK,
-    CUM,
-    KEY_BETA,
-    KEY_FACTOR,
-    KEY_TO_LAST,
-    SCRATCH_BYTES,
-    STATE_KEY,
-    TILE_BYTES,
-    VECTOR_BYTES,
-    VECTORS,
-    WARPGROUP,
-)
+from kernels_cute.chunk.roles.state import add_values, arrive_taken, issue_keys, state_registers, value_address
+from kernels_cute.chunk.roles.tile_blocks import lane_of
+from kernels_cute.chunk.scheduler import segment_work_tile
+from kernels_cute.chunk.shape import BUFFERS, CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.segments import find_segment
-from kernels_cute.chunk.split.summary_state import summary_warpgroup
+from kernels_cute.chunk.split.segments import find_segment, store_summary, summary_address, transition_address
+from kernels_cute.chunk.state_memory import load_state
 from kernels_cute.common import ptx
+from kernels_cute.common.barriers import init_barriers
 
 STAGES = 5
 _STATE_REGISTERS, _INVERSE_REGISTERS, _COPY_REGISTERS = 168, 136, 40  # a thread
@@ -66,7 +45,7 @@ class SummaryChunk:
     """The first launch of a split call. spec: of the second."""
 
     def __init__(self, spec: ChunkSpec):
-        self.spec = spec.with_stages(STAGES)
+        self.spec = spec.changed(stages=STAGES, key_stages=STAGES)
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, segment_tokens: Int32, split_if_longest_exceeds: Int32):
@@ -79,41 +58,16 @@ class SummaryChunk:
                 summarize(self.spec, params, copies, head, rank, segment)
 
 
-def storage_type(spec):
-    stages, pieces = spec.stages, spec.dim // 64
-    tile = CHUNK * 64
-
-    @cute.struct
-    class Storage:
-        keys_full: cute.struct.MemRange[Int64, stages]
-        empty: cute.struct.MemRange[Int64, stages]
-        ready: cute.struct.MemRange[Int64, BUFFERS]
-        taken: cute.struct.MemRange[Int64, BUFFERS]
-        gates_full: cute.struct.MemRange[Int64, 2]
-        factors_full: cute.struct.MemRange[Int64, 2]
-        gates_free: cute.struct.MemRange[Int64, 2]
-        vectors: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * VECTOR_BYTES // 4], 128]
-        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * AUX_BYTES // 4], 128]
-        scratch: cute.struct.Align[cute.struct.MemRange[Float32, 4 * SCRATCH_BYTES // 4], 128]
-        k: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * pieces * stages], 1024]
-        v: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * pieces * stages], 1024]
-        zeros: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile], 1024]
-        m: cute.struct.Align[cute.struct.MemRange[spec.dtype, tile * BUFFERS], 1024]
-        lower: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, tile], 1024]
-
-    return Storage
-
-
 @cute.jit
 def summarize(spec, params, copies, head, rank, segment):
     """The whole of a block; rank: in the pair."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(storage_type(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(summary_storage(spec))
     if warp == 0:
         cpasync.prefetch_descriptor(copies.k_atom)
         cpasync.prefetch_descriptor(copies.v_atom)
         with cute.arch.elect_one():
-            init_barriers(spec, storage, rank)
+            init_barriers(summary_barriers(spec), storage, rank)
     thread, _, _ = cute.arch.thread_idx()
     # Above the diagonal M stays zero.
     for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, spec.threads, unroll=1):
@@ -128,26 +82,27 @@ def summarize(spec, params, copies, head, rank, segment):
     else:
         cute.arch.sync_threads()
 
-    begin, length = segment.begin, segment.length
-    first = rank if cutlass.const_expr(spec.paired) else Int32(0)
+    item = segment_work_tile(segment, head, 0)._replace(live_length=segment.length)
+    own = OwnChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
     if warp < 4 * STATE_GROUPS:
         set_registers(spec, _STATE_REGISTERS)
         summary_warpgroup(spec, storage, params, head, segment, rank, warp // 4, warp % 4)
     elif warp < 4 * (STATE_GROUPS + 1):
         set_registers(spec, _INVERSE_REGISTERS)
-        inverse_warpgroup(spec, storage, length, first, warp % 4)
+        inverse_warpgroup(spec, storage, own, item.length, warp % 4)
     else:
         set_registers(spec, _COPY_REGISTERS)
         copier = warp % 4
         if copier == 0:
-            copy_keys_warp(spec, storage, copies, begin, length, head, rank)
+            copy_keys_warp(spec, storage, copies, item, rank)
         if copier == 1:
-            gate_warp(spec, storage, params, begin, length, head, first)
+            gate_warp(spec, storage, params, item, own)
         if copier == 2:
-            vector_warp(spec, storage, length, first)
+            vector_warp(spec, storage, item.length, own)
         if cutlass.const_expr(spec.paired):
             if copier == 3:
-                hand_m_over_warp(storage, length, rank)
+                tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
+                hand_over_warp(storage, tiles, own, item.length, rank)
     if cutlass.const_expr(spec.paired):
         # The other block may still write to this one's shared memory.
         cute.arch.cluster_arrive()
@@ -155,45 +110,18 @@ def summarize(spec, params, copies, head, rank, segment):
 
 
 @cute.jit
-def init_barriers(spec, storage, rank):
-    for stage in cutlass.range_constexpr(spec.stages):
-        cute.arch.mbarrier_init(storage.keys_full.data_ptr() + stage, 1)
-        cute.arch.mbarrier_init(storage.empty.data_ptr() + stage, 4 * STATE_GROUPS)
-    for buffer in cutlass.range_constexpr(BUFFERS):
-        count = Int32(WARPGROUP + 32)
-        if cutlass.const_expr(spec.paired):
-            if rank != buffer:  # of a pair, block b fills buffer b of both
-                count = Int32(1)
-        cute.arch.mbarrier_init(storage.ready.data_ptr() + buffer, count)
-        cute.arch.mbarrier_init(storage.taken.data_ptr() + buffer, 4 * STATE_GROUPS * spec.sharers)
-    for i in cutlass.range_constexpr(2):
-        cute.arch.mbarrier_init(storage.gates_full.data_ptr() + i, 32)
-        cute.arch.mbarrier_init(storage.factors_full.data_ptr() + i, WARPGROUP)
-        cute.arch.mbarrier_init(storage.gates_free.data_ptr() + i, 5)
-
-
-@cute.jit
-def copy_keys_warp(spec, storage, copies, begin, length, head, rank):
+def copy_keys_warp(spec, storage, copies, item, rank):
     """K, and V where this block runs h."""
-    pieces = spec.dim // 64
-    to_k, from_k = partition_tiles(
-        spec, storage.k, copies.k_atom, copies.k, spec.dim, spec.stages, begin, head // spec.k_group, 0
-    )
-    layout = layouts.by_rows(spec.dtype, CHUNK, 64, pieces * spec.stages)
-    shared = storage.v.get_tensor(layout.outer, swizzle=layout.inner)
-    rows = cute.domain_offset((begin, 0), copies.v[None, None, head // spec.v_group])
-    to_v, from_v = cpasync.tma_partition(
-        copies.v_atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
-        cute.group_modes(cute.local_tile(rows, (CHUNK, 64), (None, None)), 0, 2),
-    )  # fmt: skip
-    full, empty = storage.keys_full.data_ptr(), storage.empty.data_ptr()
-    has_values = Boolean(True)
-    num_bytes = Int32(2 * spec.key_bytes)
+    pieces, stages, begin = spec.dim // 64, spec.stages, item.begin
+    k_head, v_head = item.head // spec.k_group, item.head // spec.v_group
+    to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, stages, begin, k_head, 0)
+    to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, 64, pieces * stages, begin, v_head, None)
+    full, empty = storage.k_full.data_ptr(), storage.empty.data_ptr()
+    has_values, num_bytes = Boolean(True), Int32(2 * spec.key_bytes)
     if cutlass.const_expr(spec.paired):
         if rank == 1:
-            has_values = Boolean(False)
-            num_bytes = Int32(spec.key_bytes)
-    for step in cutlass.range(length // CHUNK, unroll=1):
+            has_values, num_bytes = Boolean(False), Int32(spec.key_bytes)
+    for step in cutlass.range(item.length // CHUNK, unroll=1):
         stage, parity = step % spec.stages, step // spec.stages & 1
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
         with cute.arch.elect_one():
@@ -206,29 +134,27 @@ def copy_keys_warp(spec, storage, copies, begin, length, head, rank):
 
 
 @cute.jit
-def vector_warp(spec, storage, length, first):
+def vector_warp(spec, storage, length, own):
     """The factors that the state warpgroups need of the chunks that this block prepares."""
     lane = cute.arch.lane_idx()
     ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
-    for step in cutlass.range(first, length // CHUNK, spec.aux_step, unroll=1):
+    for step in cutlass.range(own.first, length // CHUNK, own.stride, unroll=1):
         buffer, turn = step % BUFFERS, step // BUFFERS & 1
         half = step // spec.aux_step % 2
         half_turn = step // spec.aux_step // 2 & 1
-        rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
+        rows = storage.rows.data_ptr().toint() + half * shape.AUX_BYTES
         vectors = storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES
         cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
         cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
         cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
-        total = ptx.load_one(rows + CUM * CHUNK * 4 + (CHUNK - 1) * 4)
+        total = ptx.load_one(rows + shape.LAST_CUM)
         for i in cutlass.range_constexpr(CHUNK // 32):
             token = lane + 32 * i
-            cum = ptx.load_one(rows + CUM * CHUNK * 4 + token * 4)
-            key = ptx.load_one(rows + KEY_FACTOR * CHUNK * 4 + token * 4)
-            key_beta = ptx.load_one(rows + KEY_BETA * CHUNK * 4 + token * 4)
-            ptx.store_one(vectors + STATE_KEY * CHUNK * 4 + token * 4, cute.math.exp2(cum, fastmath=True) * key)
-            ptx.store_one(vectors + KEY_TO_LAST * CHUNK * 4 + token * 4, exp2_clamped(total - cum) * key_beta)
+            cum, key, key_beta = (ptx.load_one(rows + kind + token * 4) for kind in (CUM, KEY_FACTOR, KEY_BETA))
+            ptx.store_one(vectors + shape.STATE_KEY + token * 4, cute.math.exp2(cum, fastmath=True) * key)
+            ptx.store_one(vectors + shape.KEY_TO_LAST + token * 4, exp2_clamped(total - cum) * key_beta)
         if lane == 0:
-            ptx.store_one(vectors + VECTORS * CHUNK * 4, cute.math.exp2(total, fastmath=True))
+            ptx.store_one(vectors + shape.LAST_DECAY, cute.math.exp2(total, fastmath=True))
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
@@ -237,15 +163,103 @@ def vector_warp(spec, storage, length, first):
 
 
 @cute.jit
-def hand_m_over_warp(storage, length, rank):
-    """M and the vectors of this block's chunks to the other block of the pair."""
-    other = rank ^ 1
-    own = storage.ready.data_ptr() + rank
-    barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
-    for step in cutlass.range(rank, length // CHUNK, 2, unroll=1):
-        cute.arch.mbarrier_wait(own, step // BUFFERS & 1)
-        with cute.arch.elect_one():
-            ptx.expect_in_cluster(barrier, Int32(TILE_BYTES + VECTOR_BYTES))
-            for field, size in ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES)):
-                source = field.data_ptr().toint() + rank * size
-                ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
+def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
+    """64 columns of h or of P."""
+    at = lane_of(warp)
+    lane, pair, dim = at.lane, at.pair, spec.dim
+    by_key, by_token = tiled_mma(spec.dtype, CHUNK), tiled_mma(spec.dtype, dim, True)
+    keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
+    tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.stages))
+    m_operand = smem_operand_b(by_key, storage.m, operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS))
+    registers = state_registers(spec, by_key, by_token)
+    state, sums, _, _, _, operand, operand_words, _, _ = registers
+
+    group = half if cutlass.const_expr(spec.paired) else Int32(0)  # of 64 columns
+    is_transition = (rank if cutlass.const_expr(spec.paired) else half) == 1
+    row0 = group * 64 + warp * 16 + at.row
+    full, empty, ready, taken = (x.data_ptr() for x in (storage.k_full, storage.empty, storage.ready, storage.taken))
+    vectors = storage.vectors.data_ptr().toint() + pair * 8
+    values_base, values_step = storage.v.data_ptr().toint() + group * TILE_BYTES, Int32(spec.key_bytes)
+    if is_transition:
+        values_base, values_step = storage.zeros.data_ptr().toint(), Int32(0)
+    value_lane = value_address(values_base, warp, lane)
+    start_summary(spec, params, state, head, segment, is_transition, row0, group, warp, lane)
+
+    # As in the fused kernel: products but M's a k step at a time, nothing in flight where the loop closes. Here one U too
+    # many is issued, and dropped.
+    num_chunks = segment.length // CHUNK
+    cute.arch.mbarrier_wait(full, 0)
+    issue_keys(spec, by_key, registers, keys, Int32(0))
+    warpgroup.wait_group(0)
+    for step in cutlass.range(num_chunks, unroll=1):
+        stage, following = step % spec.stages, (step + 1) % spec.stages
+        buffer, turn = step % BUFFERS, step // BUFFERS & 1
+        vector = vectors + buffer * shape.VECTOR_BYTES
+        cute.arch.mbarrier_wait(ready + buffer, turn)
+
+        # W and M; W is the accumulator of the product
+        for i in cutlass.range_constexpr(CHUNK // 16):
+            values = ptx.load_matrices(value_lane + stage * values_step + i * 16 * operands.ROW_BYTES, True)
+            for m in cutlass.range_constexpr(2):
+                n = 2 * i + m
+                factors = ptx.load_pair(vector + shape.STATE_KEY + n * 32)
+                for side in cutlass.range_constexpr(2):
+                    value0, value1 = ptx.unpack(spec.dtype, values[2 * m + side])
+                    place = 4 * n + 2 * side
+                    sums[place] = value0 - factors[0] * sums[place]
+                    sums[place + 1] = value1 - factors[1] * sums[place + 1]
+                    operand_words[2 * n + side] = ptx.pack(spec.dtype, sums[place], sums[place + 1])
+        warpgroup.fence()
+        multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
+        warpgroup.commit_group()
+        last = ptx.load_one(vector + shape.LAST_DECAY - pair * 8)
+        for i in cutlass.range_constexpr(dim // 2):
+            state[i] = state[i] * last
+        factors = load_factors(vector + shape.KEY_TO_LAST)
+        warpgroup.wait_group(0)
+        add_values(spec, by_token, registers, tokens, stage, factors)
+        if lane == 0:
+            arrive_taken(spec, taken, buffer)
+        if step + 1 < num_chunks:
+            cute.arch.mbarrier_wait(full + following, (step + 1) // spec.stages & 1)
+        warpgroup.wait_group(0)
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
+        issue_keys(spec, by_key, registers, keys, following)
+        warpgroup.wait_group(0)
+
+    if is_transition:
+        if segment.index > 0:
+            store_transition(spec, transition_address(spec, segment, segment.index, head), state, row0, pair)
+    else:
+        store_summary(spec, summary_address(spec, segment, segment.index, head), group, warp, lane, state)
+
+
+@cute.jit
+def start_summary(spec, params, state, head, segment, is_transition, row0, group, warp, lane):
+    state.fill(0.0)
+    pair = lane % 4
+    if is_transition:
+        for n in cutlass.range_constexpr(spec.dim // 8):
+            for i in cutlass.range_constexpr(4):
+                if row0 + i // 2 * 8 == 8 * n + 2 * pair + i % 2:
+                    state[4 * n + i] = Float32(1.0)
+    elif segment.index == 0:
+        load_state(spec, params, state, segment, head, row0, pair)
+        store_summary(spec, summary_address(spec, segment, segment.count - 1, head), group, warp, lane, state)
+
+
+def store_transition(spec: Any, address: Any, state: Any, row0: Any, pair: Any) -> None:
+    """This warpgroup's rows of P^T, as summands, in the order of K tiles."""
+    tile = address + Int64(row0 // CHUNK * spec.key_bytes)
+    row = row0 % CHUNK
+    for n in range(spec.dim // 8):
+        piece = tile + n // 8 * TILE_BYTES
+        for side in range(2):
+            place = operands.address(Int32(0), row + 8 * side, n % 8) + pair * 4
+            first, second = state[4 * n + 2 * side], state[4 * n + 2 * side + 1]
+            word = ptx.pack(BFloat16, first, second)
+            ptx.store_global_word(piece + Int64(place), word)
+            high0, high1 = ptx.unpack(BFloat16, word)
+            rest = ptx.pack(BFloat16, first - high0, second - high1)
+            ptx.store_global_word(piece + Int64(place + spec.dim * spec.dim * 2), rest)

@@ -1,0 +1,107 @@
+"""The warps of the fused chunk kernel that copy: K, Q and V in, O out, tiles to the other block of a pair; and rows of zeros."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from kernels_cute.chunk import operands
+from kernels_cute.chunk.arguments import partition_keys, partition_tiles
+from kernels_cute.chunk.rings import chunks_in, ring_place
+from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.common import ptx
+
+
+@cute.jit
+def copy_warp(spec, storage, copies, item, base):
+    """K, Q and V into shared memory."""
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
+    to_v, from_v = partition_tiles(
+        spec, storage.v, copies.v_atom, copies.v, spec.columns, spec.stages, item.begin, item.head // spec.v_group, item.piece
+    )
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    num_chunks = chunks_in(item.live_length)
+    if num_chunks > 0:
+        copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
+    for step in cutlass.range(num_chunks, unroll=1):
+        if step + 1 < num_chunks:
+            copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
+        stage, parity = ring_place(spec.stages, base + step)
+        cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, spec.key_bytes + spec.value_bytes)
+        cute.copy(copies.q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
+        cute.copy(copies.v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
+        if cutlass.const_expr(spec.prefetch > 0):
+            if step + spec.prefetch < num_chunks:
+                for atom, source in ((copies.k_atom, from_k), (copies.q_atom, from_q), (copies.v_atom, from_v)):
+                    cute.prefetch(atom, source[None, step + spec.prefetch])
+
+
+@cute.jit
+def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
+    stage, parity = ring_place(spec.key_stages, base + step)
+    full = storage.k_full.data_ptr() + stage
+    cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, parity ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
+    cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full)
+
+
+@cute.jit
+def store_warp(spec, storage, copies, out, item, base):
+    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
+    from_o, to_o = partition_tiles(
+        spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, item.begin, item.head, item.piece
+    )
+    for step in cutlass.range(chunks_in(item.live_length), unroll=1):
+        stage, parity = ring_place(spec.stages, base + step)
+        cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+
+
+@cute.jit
+def store_outputs(spec, storage, atom, source, target, out, item, step, stage):
+    """A chunk of O from its stage to memory, in a bulk group of its own."""
+    lane = cute.arch.lane_idx()
+    # Here, not in the warps that wrote O: they would wait for it.
+    cute.arch.fence_proxy("async.shared", space="cta")
+    valid = item.live_length - step * CHUNK
+    if valid >= CHUNK:
+        cute.copy(atom, source, target)
+    else:
+        tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
+        column = item.piece * spec.columns + lane % 8 * 8
+        for row in cutlass.range(lane // 8, valid, 4, unroll=1):
+            offset = Int64(item.begin + step * CHUNK + row) * out.stride[0] + Int64(item.head) * out.stride[1] + column
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, ptx.load_words(operands.address(tile, row, lane % 8)))
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def zero_rows(out, item, column0, warp, lane, first, last, step, begin=0):
+    """Zeros in 64 columns of rows begin + first up to begin + last, 16 of every `step`: those of a padding sequence, or a
+    sequence's share of those beyond the last sequence."""
+    row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
+    zero = [Int32(0)] * 4
+    for i in cutlass.range(first + row, last, step, unroll=1):
+        offset = Int64(begin + i) * out.stride[0] + Int64(item.head) * out.stride[1] + column
+        ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
+
+
+@cute.jit
+def hand_over_warp(storage, tiles, own, length, rank):
+    """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer)."""
+    other = rank ^ 1
+    ready = storage.ready.data_ptr() + rank
+    barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
+    for step in cutlass.range(own.first, chunks_in(length), 2, unroll=1):
+        cute.arch.mbarrier_wait(ready, (own.base + step) >> 1 & 1)
+        with cute.arch.elect_one():
+            ptx.expect_in_cluster(barrier, Int32(sum(size for _, size in tiles)))
+            for field, size in tiles:
+                source = field.data_ptr().toint() + rank * size
+                ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
