@@ -22,14 +22,6 @@ def store_between(element_type: Any, place: Any, value: Any, key: Any, first: An
     cute.arch.inline_ptx(_RANGE % _STORE[element_type], read_only_args=[place, value, key, first, end])
 
 
-def copy_bulk(place: Any, source: Any, num_bytes: Any, barrier: Any) -> None:
-    """num_bytes (a multiple of 16) from global address `source` to shared address `place`, counted by `barrier`; one lane."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[place, source, num_bytes, barrier],
-    )
-
-
 def prefetch(place: Any) -> None:
     """Asks for the line of a global address; nothing waits for it."""
     cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[place])

@@ -13,10 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
-from kernels_cute.mqa_logits.barriers import wait_named
-from kernels_cute.mqa_logits.constants import KEY_ROWS
+from kernels_cute.mqa_logits.barriers import SCORES, wait_named
+from kernels_cute.mqa_logits.layouts import KEY_ROWS
 from kernels_cute.mqa_logits.ptx import store_between
-from kernels_cute.mqa_logits.ragged_tiles import PITCH
+from kernels_cute.mqa_logits.tiles import PITCH
 
 
 class Target(NamedTuple):
@@ -42,7 +42,7 @@ def target_of(tiles, out, row0, stage, half, warp):
 def begin_tile(tiles, target):
     """Waits, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
-        wait_named(tiles.barriers.scores, target.half)
+        wait_named(SCORES, target.half)
 
 
 @cute.jit
@@ -68,7 +68,7 @@ def finish_tile(tiles, storage, target, tile):
     if cutlass.const_expr(tiles.store_width == 32):
         out, lane = target.out, cute.arch.lane_idx()
         sScores = storage.scores.get_tensor(cute.make_layout(tiles.score_words))
-        wait_named(tiles.barriers.scores, target.half)
+        wait_named(SCORES, target.half)
         for step in cutlass.range_constexpr(tiles.queries_per_warpgroup // 4):
             row = 4 * step + target.warp
             first, end = range_of(tiles, storage, target.stage, target.query + row)
