@@ -45,17 +45,18 @@ def prefetch(address, num_bytes, thread):
 
 
 @cute.jit
-def load_packed(tiles: cutlass.Constexpr, span, access_of, words: cute.Tensor, accesses: cutlass.Constexpr):
-    """words = the eight bf16 of each of the accesses numbered access_of, two a word; NaN for columns outside the row."""
+def load_packed(tiles: cutlass.Constexpr, span, first, words: cute.Tensor, accesses: cutlass.Constexpr):
+    """words = the eight bf16 of each of `accesses` accesses, `threads` apart from number `first` on, two a word; NaN for columns
+    outside the row."""
     base, lead, stop = span
     first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
     for u in cutlass.range_constexpr(accesses):
-        access = access_of[u]
+        access = first + u * tiles.threads
         is_whole = ptx.as_int(access >= first_whole and access < end_whole)
         a, b, c, d = ptx.load_access_of_bfloat16(base + Int64(access) * ACCESS, is_whole)
         words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
     for u in cutlass.range_constexpr(accesses):
-        access = access_of[u]
+        access = first + u * tiles.threads
         if (access < first_whole or access >= end_whole) and access < end:
             for i in cutlass.range_constexpr(4):
                 columns = (access * 8 + 2 * i, access * 8 + 2 * i + 1)
@@ -74,17 +75,13 @@ def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
     each = cutlass.const_expr(4 if tiles.is_float32 else 8)  # scores of an access
     accesses = cutlass.const_expr((4 * tiles.unroll + each - 1) // each)
     words = cute.make_rmem_tensor(4 * accesses, Uint32)
-    numbers = cute.make_rmem_tensor(accesses, Int32)
+    quads = cute.make_rmem_tensor(accesses, Int32)
+    count, store = ptx.count_two_from, ptx.store_two_from
     if cutlass.const_expr(tiles.is_float32):
-        least = ptx.float_of(lower)
+        least, count, store = ptx.float_of(lower), ptx.count_from, ptx.store_from
     else:
         bound = ptx.float_of(next_bfloat16(lower))
         least = Uint32(cute.arch.prmt(bound, bound, 0x3232))  # its upper half twice: the bf16
-    load, count, store = cutlass.const_expr(
-        (load_quads, ptx.count_from, ptx.store_from)
-        if tiles.is_float32
-        else (load_packed, ptx.count_two_from, ptx.store_two_from)
-    )
     lane = thread % 32
     first_whole, end_whole, end = (lead + (each - 1)) // each, stop // each, (stop + (each - 1)) // each
     # All lanes of a warp take part in the sums, so the trip count is the warp's.
@@ -95,9 +92,12 @@ def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
                 a, b, c, d = ptx.load_access(address + u * tiles.threads * ACCESS)
                 words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
         else:
-            for u in cutlass.range_constexpr(accesses):
-                numbers[u] = start + lane + u * tiles.threads
-            load(tiles, span, numbers, words, accesses)
+            if cutlass.const_expr(tiles.is_float32):
+                for u in cutlass.range_constexpr(accesses):
+                    quads[u] = start + lane + u * tiles.threads
+                load_quads(tiles, span, quads, words, accesses)
+            else:
+                load_packed(tiles, span, start + lane, words, accesses)
         hits = count(least, [words[i] for i in range(4 * accesses)])
         place = ptx.reserve(passed, hits)
         least_again = ptx.opaque_uniform(least)
