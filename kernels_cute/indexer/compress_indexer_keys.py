@@ -28,7 +28,7 @@ from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of
+from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of, row_offset
 from kernels_cute.indexer.step import Step
 
 _MOST_RATIO = 16  # a lane holds the rows of all members at once: 8 registers each
@@ -40,7 +40,6 @@ class Config:
 
 
 def refusal(problem: CompressIndexerKeysProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     indices = {"positions": problem.position_dtype, "ring_slots": problem.ring_slot_dtype, "slot_mapping": problem.slot_dtype}
     others = {"cos_sin": problem.cos_sin_dtype, "k_norm": problem.k_norm_dtype}
     refused = _indexer_rows.refusal(problem.head_dim, {"raw_k": problem.dtype}, problem.cache_dtype, indices, others)
@@ -131,10 +130,6 @@ class _CompressIndexerKeys(IndexerRows):
         return low
 
     @cute.jit
-    def raw_offset(self, token: Int32, head: Int32, gRaw: cute.Tensor):
-        return Int64(token) * gRaw.stride[0] + Int64(head) * gRaw.stride[1]
-
-    @cute.jit
     def ring_offset(self, slot: Int64, row: Int32, head: Int32, gRing: cute.Tensor):
         return slot * gRing.stride[0] + Int64(row) * gRing.stride[1] + Int64(head) * gRing.stride[2]
 
@@ -169,7 +164,7 @@ class _CompressIndexerKeys(IndexerRows):
             head = cutlass.min(head, self.kv_heads - 1)
             for back in cutlass.range_constexpr(self.ratio):
                 if rHere[back] != 0:
-                    self.load_row(params.raw_k, self.raw_offset(token - back, head, params.raw_k), lane, rMembers, back * WORDS)
+                    self.load_row(params.raw_k, row_offset(params.raw_k, token - back, head), lane, rMembers, back * WORDS)
                 else:
                     row = (position - back) % size
                     self.load_row(params.ring, self.ring_offset(slot, row, head, params.ring), lane, rMembers, back * WORDS)
@@ -190,7 +185,7 @@ class _CompressIndexerKeys(IndexerRows):
             for back in cutlass.range_constexpr(1, self.ratio):
                 later = (following + back) // size * size  # from the member's position to the last one of its ring row
                 if is_live and rHere[back] == 0 and later > 0:
-                    self.load_row(params.raw_k, self.raw_offset(token + later - back, head, params.raw_k), lane, rWords, 0)
+                    self.load_row(params.raw_k, row_offset(params.raw_k, token + later - back, head), lane, rWords, 0)
                     row = (position - back) % size
                     self.store_raw(rWords, params.ring, self.ring_offset(slot, row, head, params.ring), lane)
 
@@ -213,7 +208,7 @@ class _CompressIndexerKeys(IndexerRows):
             for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
                 head = first + warp_lane // self.lanes
                 if head < self.kv_heads:
-                    self.load_row(params.raw_k, self.raw_offset(token, head, params.raw_k), lane, rWords, 0)
+                    self.load_row(params.raw_k, row_offset(params.raw_k, token, head), lane, rWords, 0)
                     self.store_raw(rWords, params.ring, self.ring_offset(slot, position % size, head, params.ring), lane)
 
 

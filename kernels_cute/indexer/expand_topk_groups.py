@@ -30,7 +30,6 @@ class Config:
 
 
 def refusal(problem: ExpandTopkGroupsProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     for name, dtype in (("group_indices", problem.group_dtype), ("positions", problem.position_dtype)):
         if dtype not in INDEX_DTYPES:
             return f"requires {name} of int32 or int64, got {dtype}"

@@ -35,7 +35,6 @@ def _row_bytes(problem: GatherIndexerCacheProblem) -> int:
 
 
 def refusal(problem: GatherIndexerCacheProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     if problem.cache_dtype not in CACHE_DTYPES:
         return f"requires a cache of uint8, float8_e4m3fn or bfloat16, got {problem.cache_dtype}"
     if problem.cu_seqlens_dtype not in INDEX_DTYPES:

@@ -23,7 +23,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import PrepareIndexerParams, PrepareIndexerProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows, form_of, store_scale
+from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows, form_of, row_offset, store_scale
 from kernels_cute.indexer.step import Step
 
 
@@ -34,7 +34,6 @@ class Config:
 
 
 def refusal(problem: PrepareIndexerProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     indices = {"positions": problem.position_dtype, "slot_mapping": problem.slot_dtype}
     others = {"weights": problem.weights_dtype, "cos_sin": problem.cos_sin_dtype}
     others |= {"q_norm": problem.q_norm_dtype, "k_norm": problem.k_norm_dtype}
@@ -119,7 +118,7 @@ class _PrepareIndexer(IndexerRows):
         token, head, is_live = self.live_item(item, params.k.shape[0], self.kv_heads)
         position, slot = params.positions[token], params.slot_mapping[token]
         rWords, rX = cute.make_rmem_tensor(WORDS, Uint32), cute.make_rmem_tensor(ELEMENTS, Float32)
-        self.load_row(params.k, Int64(token) * params.k.stride[0] + Int64(head) * params.k.stride[1], lane, rWords, 0)
+        self.load_row(params.k, row_offset(params.k, token, head), lane, rWords, 0)
         factors = self.load_factors(params.k_norm, params.cos_sin, position, lane)
         self.norm_and_rotate(rWords, 0, self.k_dtype, factors, rX, params.eps, lane)
         self.write_cache(rWords, self.k_dtype, params.cache, slot, head, lane, is_live)
@@ -132,7 +131,7 @@ class _PrepareIndexer(IndexerRows):
         rWeights = cute.make_rmem_tensor(self.rows, Float32)
         for u in cutlass.range_constexpr(self.rows):
             head = part + u * self.parts
-            self.load_row(params.q, Int64(token) * params.q.stride[0] + Int64(head) * params.q.stride[1], lane, rRows, u * WORDS)
+            self.load_row(params.q, row_offset(params.q, token, head), lane, rRows, u * WORDS)
         rWeights.fill(1.0)
         if cutlass.const_expr(params.weights is not None):
             for u in cutlass.range_constexpr(self.rows):

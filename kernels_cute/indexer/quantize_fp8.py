@@ -27,7 +27,6 @@ class Config:
 
 
 def refusal(problem: QuantizeFp8Problem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     if problem.num_groups < 1:
         return f"requires at least one group, got {problem.num_groups}"
     return _indexer_rows.refusal(problem.group_dim, {"x": problem.dtype}, None, {})

@@ -78,13 +78,14 @@ def store_scale(address: Any, scale: Any) -> None:
     cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)[0] = scale
 
 
-class IndexerRows:
-    """Compile-time constants of rows, and the steps on them. Kernels that write keys set kv_heads and form; those that rotate set
-    zero_centred."""
+def row_offset(gX: Any, token: Any, head: Any) -> Any:
+    """Elements before a row of [tokens, heads, dim]."""
+    return Int64(token) * gX.stride[0] + Int64(head) * gX.stride[1]
 
-    kv_heads: int
-    form: str  # encoded form of a key in the cache
-    zero_centred: bool
+
+class IndexerRows:
+    """Compile-time constants of rows, and the steps on them. Kernels that write keys set kv_heads and form (encoded form of
+    a key in the cache); those that rotate set zero_centred."""
 
     def __init__(self, dim: int, rotary_dim: int, threads: int) -> None:
         self.dim, self.threads = dim, threads

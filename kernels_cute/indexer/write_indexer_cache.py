@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint32
+from cutlass import Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import WriteIndexerCacheParams, WriteIndexerCacheProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of
+from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of, row_offset
 from kernels_cute.indexer.step import Step
 
 
@@ -25,7 +25,6 @@ class Config:
 
 
 def refusal(problem: WriteIndexerCacheProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     indices = {"slot_mapping": problem.slot_dtype}
     return _indexer_rows.refusal(problem.head_dim, {"k": problem.dtype}, problem.cache_dtype, indices)
 
@@ -67,7 +66,7 @@ class _WriteIndexerCache(IndexerRows):
         token, head, is_live = self.live_item(item, params.k.shape[0], self.kv_heads)
         slot = params.slot_mapping[token]
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
-        self.load_row(params.k, Int64(token) * params.k.stride[0] + Int64(head) * params.k.stride[1], lane, rWords, 0)
+        self.load_row(params.k, row_offset(params.k, token, head), lane, rWords, 0)
         self.write_cache(rWords, self.dtype, params.cache, slot, head, lane, is_live)
 
 

@@ -11,8 +11,7 @@ from kernels_cute.common.ptx import copy_from_global
 from kernels_cute.mqa_logits.barriers import arrive, arrive_and_expect, pointer, wait
 from kernels_cute.mqa_logits.layouts import QUERIES_PER_GROUP
 from kernels_cute.mqa_logits.paged_schedule import likely_first, walk_jobs
-from kernels_cute.mqa_logits.products import advance, query_partition
-from kernels_cute.mqa_logits.ptx import prefetch
+from kernels_cute.mqa_logits.products import advance, prefetch, query_partition
 from kernels_cute.mqa_logits.ragged_schedule import walk_items
 from kernels_cute.mqa_logits.tiles import ranges_of
 

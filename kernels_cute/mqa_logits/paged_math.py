@@ -10,7 +10,6 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute.mqa_logits import products
 from kernels_cute.mqa_logits.barriers import TURN, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.layouts import KEY_ROWS
-from kernels_cute.mqa_logits.ptx import store_between
 
 
 @cute.jit
@@ -111,13 +110,13 @@ def store_scores(tiles, element_type: cutlass.Constexpr, place, key, end, rFacto
     if cutlass.const_expr(tiles.lanes_per_query == 1):
         if cutlass.const_expr(tiles.num_kv_heads == 1):
             low, high = low * rFactors[0], high * rFactors[1]
-        store_between(element_type, place, low, key, 0, end)
-        store_between(element_type, place + 8, high, key + 8, 0, end)
+        products.store_between(element_type, place, low, key, 0, end)
+        products.store_between(element_type, place + 8, high, key + 8, 0, end)
     else:
         total = lane_sums(tiles, low, high)
         if cutlass.const_expr(tiles.num_kv_heads == 1):
             total = total * rFactors[0]
-        store_between(element_type, place, total, key, 0, end)
+        products.store_between(element_type, place, total, key, 0, end)
 
 
 @cute.jit

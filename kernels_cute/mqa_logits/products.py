@@ -1,5 +1,7 @@
 """Steps that the math warps of both logits kernels take: products on the tensor cores and sums over heads."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -171,3 +173,32 @@ def add_round(tiles, rTotals, rProducts, rWeights, rFactors, group: cutlass.Cons
         rTotals[2 * group] = rTotals[2 * group] + sums[0] * rFactors[2 * nth]
         rTotals[2 * group + 1] = rTotals[2 * group + 1] + sums[1] * rFactors[2 * nth + 1]
     return rTotals[2 * group], rTotals[2 * group + 1]
+
+
+# Single instructions that the roles want exactly so.
+
+_RANGE = """{
+.reg .pred inside;
+setp.ge.s32 inside, {$r2}, {$r3};
+setp.lt.and.s32 inside, {$r2}, {$r4}, inside;
+%s
+}"""
+_STORE = {
+    cutlass.Float32: "@inside st.global.f32 [{$r0}], {$r1};",
+    cutlass.BFloat16: ".reg .b16 short;\ncvt.rn.bf16.f32 short, {$r1};\n@inside st.global.b16 [{$r0}], short;",
+}
+
+
+def store_between(element_type: Any, place: Any, value: Any, key: Any, first: Any, end: Any) -> None:
+    """place[0] = value where first <= key < end: a predicated store, where a branch a store would cost more than the sum."""
+    cute.arch.inline_ptx(_RANGE % _STORE[element_type], read_only_args=[place, value, key, first, end])
+
+
+def prefetch(place: Any) -> None:
+    """Asks for the line of a global address; nothing waits for it."""
+    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[place])
+
+
+def add_shared(place: Any, value: Any) -> None:
+    """place[0] += value, of 32-bit integers in shared memory, whoever else adds there."""
+    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[place, value])

@@ -18,8 +18,7 @@ from cutlass import Int32, Int64
 
 from kernels_cute.mqa_logits.barriers import COSTS, wait_named
 from kernels_cute.mqa_logits.layouts import KEY_ROWS
-from kernels_cute.mqa_logits.products import running_sum
-from kernels_cute.mqa_logits.ptx import add_shared
+from kernels_cute.mqa_logits.products import add_shared, running_sum
 from kernels_cute.mqa_logits.tiles import PARTS, ROWS_PER_LANE, ranges_of
 
 NO_KEY = 2**31 - 1

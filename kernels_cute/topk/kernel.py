@@ -28,11 +28,10 @@ from cutlass import Int32, Int64, Uint32
 
 from gdn.problems import TopkParams
 from kernels_cute.topk import ptx
-from kernels_cute.topk.mark import clear_bitmap, mark_listed, mark_ranked, mark_read
 from kernels_cute.topk.narrow import clear_bins, narrow
 from kernels_cute.topk.read import filter
+from kernels_cute.topk.result import clear_bitmap, mark_listed, mark_ranked, mark_read, write
 from kernels_cute.topk.tiles import ACCESS, FIRST_SHIFT, LAST_COLUMN, LEAST_KEY, Entries, Span, Tiles
-from kernels_cute.topk.write import write
 
 # First digit of the list: 4096 bins of two octaves, or, where the sample was counted twice and many scores are close to each
 # other, of a quarter of one. 13 would leave a last digit of one bit, and `find` leaves out bins by fours.

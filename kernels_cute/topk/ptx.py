@@ -39,49 +39,45 @@ _HALVES = [
 ]
 # NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
 _KEY = """{
-.reg .f32 x, least;
-.reg .b32 bits, sign;
-mov.b32 x, {$r0};
-mov.b32 least, 0xff800000;
-max.f32 x, x, least;
-add.rn.f32 x, x, 0f00000000;
-mov.b32 bits, x;
-shr.s32 sign, bits, 31;
-or.b32 sign, sign, 0x80000000;
+.reg .f32 x, least; .reg .b32 bits, sign;
+mov.b32 x, {$r0}; mov.b32 least, 0xff800000;
+max.f32 x, x, least; add.rn.f32 x, x, 0f00000000;
+mov.b32 bits, x; shr.s32 sign, bits, 31; or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, bits, sign;
 }"""
 _FLOAT = """{
 .reg .b32 sign;
-shr.s32 sign, {$r0}, 31;
-not.b32 sign, sign;
-or.b32 sign, sign, 0x80000000;
+shr.s32 sign, {$r0}, 31; not.b32 sign, sign; or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, {$r0}, sign;
 }"""
 _COUNT_DIGIT = """{
 .reg .b32 digit;
-sub.u32 digit, {$r1}, {$r2};
-shr.u32 digit, digit, {$r3};
-min.u32 digit, digit, {$r4};
-mad.lo.u32 digit, digit, 4, {$r0};
-red.shared.add.u32 [digit], 1;
+sub.u32 digit, {$r1}, {$r2}; shr.u32 digit, digit, {$r3}; min.u32 digit, digit, {$r4};
+mad.lo.u32 digit, digit, 4, {$r0}; red.shared.add.u32 [digit], 1;
 }"""
 _SET_BIT = """{
 .reg .b32 address, bit;
-shr.u32 address, {$r1}, 5;
-mad.lo.u32 address, address, 4, {$r0};
-mov.b32 bit, 1;
-shf.l.wrap.b32 bit, bit, bit, {$r1};
+shr.u32 address, {$r1}, 5; mad.lo.u32 address, address, 4, {$r0};
+mov.b32 bit, 1; shf.l.wrap.b32 bit, bit, bit, {$r1};
 red.shared.or.b32 [address], bit;
 }"""
 # The rank's standard deviation is about its square root for independent scores; neighbouring scores are similar.
 _SAMPLE_RANK = """{
 .reg .f32 rank, root;
-cvt.rn.f32.s32 rank, {$r0};
-mul.rn.f32 rank, rank, SHARE;
-sqrt.approx.f32 root, rank;
-fma.rn.f32 rank, root, 0f40800000, rank;
-add.rn.f32 rank, rank, 0f40800000;
+cvt.rn.f32.s32 rank, {$r0}; mul.rn.f32 rank, rank, SHARE; sqrt.approx.f32 root, rank;
+fma.rn.f32 rank, root, 0f40800000, rank; add.rn.f32 rank, rank, 0f40800000;
 cvt.rzi.s32.f32 {$w0}, rank;
+}"""
+_HALF = """{
+.reg .pred is_odd; .reg .b32 low, odd;
+and.b32 odd, {$r1}, 1; setp.ne.s32 is_odd, odd, 0;
+shl.b32 low, {$r0}, 16; and.b32 {$w0}, {$r0}, 0xffff0000;
+@!is_odd mov.b32 {$w0}, low;
+}"""
+_GREATER = """{
+.reg .pred more; .reg .b64 one, two;
+ld.shared.b64 one, [{$r1}]; ld.shared.b64 two, [{$r2}]; setp.gt.u64 more, one, two;
+mov.b32 {$w0}, {$r0}; @more add.s32 {$w0}, {$r0}, 1;
 }"""
 
 
@@ -180,16 +176,7 @@ def _append(word: str, offset: int, hit: str) -> list[str]:
 
 def half_of(word: Any, column: Any) -> Any:
     """float32 bits of one of a word's two bf16: the lower one belongs to an even column."""
-    code = """{
-.reg .pred is_odd;
-.reg .b32 low, odd;
-and.b32 odd, {$r1}, 1;
-setp.ne.s32 is_odd, odd, 0;
-shl.b32 low, {$r0}, 16;
-and.b32 {$w0}, {$r0}, 0xffff0000;
-@!is_odd mov.b32 {$w0}, low;
-}"""
-    return _value(code, Uint32, word, column)
+    return _value(_HALF, Uint32, word, column)
 
 
 def reserve(address: Any, count: Any) -> Any:
@@ -221,16 +208,7 @@ def store_pair(address: Any, first: Any, second: Any) -> None:
 
 def count_if_greater(count: Any, address: Any, other: Any) -> Any:
     """count, plus one if the pair at shared[address] is greater than the one at shared[other]; the second words compare first."""
-    code = """{
-.reg .pred more;
-.reg .b64 one, two;
-ld.shared.b64 one, [{$r1}];
-ld.shared.b64 two, [{$r2}];
-setp.gt.u64 more, one, two;
-mov.b32 {$w0}, {$r0};
-@more add.s32 {$w0}, {$r0}, 1;
-}"""
-    return _value(code, Int32, count, address, other)
+    return _value(_GREATER, Int32, count, address, other)
 
 
 def or_shared(address: Any, bits: Any) -> None:
