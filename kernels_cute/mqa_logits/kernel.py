@@ -6,7 +6,7 @@ heads that belong to it. The scores of a tile add up in registers over its round
 
 Warps of the first warpgroup: 0 copies (copy: queries once an item, keys through a ring), 1 publishes the item (publish: ranges or
 lengths, and weights in float32), 2 and 3 write -inf outside of every row's range (fill). The other warpgroups multiply and write
-the scores (ragged_math with ragged_stores, paged_math). Warps 0 and 1 derive the same list of items from the same ranges or
+the scores (ragged_math, paged_math). Warps 0 and 1 derive the same list of items from the same ranges or
 lengths, the others only see what is published; query row END_OF_LIST ends the list.
 
 Ragged: a block keeps a tile of queries in shared memory (half of them for each math warpgroup) and streams key tiles past it;
@@ -155,10 +155,12 @@ class PagedLogits:
         k_view = cute.make_tensor(keys, cute.make_layout((tiles.page_size, key_row, pages), stride=(key_row, 1, page_stride)))
         tma = descriptors(tiles, params.q, tiles.next_n, (batch,), k_view)
         self.kernel(tma, params._replace(q=None), tiled_mma(tiles), most_keys, batch).launch(
-            grid=(tiles.blocks, 1, 1), block=(32 * tiles.num_warps, 1, 1), min_blocks_per_mp=tiles.blocks_per_sm,
+            grid=(tiles.blocks, 1, 1),
+            block=(32 * tiles.num_warps, 1, 1),
+            min_blocks_per_mp=tiles.blocks_per_sm,
             preferred_smem_carveout=100,  # given so that the DSL does not ask a device for it while compiling
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(self, tma: Tma, params: PagedMqaLogitsParams, mma: cute.TiledMma, most_keys: Int32, batch: Int32):

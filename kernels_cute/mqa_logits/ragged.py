@@ -123,7 +123,9 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     for query_stages, key_stages in STAGES:
         balanced_fraction, tiles = _deal(problem, query_stages, device)
         config = Config(
-            columns, query_stages, key_stages,
+            columns,
+            query_stages,
+            key_stages,
             accumulator_sets=2 if two else 1,
             steps_in_flight_at_turn=int(in_flight and not two),
             pass_turn_at_issue=two and (problem.num_heads <= 48 or not fp8),
@@ -132,7 +134,7 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
             store_width=32 if _few(problem) else 8,
             tiles_per_item=tiles,
             num_blocks=device.num_sms,
-        )  # fmt: skip
+        )
         if fits(problem, config, device):
             return config
     return None

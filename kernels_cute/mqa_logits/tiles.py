@@ -72,14 +72,16 @@ class LogitsTiles:
         """(key, head_dim, key head of stage), as the math warps read it."""
         return layouts.operand_layout(self.dtype, self.tile, self.head_dim, self.key_stages * self.kv_heads_per_round)
 
-    def storage(self, **tables):
-        """Shared memory: barriers, the kernel's own tables as (dtype, elements, alignment or 0), queries, keys."""
+    def storage(self, words: dict[str, int], tables: dict[str, tuple[int, int]]):
+        """Shared memory: barriers, arrays of Int32 by length, of Float32 by (length, alignment), queries, keys."""
         fields = {name: cute.struct.MemRange[Int64, one.stages] for name, one in self.barriers.barriers.items()}
-        tables["queries"] = (self.dtype, self.query_sets * self.columns * self.head_dim * self.query_stages, 1024)
-        tables["keys"] = (self.dtype, self.tile * self.head_dim * self.key_stages * self.kv_heads_per_round, 1024)
-        for name, (dtype, elements, alignment) in tables.items():
-            field = cute.struct.MemRange[dtype, elements]
-            fields[name] = cute.struct.Align[field, alignment] if alignment else field
+        fields |= {name: cute.struct.MemRange[Int32, length] for name, length in words.items()}
+        queries = self.query_sets * self.columns * self.head_dim * self.query_stages
+        keys = self.tile * self.head_dim * self.key_stages * self.kv_heads_per_round
+        arrays = {name: (Float32, *table) for name, table in tables.items()}
+        arrays |= {"queries": (self.dtype, queries, 1024), "keys": (self.dtype, keys, 1024)}
+        for name, (dtype, length, alignment) in arrays.items():
+            fields[name] = cute.struct.Align[cute.struct.MemRange[dtype, length], alignment]
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
@@ -147,11 +149,8 @@ class RaggedTiles(LogitsTiles):
         return self.key_operand_smem()
 
     def storage_type(self):
-        weights = (Float32, self.slots * self.num_heads, 16)
-        return self.storage(
-            loads=(Int32, self.load_words, 0), items=(Int32, 4 * self.query_stages, 0), starts=(Int32, self.slots, 0),
-            ends=(Int32, self.slots, 0), weights=weights, scores=(Float32, self.score_words, 16),
-        )  # fmt: skip
+        words = {"loads": self.load_words, "items": 4 * self.query_stages, "starts": self.slots, "ends": self.slots}
+        return self.storage(words, {"weights": (self.slots * self.num_heads, 16), "scores": (self.score_words, 16)})
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,5 @@ class PagedTiles(LogitsTiles):
 
     def storage_type(self):
         stages = self.query_stages
-        return self.storage(
-            items=(Int32, 4 * stages, 0), lengths=(Int32, self.drafts * stages, 0),
-            weights=(Float32, self.weight_slots * stages, 16), scales=(Float32, self.scale_slots, 128),
-        )  # fmt: skip
+        words = {"items": 4 * stages, "lengths": self.drafts * stages}
+        return self.storage(words, {"weights": (self.weight_slots * stages, 16), "scales": (self.scale_slots, 128)})

@@ -10,9 +10,8 @@ from kernels_cute.topk.read import load_quads, prefetch
 from kernels_cute.topk.tiles import BINS, COLUMN_BITS, DIGIT_BITS, FIRST_SHIFT, LAST_COLUMN, Digit
 
 OPEN = 32  # undecided bits of a key with no bound from above
-FIRST_VALID = (
-    BINS - 8
-)  # bins of the first digit that scores can have; the others hold what is less than the bound, NaN and -inf too
+# Bins of the first digit that scores can have; the others hold what is less than the bound, NaN and -inf too.
+FIRST_VALID = BINS - 8
 RANKED = 128  # up to this many entries of the list in one bin are ranked by comparison, without further digits
 PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
 PREFETCH_BYTES = 65536  # bytes of the row that the L2 fetches while the sample is searched
