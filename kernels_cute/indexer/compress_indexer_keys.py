@@ -19,9 +19,6 @@ nothing is searched.
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
@@ -29,9 +26,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from gdn.device import DeviceSpec
 from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
 from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import FLOAT_DTYPES, fake
+from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of
+from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of, row_offset
+from kernels_cute.indexer.step import Step
 
 _MOST_RATIO = 16  # a lane holds the rows of all members at once: 8 registers each
 
@@ -42,33 +40,16 @@ class Config:
 
 
 def refusal(problem: CompressIndexerKeysProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    indices = {
-        "positions": problem.position_dtype,
-        "ring_slots": problem.ring_slot_dtype,
-        "slot_mapping": problem.slot_dtype,
-    }
-    refused = _indexer_rows.refusal(problem.head_dim, {"raw_k": problem.dtype}, problem.cache_dtype, indices)
+    indices = {"positions": problem.position_dtype, "ring_slots": problem.ring_slot_dtype, "slot_mapping": problem.slot_dtype}
+    others = {"cos_sin": problem.cos_sin_dtype, "k_norm": problem.k_norm_dtype}
+    refused = _indexer_rows.refusal(problem.head_dim, {"raw_k": problem.dtype}, problem.cache_dtype, indices, others)
     if refused is not None:
         return refused
-    for name, dtype in (("cos_sin", problem.cos_sin_dtype), ("k_norm", problem.k_norm_dtype)):
-        if dtype not in FLOAT_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
     if not problem.ring_aligned:
         return "requires a ring whose rows start at multiples of 16 bytes, got one whose rows do not"
     if not 1 <= problem.ratio <= _MOST_RATIO:
         return f"requires a ratio from 1 to {_MOST_RATIO}, got {problem.ratio}"
     return _indexer_rows.rotation_refusal(problem.rotary_dim, problem.head_dim)
-
-
-def fits(problem: CompressIndexerKeysProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (32, 64, 128, 256)
-
-
-def configs(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    return [config for config in map(Config, (32, 64, 128, 256)) if fits(problem, config, device)]
 
 
 def default_config(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> Config:
@@ -77,22 +58,7 @@ def default_config(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> C
     return Config(128 if problem.num_tokens >= 8 * device.num_sms else 256)
 
 
-def workspace_bytes(problem: CompressIndexerKeysProblem, config: Config) -> int:
-    return 0
-
-
-def compile(problem: CompressIndexerKeysProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    entry = "compress_indexer_keys"
-    return {entry: build.library(entry, _CompressIndexerKeys(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: CompressIndexerKeysParams) -> None:
-    compiled.functions["compress_indexer_keys"](*params)
-
-
 def _arguments(problem: CompressIndexerKeysProblem) -> CompressIndexerKeysParams:
-    """Fake tensors and scalars to compile for."""
     tokens, shape = cute.sym_int(), (problem.num_kv_heads, problem.head_dim)
     return CompressIndexerKeysParams(
         raw_k=fake(problem.dtype, tokens, *shape, last=1),
@@ -148,16 +114,7 @@ class _CompressIndexerKeys(IndexerRows):
         return is_there and Int64(params.ring_slots[other]) == slot and params.positions[other] == own_width(position + distance)
 
     @cute.jit
-    def extent(
-        self,
-        params: CompressIndexerKeysParams,
-        token: Int32,
-        slot: Int64,
-        position: Int32,
-        lane: Int32,
-        sign: cutlass.Constexpr,
-        known: Int32,
-    ):
+    def extent(self, params, token: Int32, slot: Int64, position: Int32, lane: Int32, sign: cutlass.Constexpr, known: Int32):
         """Number of tokens of the sequence after (sign 1) or before (-1) this one, at least `known`. The whole warp searches."""
         low, size = Int32(known), token + 1 - known
         if cutlass.const_expr(sign > 0):
@@ -166,16 +123,11 @@ class _CompressIndexerKeys(IndexerRows):
             step = (size + 31) // 32
             is_in = Boolean(False)
             if lane * step < size:
-                distance = sign * (low + lane * step)
-                is_in = self.is_neighbour(params, token, slot, position, distance)
+                is_in = self.is_neighbour(params, token, slot, position, sign * (low + lane * step))
             passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_in)) - 1, Int32(0))
             low += passed * step
             size = cutlass.min(size - passed * step, step)
         return low
-
-    @cute.jit
-    def raw_offset(self, token: Int32, head: Int32, gRaw: cute.Tensor):
-        return Int64(token) * gRaw.stride[0] + Int64(head) * gRaw.stride[1]
 
     @cute.jit
     def ring_offset(self, slot: Int64, row: Int32, head: Int32, gRing: cute.Tensor):
@@ -204,20 +156,15 @@ class _CompressIndexerKeys(IndexerRows):
 
         rMembers = cute.make_rmem_tensor(self.ratio * WORDS, Uint32)
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
-        rX = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rMean = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rCos = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        rSin = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        self.load_gain(params.k_norm, lane, self.zero_centred, rGain)
-        self.load_angles(params.cos_sin, position - (self.ratio - 1), lane, rCos, rSin)
+        rX, rMean = cute.make_rmem_tensor(ELEMENTS, Float32), cute.make_rmem_tensor(ELEMENTS, Float32)
+        factors = self.load_factors(params.k_norm, params.cos_sin, position - (self.ratio - 1), lane)
         for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
             head = first + warp_lane // self.lanes
             is_live = head < self.kv_heads
             head = cutlass.min(head, self.kv_heads - 1)
             for back in cutlass.range_constexpr(self.ratio):
                 if rHere[back] != 0:
-                    self.load_row(params.raw_k, self.raw_offset(token - back, head, params.raw_k), lane, rMembers, back * WORDS)
+                    self.load_row(params.raw_k, row_offset(params.raw_k, token - back, head), lane, rMembers, back * WORDS)
                 else:
                     row = (position - back) % size
                     self.load_row(params.ring, self.ring_offset(slot, row, head, params.ring), lane, rMembers, back * WORDS)
@@ -227,26 +174,20 @@ class _CompressIndexerKeys(IndexerRows):
                 for i in cutlass.range_constexpr(ELEMENTS):
                     rMean[i] += rX[i]
             for i in cutlass.range_constexpr(ELEMENTS):
-                rMean[i] = self.divided(rMean[i])
+                if cutlass.const_expr(self.ratio & (self.ratio - 1) == 0):
+                    rMean[i] = rMean[i] * (1.0 / self.ratio)
+                else:
+                    rMean[i] = rMean[i] / float(self.ratio)
             self.pack(rMean, self.dtype, rWords, 0)
-            self.unpack(rWords, 0, self.dtype, rX)
-            self.norm(rX, rGain, params.eps)
-            self.rotate(rX, rCos, rSin, lane)
-            self.pack(rX, self.dtype, rWords, 0)
-            self.write_cache(rWords, self.dtype, params.cache, self.form, self.kv_heads, cache_slot, head, lane, is_live)
+            self.norm_and_rotate(rWords, 0, self.dtype, factors, rX, params.eps, lane)
+            self.write_cache(rWords, self.dtype, params.cache, cache_slot, head, lane, is_live)
 
             for back in cutlass.range_constexpr(1, self.ratio):
                 later = (following + back) // size * size  # from the member's position to the last one of its ring row
                 if is_live and rHere[back] == 0 and later > 0:
-                    self.load_row(params.raw_k, self.raw_offset(token + later - back, head, params.raw_k), lane, rWords, 0)
+                    self.load_row(params.raw_k, row_offset(params.raw_k, token + later - back, head), lane, rWords, 0)
                     row = (position - back) % size
                     self.store_raw(rWords, params.ring, self.ring_offset(slot, row, head, params.ring), lane)
-
-    @cute.jit
-    def divided(self, total: Float32):
-        if cutlass.const_expr(self.ratio & (self.ratio - 1) == 0):
-            return total * (1.0 / self.ratio)
-        return total / float(self.ratio)
 
     @cute.jit
     def keep_raw_key(self, params: CompressIndexerKeysParams, token: Int32, slot: Int64, position: Int32, warp_lane: Int32):
@@ -267,5 +208,10 @@ class _CompressIndexerKeys(IndexerRows):
             for first in cutlass.range_constexpr(0, self.kv_heads, self.warp_heads):
                 head = first + warp_lane // self.lanes
                 if head < self.kv_heads:
-                    self.load_row(params.raw_k, self.raw_offset(token, head, params.raw_k), lane, rWords, 0)
+                    self.load_row(params.raw_k, row_offset(params.raw_k, token, head), lane, rWords, 0)
                     self.store_raw(rWords, params.ring, self.ring_offset(slot, position % size, head, params.ring), lane)
+
+
+_STEP = Step("compress_indexer_keys", _CompressIndexerKeys, _arguments, Config, {"threads": (32, 64, 128, 256)})
+fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
+compile, launch = _STEP.compile, _STEP.launch

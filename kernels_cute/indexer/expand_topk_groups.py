@@ -11,9 +11,6 @@ neighbouring words. A row is k * ratio + ratio - 1 words long and may start at a
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -23,6 +20,7 @@ from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
 from kernels_cute.common.indices import narrowed
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer.rows import INDEX_DTYPES
+from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -32,24 +30,12 @@ class Config:
 
 
 def refusal(problem: ExpandTopkGroupsProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     for name, dtype in (("group_indices", problem.group_dtype), ("positions", problem.position_dtype)):
         if dtype not in INDEX_DTYPES:
             return f"requires {name} of int32 or int64, got {dtype}"
     if problem.ratio < 1:
         return f"requires a ratio of at least 1, got {problem.ratio}"
     return None
-
-
-def fits(problem: ExpandTopkGroupsProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (32, 64, 128, 256, 512) and config.groups in (1, 2, 4, 8)
-
-
-def configs(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, groups) for threads in (32, 64, 128, 256, 512) for groups in (1, 2, 4, 8)]
-    return [config for config in space if fits(problem, config, device)]
 
 
 def default_config(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> Config:
@@ -61,22 +47,7 @@ def default_config(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> Conf
     return Config(threads, 8)
 
 
-def workspace_bytes(problem: ExpandTopkGroupsProblem, config: Config) -> int:
-    return 0
-
-
-def compile(problem: ExpandTopkGroupsProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    entry = "expand_topk_groups"
-    return {entry: build.library(entry, _ExpandTopkGroups(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: ExpandTopkGroupsParams) -> None:
-    compiled.functions["expand_topk_groups"](*params)
-
-
 def _arguments(problem: ExpandTopkGroupsProblem) -> ExpandTopkGroupsParams:
-    """Fake tensors and scalars to compile for."""
     tokens = cute.sym_int()
     return ExpandTopkGroupsParams(
         group_indices=fake(problem.group_dtype, tokens, cute.sym_int()),
@@ -130,16 +101,7 @@ class _ExpandTopkGroups:
             params.out[token, j] = value
 
     @cute.jit
-    def fill_list(
-        self,
-        group_indices: cute.Tensor,
-        token: Int32,
-        first: Int32,
-        k: Int32,
-        thread: Int32,
-        sList: cute.Tensor,
-        sCounts: cute.Tensor,
-    ):
+    def fill_list(self, group_indices: cute.Tensor, token: Int32, first: Int32, k: Int32, thread: Int32, sList, sCounts):
         """Packs those of the groups first .. first + step that are present into the list; returns their number."""
         warp, lane = thread // 32, thread % 32
         start = first + warp * (32 * self.groups)
@@ -171,3 +133,10 @@ class _ExpandTopkGroups:
                 sList[base + rPlaces[u]] = rGroups[u]
         cute.arch.sync_threads()
         return count
+
+
+_STEP = Step(
+    "expand_topk_groups", _ExpandTopkGroups, _arguments, Config, {"threads": (32, 64, 128, 256, 512), "groups": (1, 2, 4, 8)}
+)
+fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
+compile, launch = _STEP.compile, _STEP.launch

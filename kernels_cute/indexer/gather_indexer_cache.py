@@ -10,9 +10,6 @@ its offset there; then all lanes copy the rows in 16-byte pieces, all loads befo
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
@@ -21,6 +18,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem
 from kernels_cute.common.memory import ACCESS_BYTES, fake, load, store, word_pointer
 from kernels_cute.indexer.rows import CACHE_DTYPES, INDEX_DTYPES
+from kernels_cute.indexer.step import Step
 
 _MOST_PIECES = 16  # 16-byte pieces that a lane holds at once: 64 registers
 
@@ -37,7 +35,6 @@ def _row_bytes(problem: GatherIndexerCacheProblem) -> int:
 
 
 def refusal(problem: GatherIndexerCacheProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     if problem.cache_dtype not in CACHE_DTYPES:
         return f"requires a cache of uint8, float8_e4m3fn or bfloat16, got {problem.cache_dtype}"
     if problem.cu_seqlens_dtype not in INDEX_DTYPES:
@@ -45,17 +42,6 @@ def refusal(problem: GatherIndexerCacheProblem) -> str | None:
     if problem.num_kv_heads < 1 or _row_bytes(problem) % ACCESS_BYTES:
         return f"requires rows of a multiple of 16 bytes, got {_row_bytes(problem)} bytes"
     return None
-
-
-def fits(problem: GatherIndexerCacheProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (32, 64, 128) and config.rows in (4, 8, 16, 32)
-
-
-def configs(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, rows) for threads in (32, 64, 128) for rows in (4, 8, 16, 32)]
-    return [config for config in space if fits(problem, config, device)]
 
 
 def default_config(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> Config:
@@ -66,22 +52,7 @@ def default_config(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> Co
     return Config(32, 8 if problem.num_rows >= 8 * 2 * device.num_sms else 4)
 
 
-def workspace_bytes(problem: GatherIndexerCacheProblem, config: Config) -> int:
-    return 0
-
-
-def compile(problem: GatherIndexerCacheProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    entry = "gather_indexer_cache"
-    return {entry: build.library(entry, _GatherIndexerCache(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: GatherIndexerCacheParams) -> None:
-    compiled.functions["gather_indexer_cache"](*params)
-
-
 def _arguments(problem: GatherIndexerCacheProblem) -> GatherIndexerCacheParams:
-    """Fake tensors and scalars to compile for."""
     rows, width = cute.sym_int(), problem.num_kv_heads * problem.head_dim
     return GatherIndexerCacheParams(
         cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
@@ -162,13 +133,7 @@ class _GatherIndexerCache:
 
     @cute.jit
     def copy(
-        self,
-        source: Int64,
-        target: Int64,
-        rows_left: Int32,
-        lane: Int32,
-        start: cutlass.Constexpr,
-        count: cutlass.Constexpr,
+        self, source: Int64, target: Int64, rows_left: Int32, lane: Int32, start: cutlass.Constexpr, count: cutlass.Constexpr
     ):
         """Copies rounds start .. start + count of the warp's pieces, 32 per round. source: address of this lane's row."""
         rPieces = cute.make_rmem_tensor(4 * count, Uint32)
@@ -194,16 +159,7 @@ class _GatherIndexerCache:
         return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
     @cute.jit
-    def copy_scales(
-        self,
-        scales: Int64,
-        place: Int32,
-        is_used: Boolean,
-        row: Int32,
-        lane: Int32,
-        num_rows: Int32,
-        gScale: cute.Tensor,
-    ):
+    def copy_scales(self, scales: Int64, place: Int32, is_used: Boolean, row: Int32, lane: Int32, num_rows: Int32, gScale):
         """Copies the scales of the row that this lane found."""
         if lane < self.rows and row < num_rows:
             source = cute.make_ptr(Float32, scales + Int64(place) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4)
@@ -212,3 +168,8 @@ class _GatherIndexerCache:
                 if is_used:
                     scale = source[head]
                 gScale[row, head] = scale
+
+
+_STEP = Step("gather_indexer_cache", _GatherIndexerCache, _arguments, Config, {"threads": (32, 64, 128), "rows": (4, 8, 16, 32)})
+fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
+compile, launch = _STEP.compile, _STEP.launch

@@ -15,18 +15,16 @@ the groups of a warp load neighbouring ones.
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import PrepareIndexerParams, PrepareIndexerProblem
-from kernels_cute.common.memory import FLOAT_DTYPES, fake
+from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows, form_of
+from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows, form_of, row_offset, store_scale
+from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -36,38 +34,16 @@ class Config:
 
 
 def refusal(problem: PrepareIndexerProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    refused = _indexer_rows.refusal(
-        problem.head_dim,
-        {"q": problem.dtype, "k": problem.k_dtype},
-        problem.cache_dtype,
-        {"positions": problem.position_dtype, "slot_mapping": problem.slot_dtype},
-    )
+    indices = {"positions": problem.position_dtype, "slot_mapping": problem.slot_dtype}
+    others = {"weights": problem.weights_dtype, "cos_sin": problem.cos_sin_dtype}
+    others |= {"q_norm": problem.q_norm_dtype, "k_norm": problem.k_norm_dtype}
+    rows = {"q": problem.dtype, "k": problem.k_dtype}
+    refused = _indexer_rows.refusal(problem.head_dim, rows, problem.cache_dtype, indices, others)
     if refused is not None:
         return refused
-    others = {
-        "weights": problem.weights_dtype,
-        "cos_sin": problem.cos_sin_dtype,
-        "q_norm": problem.q_norm_dtype,
-        "k_norm": problem.k_norm_dtype,
-    }
-    for name, dtype in others.items():
-        if dtype is not None and dtype not in FLOAT_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
     if problem.num_heads < 1:
         return f"requires at least one head, got {problem.num_heads}"
     return _indexer_rows.rotation_refusal(problem.rotary_dim, problem.head_dim)
-
-
-def fits(problem: PrepareIndexerProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (32, 64, 128, 256) and config.rows in (1, 2, 4) and problem.num_heads % config.rows == 0
-
-
-def configs(problem: PrepareIndexerProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, rows) for threads in (32, 64, 128, 256) for rows in (1, 2, 4)]
-    return [config for config in space if fits(problem, config, device)]
 
 
 def default_config(problem: PrepareIndexerProblem, device: DeviceSpec) -> Config:
@@ -80,21 +56,7 @@ def default_config(problem: PrepareIndexerProblem, device: DeviceSpec) -> Config
     return Config(128 if threads_wanted >= 256 * device.num_sms else 32, 1)
 
 
-def workspace_bytes(problem: PrepareIndexerProblem, config: Config) -> int:
-    return 0
-
-
-def compile(problem: PrepareIndexerProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    return {"prepare_indexer": build.library("prepare_indexer", _PrepareIndexer(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: PrepareIndexerParams) -> None:
-    compiled.functions["prepare_indexer"](*params)
-
-
 def _arguments(problem: PrepareIndexerProblem) -> PrepareIndexerParams:
-    """Fake tensors and scalars to compile for."""
     tokens, heads, dim = cute.sym_int(), problem.num_heads, problem.head_dim
     kv_heads, folds = problem.num_kv_heads, problem.folds_weights
     return PrepareIndexerParams(
@@ -123,8 +85,8 @@ class _PrepareIndexer(IndexerRows):
         self.parts = problem.num_heads // config.rows  # groups of lanes per token
         self.dtype, self.k_dtype, self.zero_centred = problem.dtype, problem.k_dtype, problem.zero_centred
         is_fp8 = problem.q_out_dtype == "float8_e4m3fn"
-        self.form = SCALED if problem.folds_weights else CAST if is_fp8 else problem.dtype
-        self.key_form = form_of(problem.cache_dtype)
+        self.query_form = SCALED if problem.folds_weights else CAST if is_fp8 else problem.dtype
+        self.form = form_of(problem.cache_dtype)
 
     @cute.jit
     def __call__(self, *values: Any):
@@ -153,63 +115,43 @@ class _PrepareIndexer(IndexerRows):
 
     @cute.jit
     def write_key(self, params: PrepareIndexerParams, item: Int32, lane: Int32):
-        count = params.k.shape[0] * self.kv_heads
-        is_live = item < count
-        if item >= count:  # repeats the last row, because all lanes of a warp shuffle
-            item = count - 1
-        token, head = item // self.kv_heads, item % self.kv_heads
+        token, head, is_live = self.live_item(item, params.k.shape[0], self.kv_heads)
         position, slot = params.positions[token], params.slot_mapping[token]
-        rWords = cute.make_rmem_tensor(WORDS, Uint32)
-        rX = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rCos = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        rSin = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        self.load_row(params.k, Int64(token) * params.k.stride[0] + Int64(head) * params.k.stride[1], lane, rWords, 0)
-        self.load_gain(params.k_norm, lane, self.zero_centred, rGain)
-        self.load_angles(params.cos_sin, position, lane, rCos, rSin)
-        self.unpack(rWords, 0, self.k_dtype, rX)
-        self.norm(rX, rGain, params.eps)
-        self.rotate(rX, rCos, rSin, lane)
-        self.pack(rX, self.k_dtype, rWords, 0)
-        self.write_cache(rWords, self.k_dtype, params.cache, self.key_form, self.kv_heads, slot, head, lane, is_live)
+        rWords, rX = cute.make_rmem_tensor(WORDS, Uint32), cute.make_rmem_tensor(ELEMENTS, Float32)
+        self.load_row(params.k, row_offset(params.k, token, head), lane, rWords, 0)
+        factors = self.load_factors(params.k_norm, params.cos_sin, position, lane)
+        self.norm_and_rotate(rWords, 0, self.k_dtype, factors, rX, params.eps, lane)
+        self.write_cache(rWords, self.k_dtype, params.cache, slot, head, lane, is_live)
 
     @cute.jit
     def prepare_query(self, params: PrepareIndexerParams, item: Int32, lane: Int32):
-        count = params.q.shape[0] * self.parts
-        is_live = item < count
-        if item >= count:
-            item = count - 1
-        token, part = item // self.parts, item % self.parts
+        token, part, is_live = self.live_item(item, params.q.shape[0], self.parts)
         position = params.positions[token]
         rRows = cute.make_rmem_tensor(self.rows * WORDS, Uint32)
         rWeights = cute.make_rmem_tensor(self.rows, Float32)
-        rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rCos = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        rSin = cute.make_rmem_tensor(ELEMENTS // 2, Float32)
-        rX = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rCodes = cute.make_rmem_tensor(WORDS, Uint32)
         for u in cutlass.range_constexpr(self.rows):
             head = part + u * self.parts
-            self.load_row(params.q, Int64(token) * params.q.stride[0] + Int64(head) * params.q.stride[1], lane, rRows, u * WORDS)
+            self.load_row(params.q, row_offset(params.q, token, head), lane, rRows, u * WORDS)
         rWeights.fill(1.0)
         if cutlass.const_expr(params.weights is not None):
             for u in cutlass.range_constexpr(self.rows):
                 rWeights[u] = params.weights[token, part + u * self.parts].to(Float32)
-        self.load_gain(params.q_norm, lane, self.zero_centred, rGain)
-        self.load_angles(params.cos_sin, position, lane, rCos, rSin)
+        factors = self.load_factors(params.q_norm, params.cos_sin, position, lane)
+        rX, rCodes = cute.make_rmem_tensor(ELEMENTS, Float32), cute.make_rmem_tensor(WORDS, Uint32)
         for u in cutlass.range_constexpr(self.rows):
-            self.unpack(rRows, u * WORDS, self.dtype, rX)
-            self.norm(rX, rGain, params.eps)
-            self.rotate(rX, rCos, rSin, lane)
-            self.pack(rX, self.dtype, rRows, u * WORDS)
-            scale = self.encode(rRows, u * WORDS, self.dtype, self.form, rCodes)
+            self.norm_and_rotate(rRows, u * WORDS, self.dtype, factors, rX, params.eps, lane)
+            scale = self.encode(rRows, u * WORDS, self.dtype, self.query_form, rCodes)
             place = Int64(token) * self.heads + part + u * self.parts
             if is_live:
                 width = cutlass.const_expr(params.q_out.element_type.width // 8)
-                self.store_codes(rCodes, self.form, params.q_out.iterator.toint() + place * (self.dim * width), lane)
-                if cutlass.const_expr(self.form == SCALED):
+                self.store_codes(rCodes, self.query_form, params.q_out.iterator.toint() + place * (self.dim * width), lane)
+                if cutlass.const_expr(self.query_form == SCALED):
                     if lane == 0:
-                        target = cute.make_ptr(
-                            Float32, params.weights_out.iterator.toint() + place * 4, cute.AddressSpace.gmem, assumed_align=4
-                        )
-                        target[0] = rWeights[u] * (scale * self.dim**-0.5)
+                        weight = rWeights[u] * (scale * self.dim**-0.5)
+                        store_scale(params.weights_out.iterator.toint() + place * 4, weight)
+
+
+_CHOICES = {"threads": (32, 64, 128, 256), "rows": (1, 2, 4)}
+_STEP = Step("prepare_indexer", _PrepareIndexer, _arguments, Config, _CHOICES, lambda p, config: p.num_heads % config.rows == 0)
+fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
+compile, launch = _STEP.compile, _STEP.launch

@@ -7,24 +7,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 # The larger half as a float. Bits of non-negative values are ordered as the values are, with NaN above infinity.
-_LARGER = {
-    "bfloat16": """{
-.reg .b32 low, high, most;
-and.b32 low, {$r0}, 0xffff;
-shr.u32 high, {$r0}, 16;
-max.u32 most, low, high;
-shl.b32 most, most, 16;
-mov.b32 {$w0}, most;
-}""",
-    "float16": """{
-.reg .b32 low, high, most;
-.reg .b16 short;
-and.b32 low, {$r0}, 0xffff;
-shr.u32 high, {$r0}, 16;
-max.u32 most, low, high;
-cvt.u16.u32 short, most;
-cvt.f32.f16 {$w0}, short;
-}""",
+_LARGER = """{
+.reg .b32 low, high, most; .reg .b16 short;
+and.b32 low, {$r0}, 0xffff; shr.u32 high, {$r0}, 16; max.u32 most, low, high;
+%s
+}"""
+_TO_FLOAT = {
+    "bfloat16": "shl.b32 most, most, 16; mov.b32 {$w0}, most;",
+    "float16": "cvt.u16.u32 short, most; cvt.f32.f16 {$w0}, short;",
 }
 # Values to e4m3: nearest even, saturated, NaN stays NaN. The first one goes to the lowest byte.
 _E4M3 = """{
@@ -56,14 +46,13 @@ def larger(first: Any, second: Any) -> Any:
 
 def larger_half(dtype: str, word: Any) -> Any:
     """The larger of a word's two magnitudes as a float; NaN where one is NaN."""
-    return cute.arch.inline_ptx(_LARGER[dtype], write_only_types=[Float32], read_only_args=[word])
+    return cute.arch.inline_ptx(_LARGER % _TO_FLOAT[dtype], write_only_types=[Float32], read_only_args=[word])
 
 
 def at_least(value: Any, least: float) -> Any:
     """max(value, least); NaN stays NaN. (cute.arch.fmax makes four instructions more of quantize_fp8.)"""
-    return cute.arch.inline_ptx(
-        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[value, Float32(least)]
-    )
+    code = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[value, Float32(least)])
 
 
 def quotient(value: Any, inverse: Any, divisor: Any) -> Any:

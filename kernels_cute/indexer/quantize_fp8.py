@@ -8,18 +8,16 @@ Tensors: x [L, G, group] bfloat16 | float16 -> x_fp8 [L, G, group] float8_e4m3fn
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import QuantizeFp8Params, QuantizeFp8Problem
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import SCALED, WORDS, IndexerRows
+from kernels_cute.indexer.rows import SCALED, WORDS, IndexerRows, store_scale
+from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -29,21 +27,9 @@ class Config:
 
 
 def refusal(problem: QuantizeFp8Problem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     if problem.num_groups < 1:
         return f"requires at least one group, got {problem.num_groups}"
     return _indexer_rows.refusal(problem.group_dim, {"x": problem.dtype}, None, {})
-
-
-def fits(problem: QuantizeFp8Problem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (32, 64, 128, 256) and config.rows in (1, 2, 4, 8)
-
-
-def configs(problem: QuantizeFp8Problem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    space = [Config(threads, rows) for threads in (32, 64, 128, 256) for rows in (1, 2, 4, 8)]
-    return [config for config in space if fits(problem, config, device)]
 
 
 def default_config(problem: QuantizeFp8Problem, device: DeviceSpec) -> Config:
@@ -55,21 +41,7 @@ def default_config(problem: QuantizeFp8Problem, device: DeviceSpec) -> Config:
     return Config(128 if threads_wanted >= 256 * device.num_sms else 32, 1)
 
 
-def workspace_bytes(problem: QuantizeFp8Problem, config: Config) -> int:
-    return 0
-
-
-def compile(problem: QuantizeFp8Problem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    return {"quantize_fp8": build.library("quantize_fp8", _QuantizeFp8(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: QuantizeFp8Params) -> None:
-    compiled.functions["quantize_fp8"](*params)
-
-
 def _arguments(problem: QuantizeFp8Problem) -> QuantizeFp8Params:
-    """Fake tensors and scalars to compile for."""
     tokens, shape = cute.sym_int(), (problem.num_groups, problem.group_dim)
     return QuantizeFp8Params(
         x=fake(problem.dtype, tokens, *shape, last=1),
@@ -115,7 +87,9 @@ class _QuantizeFp8(IndexerRows):
             if row < count:
                 self.store_codes(rCodes, SCALED, params.x_fp8.iterator.toint() + row * self.dim, lane)
                 if lane == 0:
-                    target = cute.make_ptr(
-                        Float32, params.scale.iterator.toint() + row * 4, cute.AddressSpace.gmem, assumed_align=4
-                    )
-                    target[0] = scale
+                    store_scale(params.scale.iterator.toint() + row * 4, scale)
+
+
+_STEP = Step("quantize_fp8", _QuantizeFp8, _arguments, Config, {"threads": (32, 64, 128, 256), "rows": (1, 2, 4, 8)})
+fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
+compile, launch = _STEP.compile, _STEP.launch

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import CUTE_DTYPES, load, pointer, store, word_pointer, words
+from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, load, pointer, store, word_pointer, words
 from kernels_cute.common.ptx import pack, unpack
 from kernels_cute.indexer import ptx
 
@@ -37,6 +37,7 @@ CAST = "cast"  # e4m3 of the value
 
 
 def lanes_of(dim: int) -> int:
+    """Lanes that own a row together."""
     return dim // ELEMENTS
 
 
@@ -45,11 +46,14 @@ def form_of(cache_dtype: str | None) -> str:
     return {"uint8": SCALED, "float8_e4m3fn": CAST}.get(str(cache_dtype), str(cache_dtype))
 
 
-def refusal(dim: int, dtypes: dict[str, str | None], cache_dtype: str | None, indices: dict[str, str | None]) -> str | None:
-    """None if a kernel can work on such rows, else the reason. dtypes: of rows, indices: of integer tensors; None = absent."""
+Dtypes = dict[str, str | None]  # of tensors; None = absent
+
+
+def refusal(dim: int, rows: Dtypes, cache_dtype: str | None, indices: Dtypes, others: Dtypes | None = None) -> str | None:
+    """None if a kernel can work on such rows, else the reason. others: floating-point tensors."""
     if dim not in HEAD_DIMS:
         return f"requires a head dim of {', '.join(map(str, HEAD_DIMS))}, got {dim}"
-    for name, dtype in dtypes.items():
+    for name, dtype in rows.items():
         if dtype is not None and dtype not in ROW_DTYPES:
             return f"requires {name} of bfloat16 or float16, got {dtype}"
     if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
@@ -57,6 +61,9 @@ def refusal(dim: int, dtypes: dict[str, str | None], cache_dtype: str | None, in
     for name, dtype in indices.items():
         if dtype is not None and dtype not in INDEX_DTYPES:
             return f"requires {name} of int32 or int64, got {dtype}"
+    for name, dtype in (others or {}).items():
+        if dtype is not None and dtype not in FLOAT_DTYPES:
+            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
     return None
 
 
@@ -66,8 +73,19 @@ def rotation_refusal(rotary_dim: int, dim: int) -> str | None:
     return None
 
 
+def store_scale(address: Any, scale: Any) -> None:
+    """One float32 to a global address."""
+    cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)[0] = scale
+
+
+def row_offset(gX: Any, token: Any, head: Any) -> Any:
+    """Elements before a row of [tokens, heads, dim]."""
+    return Int64(token) * gX.stride[0] + Int64(head) * gX.stride[1]
+
+
 class IndexerRows:
-    """Compile-time constants of rows, and the steps on them."""
+    """Compile-time constants of rows, and the steps on them. Kernels that write keys set kv_heads and form (encoded form of
+    a key in the cache); those that rotate set zero_centred."""
 
     def __init__(self, dim: int, rotary_dim: int, threads: int) -> None:
         self.dim, self.threads = dim, threads
@@ -76,6 +94,15 @@ class IndexerRows:
         self.half = rotary_dim // 2
         self.rotated = self.half // CHUNK  # lanes whose chunks are rotated
         self.plain_half = (dim - rotary_dim) // 2
+
+    @cute.jit
+    def live_item(self, item: Int32, tokens: Int32, per_token: cutlass.Constexpr):
+        """(token, item within it, whether it exists). Items beyond the last repeat it, because all lanes of a warp shuffle."""
+        count = tokens * per_token
+        is_live = item < count
+        if item >= count:
+            item = count - 1
+        return item // per_token, item % per_token, is_live
 
     @cute.jit
     def places(self, lane: Int32):
@@ -96,17 +123,16 @@ class IndexerRows:
         load(words(gX, offset + second, 16), WORDS // 2, rWords, start + WORDS // 2, True)
 
     @cute.jit
-    def load_gain(self, gWeight: cute.Tensor, lane: Int32, zero_centred: cutlass.Constexpr, rGain: cute.Tensor):
+    def load_factors(self, gWeight: cute.Tensor, gTable: cute.Tensor, position: Any, lane: Int32):
+        """(gain, cosines, sines) of a lane's part of a row; the position is clamped to the table."""
+        rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
+        rCos, rSin = cute.make_rmem_tensor(CHUNK, Float32), cute.make_rmem_tensor(CHUNK, Float32)
         first, second = self.places(lane)
         load(pointer(gWeight, Int64(first), 16), CHUNK, rGain, 0, False)
         load(pointer(gWeight, Int64(second), 16), CHUNK, rGain, CHUNK, False)
-        if cutlass.const_expr(zero_centred):
+        if cutlass.const_expr(self.zero_centred):
             for i in cutlass.range_constexpr(ELEMENTS):
                 rGain[i] += 1.0
-
-    @cute.jit
-    def load_angles(self, gTable: cute.Tensor, position: Any, lane: Int32, rCos: cute.Tensor, rSin: cute.Tensor):
-        """Cosines and sines of a lane's pairs at a position, which is clamped to the table."""
         row = Int64(position)
         last = Int64(gTable.shape[0] - 1)
         if row > last:
@@ -119,13 +145,12 @@ class IndexerRows:
             offset = row * gTable.stride[0] + lane * CHUNK
             load(pointer(gTable, offset, 16), CHUNK, rCos, 0, False)
             load(pointer(gTable, offset + self.half, 16), CHUNK, rSin, 0, False)
+        return rGain, rCos, rSin
 
     @cute.jit
     def unpack(self, rWords: cute.Tensor, start: cutlass.Constexpr, dtype: cutlass.Constexpr, rX: cute.Tensor):
         for i in cutlass.range_constexpr(WORDS):
-            first, second = unpack(CUTE_DTYPES[dtype], rWords[start + i])
-            rX[2 * i] = first
-            rX[2 * i + 1] = second
+            rX[2 * i], rX[2 * i + 1] = unpack(CUTE_DTYPES[dtype], rWords[start + i])
 
     @cute.jit
     def pack(self, rX: cute.Tensor, dtype: cutlass.Constexpr, rWords: cute.Tensor, start: cutlass.Constexpr):
@@ -133,8 +158,14 @@ class IndexerRows:
             rWords[start + i] = Uint32(pack(CUTE_DTYPES[dtype], rX[2 * i], rX[2 * i + 1]))
 
     @cute.jit
-    def norm(self, rX: cute.Tensor, rGain: cute.Tensor, eps: Float32):
-        """x * rsqrt(mean(x * x) + eps) * gain, multiplied in this order."""
+    def norm_and_rotate(self, rWords, start: cutlass.Constexpr, dtype: cutlass.Constexpr, factors, rX, eps: Float32, lane: Int32):
+        """rope(rms_norm(row)) in place, rounded once; factors: of `load_factors`, rX: for its values.
+
+        Norm: x * rsqrt(mean(x * x) + eps) * gain, multiplied in this order. RoPE: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+        on a lane's first and second chunk, where it is rotated.
+        """
+        rGain, rCos, rSin = factors
+        self.unpack(rWords, start, dtype, rX)
         total = Float32(0.0)
         for i in cutlass.range_constexpr(ELEMENTS):
             total += rX[i] * rX[i]
@@ -143,15 +174,12 @@ class IndexerRows:
         factor = cute.math.rsqrt(total * (1.0 / self.dim) + eps)
         for i in cutlass.range_constexpr(ELEMENTS):
             rX[i] = rX[i] * factor * rGain[i]
-
-    @cute.jit
-    def rotate(self, rX: cute.Tensor, rCos: cute.Tensor, rSin: cute.Tensor, lane: Int32):
-        """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on a lane's first and second chunk, where it is rotated."""
         if lane < self.rotated:
             for i in cutlass.range_constexpr(CHUNK):
                 x1, x2 = rX[i], rX[CHUNK + i]
                 rX[i] = x1 * rCos[i] - x2 * rSin[i]
                 rX[CHUNK + i] = x2 * rCos[i] + x1 * rSin[i]
+        self.pack(rX, dtype, rWords, start)
 
     @cute.jit
     def scale_of(self, rWords: cute.Tensor, start: cutlass.Constexpr, dtype: cutlass.Constexpr):
@@ -166,14 +194,7 @@ class IndexerRows:
         return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(FP8_MAX)))
 
     @cute.jit
-    def encode(
-        self,
-        rWords: cute.Tensor,
-        start: cutlass.Constexpr,
-        dtype: cutlass.Constexpr,
-        form: cutlass.Constexpr,
-        rCodes: cute.Tensor,
-    ):
+    def encode(self, rWords, start: cutlass.Constexpr, dtype: cutlass.Constexpr, form: cutlass.Constexpr, rCodes):
         """Fills rCodes with the row's words in `form`, 4 of e4m3 or 8 of a 16-bit dtype; returns the scale (1 without one)."""
         scale = Float32(1.0)
         if cutlass.const_expr(form == dtype):
@@ -207,32 +228,21 @@ class IndexerRows:
 
     @cute.jit
     def write_cache(
-        self,
-        rWords: cute.Tensor,
-        dtype: cutlass.Constexpr,
-        gCache: cute.Tensor,
-        form: cutlass.Constexpr,
-        kv_heads: cutlass.Constexpr,
-        slot: Any,
-        head: Int32,
-        lane: Int32,
-        is_live: cutlass.Boolean,
+        self, rWords: cute.Tensor, dtype: cutlass.Constexpr, gCache: cute.Tensor, slot: Any, head: Int32, lane, is_live
     ):
         """Writes the row to slot (page * page_size + offset) of the cache, if it is live and the slot is in [0, 2**31)."""
         rCodes = cute.make_rmem_tensor(WORDS, Uint32)
-        scale = self.encode(rWords, 0, dtype, form, rCodes)  # executed by all lanes, because it shuffles
+        scale = self.encode(rWords, 0, dtype, self.form, rCodes)  # executed by all lanes, because it shuffles
         width = cutlass.const_expr(gCache.element_type.width // 8)
         row_bytes = cutlass.const_expr(self.dim * width)
-        page_rows = Int32(gCache.shape[1]) // (self.dim + (4 if form == SCALED else 0))  # rows x key heads of a page
+        page_rows = Int32(gCache.shape[1]) // (self.dim + (4 if self.form == SCALED else 0))  # rows x key heads of a page
         row = narrowed(slot)  # memory holds fewer than 2**31 rows
         if is_live and row >= 0:
-            page_size = page_rows // kv_heads
+            page_size = page_rows // self.kv_heads
             page = row // page_size
-            place = (row - page * page_size) * kv_heads + head
+            place = (row - page * page_size) * self.kv_heads + head
             base = gCache.iterator.toint() + Int64(page) * gCache.stride[0] * width
-            self.store_codes(rCodes, form, base + Int64(place) * row_bytes, lane)
-            if cutlass.const_expr(form == SCALED):
+            self.store_codes(rCodes, self.form, base + Int64(place) * row_bytes, lane)
+            if cutlass.const_expr(self.form == SCALED):
                 if lane == 0:
-                    scales = base + Int64(page_rows) * row_bytes
-                    target = cute.make_ptr(Float32, scales + Int64(place) * 4, cute.AddressSpace.gmem, assumed_align=4)
-                    target[0] = scale
+                    store_scale(base + Int64(page_rows) * row_bytes + Int64(place) * 4, scale)

@@ -8,17 +8,15 @@ in a page. The results are bit for bit the reference's.
 from dataclasses import dataclass
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
 import cutlass.cute as cute
-from cutlass import Int64, Uint32
+from cutlass import Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import WriteIndexerCacheParams, WriteIndexerCacheProblem
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
-from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of
+from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of, row_offset
+from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -27,20 +25,8 @@ class Config:
 
 
 def refusal(problem: WriteIndexerCacheProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
-    return _indexer_rows.refusal(
-        problem.head_dim, {"k": problem.dtype}, problem.cache_dtype, {"slot_mapping": problem.slot_dtype}
-    )
-
-
-def fits(problem: WriteIndexerCacheProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (32, 64, 128, 256)
-
-
-def configs(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> list[Config]:
-    """Every feasible configuration."""
-    return [config for config in map(Config, (32, 64, 128, 256)) if fits(problem, config, device)]
+    indices = {"slot_mapping": problem.slot_dtype}
+    return _indexer_rows.refusal(problem.head_dim, {"k": problem.dtype}, problem.cache_dtype, indices)
 
 
 def default_config(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> Config:
@@ -49,22 +35,7 @@ def default_config(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> Con
     return Config(128 if threads_wanted >= 256 * device.num_sms else 32)
 
 
-def workspace_bytes(problem: WriteIndexerCacheProblem, config: Config) -> int:
-    return 0
-
-
-def compile(problem: WriteIndexerCacheProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    entry = "write_indexer_cache"
-    return {entry: build.library(entry, _WriteIndexerCache(problem, config), *_arguments(problem))}
-
-
-def launch(compiled: Any, params: WriteIndexerCacheParams) -> None:
-    compiled.functions["write_indexer_cache"](*params)
-
-
 def _arguments(problem: WriteIndexerCacheProblem) -> WriteIndexerCacheParams:
-    """Fake tensors and scalars to compile for."""
     tokens = cute.sym_int()
     return WriteIndexerCacheParams(
         k=fake(problem.dtype, tokens, problem.num_kv_heads, problem.head_dim, last=1),
@@ -92,12 +63,13 @@ class _WriteIndexerCache(IndexerRows):
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
         item = block * self.groups + thread // self.lanes
-        count = params.k.shape[0] * self.kv_heads
-        is_live = item < count
-        if item >= count:  # repeats the last row, because all lanes of a warp shuffle
-            item = count - 1
-        token, head = item // self.kv_heads, item % self.kv_heads
+        token, head, is_live = self.live_item(item, params.k.shape[0], self.kv_heads)
         slot = params.slot_mapping[token]
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
-        self.load_row(params.k, Int64(token) * params.k.stride[0] + Int64(head) * params.k.stride[1], lane, rWords, 0)
-        self.write_cache(rWords, self.dtype, params.cache, self.form, self.kv_heads, slot, head, lane, is_live)
+        self.load_row(params.k, row_offset(params.k, token, head), lane, rWords, 0)
+        self.write_cache(rWords, self.dtype, params.cache, slot, head, lane, is_live)
+
+
+_STEP = Step("write_indexer_cache", _WriteIndexerCache, _arguments, Config, {"threads": (32, 64, 128, 256)})
+fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
+compile, launch = _STEP.compile, _STEP.launch

@@ -17,20 +17,18 @@ With several key heads every one has a product of its own with the query heads t
 `HeadOrder` says which query head is at which column, an odd number of them included.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.mqa_logits.constants import QUERIES_PER_GROUP
-
+KEY_ROWS = 64  # keys of a warpgroup's product: M of wgmma
+QUERIES_PER_GROUP = 4  # lanes of a quad: one query each
 BOX_BYTES = 128  # widest row of a swizzled tile
 ROUND_BYTES = 24576  # most bytes of 64 keys that one round takes: larger stages leave too few
 ROUND_HEADS = 3  # most key heads of a round: their scales wait in registers
 
 
-@dataclass(frozen=True)
 class HeadOrder:
     """Query heads as columns of the products, one product a key head. Slots of a product are (head in run, pair); the copy
     engine sees a row of queries as (head in run, position) and takes `pairs` positions from `position(kv_head)` on.
@@ -40,37 +38,14 @@ class HeadOrder:
     box reaches beyond an extent of one, where the copy engine writes zeros.
     """
 
-    heads: int
-    kv_heads: int
-    lanes: int = 1  # of a quad, for one query
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def run(self) -> int:
-        return 2 * self.lanes
-
-    @property
-    def slots(self) -> int:
-        """Columns of one query in one product."""
-        return -(-self.group // self.run) * self.run
-
-    @property
-    def pairs(self) -> int:
-        return self.slots // self.run
-
-    @property
-    def columns(self) -> int:
-        """Columns of one query in all products."""
-        return self.slots * self.kv_heads
-
-    @property
-    def shared(self) -> bool:
-        """Odd: the two halves share a head."""
-        return self.group % 2 == 1
+    def __init__(self, heads: int, kv_heads: int, lanes: int = 1):
+        """lanes: of a quad, for one query."""
+        self.heads, self.kv_heads, self.lanes, self.run = heads, kv_heads, lanes, 2 * lanes
+        self.group = heads // kv_heads  # query heads of a key head
+        self.pairs = -(-self.group // self.run)
+        self.slots = self.pairs * self.run  # columns of one query in one product
+        self.columns = self.slots * kv_heads  # of one query in all products
+        self.shared = self.group % 2 == 1  # odd: the two halves share a head
 
     def view(self, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """((heads in run, positions), their strides in elements)."""
@@ -86,19 +61,16 @@ class HeadOrder:
         return kv_head * (self.group if self.shared else self.pairs)
 
     def head(self, kv_head: int, odd: int, pair: int) -> int | None:
-        """The query head of a slot where a query has one lane; None where the slot repeats a head or holds zeros."""
+        """The query head of a slot; None where the slot repeats a head or holds zeros. With several lanes a query: its number
+        among the heads that one lane holds, those of the lane's residue."""
+        if self.lanes > 1:
+            return 2 * (kv_head * self.pairs + pair) + odd
         first = kv_head * self.group
         if not self.shared:
             return first + 2 * pair + odd
         if odd and pair == 0:
             return None
         return first + odd * (self.group - self.pairs) + pair
-
-    def lane_head(self, kv_head: int, odd: int, pair: int) -> int | None:
-        """The same among the heads that one lane holds: all of them, or with several lanes a query those of its residue."""
-        if self.lanes == 1:
-            return self.head(kv_head, odd, pair)
-        return 2 * (kv_head * self.pairs + pair) + odd
 
 
 def kv_heads_per_round(kv_heads: int, row_bytes: int, rows: int) -> int:
@@ -113,12 +85,8 @@ def row_elements(dtype: Any, head_dim: int) -> int:
 
 
 def swizzle_atom(dtype: Any, head_dim: int) -> cute.ComposedLayout:
-    bits = row_elements(dtype, head_dim) * dtype.width
-    kind = {
-        1024: warpgroup.SmemLayoutAtomKind.K_SW128,
-        512: warpgroup.SmemLayoutAtomKind.K_SW64,
-    }[bits]
-    return warpgroup.make_smem_layout_atom(kind, dtype)
+    kinds = {1024: warpgroup.SmemLayoutAtomKind.K_SW128, 512: warpgroup.SmemLayoutAtomKind.K_SW64}
+    return warpgroup.make_smem_layout_atom(kinds[row_elements(dtype, head_dim) * dtype.width], dtype)
 
 
 def operand_layout(dtype: Any, rows: int, head_dim: int, *outer: int) -> cute.ComposedLayout:
@@ -127,19 +95,15 @@ def operand_layout(dtype: Any, rows: int, head_dim: int, *outer: int) -> cute.Co
     return cute.tile_to_shape(swizzle_atom(dtype, head_dim), shape, order=tuple(range(len(shape))))
 
 
-def query_layout(
-    dtype: Any, num_heads: int, head_dim: int, groups: int, outer: int, lanes_per_query: int = 1
-) -> cute.ComposedLayout:
+def query_layout(dtype: Any, num_heads: int, head_dim: int, groups: int, outer: int, lanes_per_query: int = 1) -> Any:
     """(head % 2, query, head // 2, head_dim, groups, outer): the bytes of operand_layout(rows of all groups) by query; with
     several lanes a query the first and the third mode count head % (2 * lanes) and head // (2 * lanes)."""
     width = row_elements(dtype, head_dim)
     queries, run = QUERIES_PER_GROUP // lanes_per_query, 2 * lanes_per_query
-    group_rows = queries * num_heads
-    rows = groups * group_rows
-    layout = cute.make_layout(
-        (run, queries, num_heads // run, (width, head_dim // width), groups, outer),
-        stride=(width, run * width, 8 * width, (1, rows * width), group_rows * width, rows * head_dim),
-    )
+    rows = groups * queries * num_heads
+    shape = (run, queries, num_heads // run, (width, head_dim // width), groups, outer)
+    stride = (width, run * width, 8 * width, (1, rows * width), queries * num_heads * width, rows * head_dim)
+    layout = cute.make_layout(shape, stride=stride)
     return cute.make_composed_layout(swizzle_atom(dtype, head_dim).inner, 0, layout)
 
 
@@ -152,8 +116,6 @@ def leading(layout: cute.ComposedLayout, modes: int) -> cute.ComposedLayout:
 def piece_layout(dtype: Any, rows: int, piece: int, head_dim: int, outer: int) -> cute.ComposedLayout:
     """(row in piece, head_dim, 1, pieces, outer): the bytes of operand_layout(rows) by runs of `piece` rows."""
     width = row_elements(dtype, head_dim)
-    layout = cute.make_layout(
-        (piece, (width, head_dim // width), 1, rows // piece, outer),
-        stride=(width, (1, rows * width), 0, piece * width, rows * head_dim),
-    )
+    shape = (piece, (width, head_dim // width), 1, rows // piece, outer)
+    layout = cute.make_layout(shape, stride=(width, (1, rows * width), 0, piece * width, rows * head_dim))
     return cute.make_composed_layout(swizzle_atom(dtype, head_dim).inner, 0, layout)

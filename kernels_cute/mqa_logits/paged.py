@@ -8,10 +8,9 @@ and -inf from the draft's length on; the heads of key head g are H / kv_heads ne
     weights [B * next_n, H] float32 or bf16   float32 scales) or [pages, page_size * kv_heads * D] as q, any page stride of 16
     context_lens [B] or [B, next_n] int32     block_tables [B, max_pages] int32     out [B * next_n, W] float32 or bf16
 
-The kernel and its warp roles: paged_kernel.py; its barriers: paged_tiles.py; the deal of work over blocks: paged_schedule.py.
+The kernel and its warp roles: kernel.py; its barriers: barriers.py; the deal of work over blocks: paged_schedule.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import ceil
@@ -19,20 +18,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.device import DeviceSpec
+from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_cute.common.build import library
-from kernels_cute.mqa_logits.constants import KEY_ROWS, QUERIES_PER_GROUP
-from kernels_cute.mqa_logits.layouts import HeadOrder, kv_heads_per_round
-from kernels_cute.mqa_logits.paged_kernel import PagedLogits
-from kernels_cute.mqa_logits.paged_tiles import QUERY_STAGES, REGISTERS, DraftColumns, PagedTiles
+from kernels_cute.common.memory import fake
+from kernels_cute.mqa_logits import host
+from kernels_cute.mqa_logits.host import MAX_COLUMNS, row_bytes
+from kernels_cute.mqa_logits.kernel import PagedLogits
+from kernels_cute.mqa_logits.layouts import KEY_ROWS, QUERIES_PER_GROUP, HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.tiles import PAGED_QUERY_STAGES, REGISTERS, DraftColumns, PagedTiles
 
 ENTRY = "gdn_cute_paged_mqa_logits"
-MAX_HEADS = 64
-HEAD_DIMS = (64, 128)
-MAX_COLUMNS = 256  # of one instruction
 SPARE_REGISTERS = 32  # of a math thread, next to accumulators and weights
 IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the sequences or their lengths. What gains 1 % with 64 x 32768
@@ -40,11 +37,6 @@ IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
 TUNED_WITHIN = 1.0
 # (math warpgroups, blocks of a multiprocessor, fewest key stages): the first whose registers and tiles fit.
 BLOCKS = ((1, 2, 3), (2, 1, 4))
-DTYPES: dict[str, Any] = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float8_e4m3fn": cutlass.Float8E4M3FN,
-}
 
 
 @dataclass(frozen=True)
@@ -56,32 +48,7 @@ class Config:
 
 
 def refusal(problem: PagedMqaLogitsProblem) -> str | None:
-    if not 1 <= problem.num_heads <= MAX_HEADS:
-        return f"requires 1 to {MAX_HEADS} indexer heads, got {problem.num_heads}"
-    if problem.num_kv_heads < 1 or problem.num_heads % problem.num_kv_heads:
-        return f"requires a number of heads that key heads divide, got {problem.num_heads} and {problem.num_kv_heads}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"requires head_dim 64 or 128, got {problem.head_dim}"
-    if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
-        return f"requires float8_e4m3fn or bfloat16 queries and keys, got {problem.dtype}"
-    if problem.weights_dtype not in (None, "float32", "bfloat16"):
-        return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
-    if problem.out_dtype not in ("float32", "bfloat16"):
-        return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
-    if problem.page_size < 4 or problem.page_size % 4:
-        return f"requires a page_size that is a multiple of 4, got {problem.page_size}"
-    if problem.next_n < 1:
-        return f"requires next_n of at least 1, got {problem.next_n}"
-    if _default(problem, H100) is None:
-        return (
-            "requires queries and keys that fit a block's shared memory, got "
-            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
-        )
-    return None
-
-
-def _row_bytes(problem: PagedMqaLogitsProblem) -> int:
-    return problem.head_dim * DTYPE_BYTES[problem.dtype]
+    return host.refusal(problem, _default)
 
 
 def draft_columns(problem: PagedMqaLogitsProblem) -> DraftColumns:
@@ -100,15 +67,15 @@ def draft_columns(problem: PagedMqaLogitsProblem) -> DraftColumns:
 
 
 def _shared_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
-    shape, row_bytes = draft_columns(problem), _row_bytes(problem)
-    columns = shape.columns
+    shape = draft_columns(problem)
     tile = KEY_ROWS * config.math_warpgroups
     drafts = shape.groups * QUERIES_PER_GROUP // shape.lanes_per_query
-    tables = QUERY_STAGES * (16 + 16 + drafts * 4 + drafts * problem.num_heads * 4) + 16 * config.key_stages
+    tables = PAGED_QUERY_STAGES * (16 + 16 + drafts * 4 + drafts * problem.num_heads * 4) + 16 * config.key_stages
     scales = 4 * tile * problem.num_kv_heads * config.key_stages if problem.has_k_scale else 16
     key_rows = tile * _kv_heads_per_round(problem, config)
     # Each table may be padded to 128 bytes, and the tiles start at a multiple of 1024.
-    return tables + scales + 512 + 1024 + (columns * QUERY_STAGES + key_rows * config.key_stages) * row_bytes
+    tiles = shape.columns * PAGED_QUERY_STAGES + key_rows * config.key_stages
+    return tables + scales + 512 + 1024 + tiles * row_bytes(problem)
 
 
 def _registers(problem: PagedMqaLogitsProblem, per_round: int) -> tuple[int, int]:
@@ -123,7 +90,7 @@ def _registers(problem: PagedMqaLogitsProblem, per_round: int) -> tuple[int, int
 
 def _kv_heads_per_round(problem: PagedMqaLogitsProblem, config: Config) -> int:
     """Key heads of a round: as many as the registers of a math thread hold, one at least."""
-    most = kv_heads_per_round(problem.num_kv_heads, _row_bytes(problem), KEY_ROWS * config.math_warpgroups)
+    most = kv_heads_per_round(problem.num_kv_heads, row_bytes(problem), KEY_ROWS * config.math_warpgroups)
     room = REGISTERS[config.math_warpgroups, config.blocks_per_sm].math
     counts = [count for count in range(most, 1, -1) if problem.num_kv_heads % count == 0]
     return next((count for count in counts if _registers(problem, count)[1] <= room), 1)
@@ -142,10 +109,7 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
 
 
 def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
-    config = _default(problem, device)
-    if config is None:
-        raise ValueError(f"no configuration of the paged logits kernel fits {problem}")
-    return config
+    return host.chosen(_default(problem, device), problem)
 
 
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
@@ -153,7 +117,7 @@ def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | Non
     flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: LAB-NOTES.md)."""
     in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
     for groups, blocks, least in BLOCKS:
-        tile_bytes = groups * KEY_ROWS * (_row_bytes(problem) + 4 * problem.has_k_scale)
+        tile_bytes = groups * KEY_ROWS * (row_bytes(problem) + 4 * problem.has_k_scale)
         for stages in range(max(least, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
             config = Config(groups, blocks, stages, device.num_sms)
             if fits(problem, config, device):
@@ -162,12 +126,8 @@ def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | Non
 
 
 def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
-    return [config for config in _space(device) if fits(problem, config, device)]
-
-
-def _space(device: DeviceSpec) -> Iterator[Config]:
-    for (groups, blocks), stages in product(REGISTERS, (10, 8, 6, 5, 4, 3, 2)):
-        yield Config(groups, blocks, stages, device.num_sms)
+    space = [Config(*block, stages, device.num_sms) for block, stages in product(REGISTERS, (10, 8, 6, 5, 4, 3, 2))]
+    return [config for config in space if fits(problem, config, device)]
 
 
 def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
@@ -181,32 +141,19 @@ def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
 
 def _arguments(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
     """Fake tensors and numbers of a launch."""
-    dtype = DTYPES[problem.dtype]
-    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-    q = make_fake_tensor(
-        dtype,
-        (cute.sym_int(), cute.sym_int(), problem.num_heads, problem.head_dim),
-        stride=(cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1),
-        assumed_align=16,
-    )
-    page_bytes = problem.page_size * problem.num_kv_heads * (problem.head_dim + 4 * problem.has_k_scale)
-    lengths = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
-    if problem.per_draft_lengths:
-        lengths = _matrix(cutlass.Int32, problem.next_n)
+    rows, page_keys = (cute.sym_int(), cute.sym_int()), problem.page_size * problem.num_kv_heads
+    page = page_keys * (problem.head_dim + 4 * problem.has_k_scale)
     return PagedMqaLogitsParams(
-        q=q,
-        cache=_matrix(cutlass.Uint8 if problem.has_k_scale else dtype, page_bytes, align=16),
-        weights=_matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else None,
-        context_lens=lengths,
-        block_tables=_matrix(cutlass.Int32, cute.sym_int()),
-        out=_matrix(DTYPES[problem.out_dtype], cute.sym_int()),
+        # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+        q=fake(problem.dtype, *rows, problem.num_heads, problem.head_dim, last=1, align=16),
+        cache=host.matrix("uint8" if problem.has_k_scale else problem.dtype, page, align=16),
+        weights=host.weights(problem),
+        context_lens=host.matrix("int32", problem.next_n) if problem.per_draft_lengths else fake("int32", cute.sym_int()),
+        block_tables=host.matrix("int32"),
+        out=host.matrix(problem.out_dtype),
         scale=cutlass.Float32(1.0),
         skip_rows_up_to=cutlass.Int32(0),
     )
-
-
-def _matrix(dtype: Any, columns: Any, align: int | None = None) -> Any:
-    return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1), assumed_align=align)
 
 
 def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:

@@ -1,93 +1,72 @@
 """A math warpgroup of the paged logits kernel."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.mqa_logits.barriers import arrive, arrive_named, wait, wait_named
-from kernels_cute.mqa_logits.constants import KEY_ROWS
-from kernels_cute.mqa_logits.paged_tiles import QUERY_STAGES
-from kernels_cute.mqa_logits.products import add_round, advance, head_sums, issue_round, product_tensor
-from kernels_cute.mqa_logits.ptx import store_between
+from kernels_cute.mqa_logits import products
+from kernels_cute.mqa_logits.barriers import TURN, arrive_named, wait, wait_named
+from kernels_cute.mqa_logits.layouts import KEY_ROWS
 
 
 @cute.jit
 def math_warpgroup(tiles, storage, params, mma, half, warp):
     """half: number of the math warpgroup; warp: within it."""
-    out, lane, barriers = params.out, cute.arch.lane_idx(), tiles.barriers
-    query_smem, key_smem = tiles.query_operand_smem(), tiles.key_operand_smem()
-    sQueries = storage.queries.get_tensor(query_smem.outer, swizzle=query_smem.inner)
-    sKeys = storage.keys.get_tensor(key_smem.outer, swizzle=key_smem.inner)
-    sItems = storage.items.get_tensor(cute.make_layout(4 * QUERY_STAGES))
-
-    thread_mma = mma.get_slice(0)
-    by_warpgroup = cute.local_tile(sKeys, (KEY_ROWS, tiles.head_dim), (None, 0, None))
-    keys = mma.make_fragment_A(thread_mma.partition_A(by_warpgroup))
-    queries = mma.make_fragment_B(thread_mma.partition_B(sQueries))
-    rProducts = product_tensor(tiles, mma)
+    operands, rProducts = products.operands_of(tiles, storage, mma), products.product_tensor(tiles, mma)
     rWeights = cute.make_rmem_tensor(cute.make_layout(tiles.groups * tiles.lane_heads), Float32)  # of this lane
     rEnds = cute.make_rmem_tensor(cute.make_layout(tiles.groups), Int32)  # lengths of this lane's drafts
     rTotals = cute.make_rmem_tensor(cute.make_layout(2 * tiles.groups), Float32)  # over the key heads of a tile
-
-    lanes = tiles.lanes_per_query
+    lane, lanes = cute.arch.lane_idx(), tiles.lanes_per_query
     draft = lane % 4 // lanes  # of the quad
     key_lane = KEY_ROWS * half + 16 * warp + lane // 4  # this lane's first key in a tile; its second is 8 further
     store_lane = key_lane  # the key that this lane stores, where a draft's lanes share its two
     if cutlass.const_expr(lanes > 1):
         store_lane = key_lane + lane % 2 * 8
     scale_lane = key_lane if tiles.num_kv_heads > 1 else store_lane
+    registers, lanes_at = (rProducts, rWeights, rEnds, rTotals), (half, draft, store_lane, scale_lane)
+    products.walk_published(tiles, storage, half, partial(score_item, tiles, storage, params, operands, registers, lanes_at))
 
-    if cutlass.const_expr(tiles.takes_turns):
-        if half == 1:
-            arrive_named(barriers.turn, 0)
 
-    stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-    wait(barriers.queries_full, storage, stage, parity, by="math")
-    row0 = sItems[4 * stage]
-    while row0 >= 0:
-        first, num_tiles = sItems[4 * stage + 1], sItems[4 * stage + 2]
-        line = out.iterator + Int64(row0 + draft) * out.stride[0]
-        read_drafts(tiles, storage, rWeights, rEnds, stage)
-        for step in cutlass.range(num_tiles, unroll=1):
-            key = first + step * tiles.tile + store_lane
-            if cutlass.const_expr(tiles.num_kv_heads > 1):
-                rTotals.fill(0.0)
-            for kv_round in cutlass.range_constexpr(tiles.rounds):
-                first_kv = kv_round * tiles.kv_heads_per_round
-                wait(barriers.keys_full, storage, key_stage, key_parity, by="math")
-                if cutlass.const_expr(tiles.takes_turns):
-                    wait_named(barriers.turn, half)
-                issue_round(
-                    tiles, mma, rProducts, keys, queries, (half,), key_stage, stage, first_kv, tiles.takes_turns
-                )  # fmt: skip
-                rFactors = key_factors(tiles, storage, params.scale, key_stage, scale_lane, first_kv)
-                if cutlass.const_expr(tiles.takes_turns):
-                    warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
-                    arrive_named(barriers.turn, 1 - half)
-                warpgroup.wait_group(0)
-                cute.arch.sync_warp()  # every lane's scales are read
-                if lane == 0:
-                    arrive(barriers.keys_free, storage, key_stage, by="math")
-                key_stage, key_parity = advance(key_stage, key_parity, tiles.key_stages)
-                for group in cutlass.range_constexpr(tiles.groups):
-                    place = line + tiles.group_drafts * group * out.stride[0] + key
-                    low, high = Float32(0.0), Float32(0.0)
-                    if cutlass.const_expr(tiles.num_kv_heads == 1):
-                        low, high = head_sums(tiles, rProducts, rWeights, group, 0, 0)
-                    else:
-                        low, high = add_round(tiles, rTotals, rProducts, rWeights, rFactors, group, first_kv)
-                    if cutlass.const_expr(kv_round == tiles.rounds - 1):
-                        store_scores(tiles, out.element_type, place, key, rEnds[group], rFactors, low, high)
-        cute.arch.sync_warp()  # the other lanes' reads of lengths and weights come before the release
-        if lane == 0:
-            arrive(barriers.queries_free, storage, stage, by="math")
-        stage, parity = advance(stage, parity, QUERY_STAGES)
-        wait(barriers.queries_full, storage, stage, parity, by="math")
-        row0 = sItems[4 * stage]
-    if cutlass.const_expr(tiles.takes_turns):
-        if half == 0:
-            wait_named(barriers.turn, 0)
+@cute.jit
+def score_item(tiles, storage, params, operands, registers, lanes_at, item, key_ring):
+    """The scores of an item; the next place of the ring of keys."""
+    rProducts, rWeights, rEnds, rTotals = registers
+    half, draft, store_lane, scale_lane = lanes_at
+    stage, row0, first, num_tiles = item
+    out = params.out
+    line = out.iterator + Int64(row0 + draft) * out.stride[0]
+    read_drafts(tiles, storage, rWeights, rEnds, stage)
+    for step in cutlass.range(num_tiles, unroll=1):
+        key = first + step * tiles.tile + store_lane
+        if cutlass.const_expr(tiles.num_kv_heads > 1):
+            rTotals.fill(0.0)
+        for kv_round in cutlass.range_constexpr(tiles.rounds):
+            first_kv = kv_round * tiles.kv_heads_per_round
+            wait(tiles, storage, "keys_full", *key_ring, by="math")
+            if cutlass.const_expr(tiles.takes_turns):
+                wait_named(TURN, half)
+            warpgroup.fence()
+            products.issue_products(tiles, rProducts, operands, ((half,), ()), (key_ring[0], stage), first_kv, tiles.takes_turns)
+            rFactors = key_factors(tiles, storage, params.scale, key_ring[0], scale_lane, first_kv)
+            if cutlass.const_expr(tiles.takes_turns):
+                warpgroup.wait_group(1)  # while the last products run, the other warpgroup may queue its own
+                arrive_named(TURN, 1 - half)
+            warpgroup.wait_group(0)
+            cute.arch.sync_warp()  # every lane's scales are read
+            key_ring = products.release_keys(tiles, storage, key_ring)
+            for group in cutlass.range_constexpr(tiles.groups):
+                place = line + tiles.group_queries * group * out.stride[0] + key
+                low, high = Float32(0.0), Float32(0.0)
+                if cutlass.const_expr(tiles.num_kv_heads == 1):
+                    low, high = products.head_sums(tiles, rProducts, rWeights, group, 0, 0)
+                else:
+                    low, high = products.add_round(tiles, rTotals, rProducts, rWeights, rFactors, group, first_kv)
+                if cutlass.const_expr(kv_round == tiles.rounds - 1):
+                    store_scores(tiles, out.element_type, place, key, rEnds[group], rFactors, low, high)
+    return key_ring
 
 
 @cute.jit
@@ -95,10 +74,10 @@ def read_drafts(tiles, storage, rWeights, rEnds, stage):
     """Lengths and weights of this lane's drafts of an item."""
     lane, lanes = cute.arch.lane_idx(), tiles.lanes_per_query
     part, draft = lane % lanes, lane % 4 // lanes  # of the quad: which heads of which draft
-    sLengths = storage.lengths.get_tensor(cute.make_layout(tiles.drafts * QUERY_STAGES))
-    sWeights = storage.weights.get_tensor(cute.make_layout(tiles.weight_slots * QUERY_STAGES))
+    sLengths = storage.lengths.get_tensor(cute.make_layout(tiles.drafts * tiles.query_stages))
+    sWeights = storage.weights.get_tensor(cute.make_layout(tiles.weight_slots * tiles.query_stages))
     for group in cutlass.range_constexpr(tiles.groups):
-        local = stage * tiles.drafts + group * tiles.group_drafts + draft
+        local = stage * tiles.drafts + group * tiles.group_queries + draft
         rEnds[group] = sLengths[local]
         if cutlass.const_expr(lanes == 4):
             if lane % 4 >= 2:  # lanes 2 and 3 end with the same sums as 0 and 1
@@ -131,13 +110,13 @@ def store_scores(tiles, element_type: cutlass.Constexpr, place, key, end, rFacto
     if cutlass.const_expr(tiles.lanes_per_query == 1):
         if cutlass.const_expr(tiles.num_kv_heads == 1):
             low, high = low * rFactors[0], high * rFactors[1]
-        store_between(element_type, place, low, key, 0, end)
-        store_between(element_type, place + 8, high, key + 8, 0, end)
+        products.store_between(element_type, place, low, key, 0, end)
+        products.store_between(element_type, place + 8, high, key + 8, 0, end)
     else:
         total = lane_sums(tiles, low, high)
         if cutlass.const_expr(tiles.num_kv_heads == 1):
             total = total * rFactors[0]
-        store_between(element_type, place, total, key, 0, end)
+        products.store_between(element_type, place, total, key, 0, end)
 
 
 @cute.jit

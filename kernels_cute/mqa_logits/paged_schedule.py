@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from kernels_cute.mqa_logits.products import running_sum
+
 JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
 
 
@@ -17,10 +19,8 @@ def row_length(tiles, lengths, sequence, draft):
     context_lens = lengths.context_lens
     length = Int32(0)
     if cutlass.const_expr(tiles.per_draft_lengths):
-        line = cute.make_tensor(
-            context_lens.iterator + Int64(sequence) * context_lens.stride[0], cute.make_layout(tiles.next_n)
-        )  # fmt: skip
-        length = line[draft]
+        line = context_lens.iterator + Int64(sequence) * context_lens.stride[0]
+        length = cute.make_tensor(line, cute.make_layout(tiles.next_n))[draft]
     else:
         # Clamped before the subtraction, which would wrap at the most negative lengths.
         length = cutlass.max(context_lens[sequence], 0) + (draft - tiles.next_n + 1)
@@ -87,11 +87,7 @@ def first_work(tiles, lengths, jobs):
         before, base = Int32(0), Int32(0)
         while before <= start:  # ends: before reaches total, which is beyond start
             own = tiles_of(tiles, job_length(tiles, lengths, base + lane, jobs))
-            upto = own
-            for power in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(upto, 1 << power, mask_and_clamp=0)
-                if lane >= 1 << power:
-                    upto = upto + other
+            upto = running_sum(own)
             low = before + upto - own
             if start >= low and start < low + own:  # in one lane at most
                 job, tile = base + lane, start - low
@@ -100,3 +96,25 @@ def first_work(tiles, lengths, jobs):
         job = cute.arch.warp_redux_sync(job, "max")
         tile = cute.arch.warp_redux_sync(tile, "max")
     return job, tile, count
+
+
+@cute.jit
+def walk_jobs(tiles, lengths, take: cutlass.Constexpr, places):
+    """places = take(job, first tile, tiles, keys of the job, places) for this block's items in turn; every warp that walks meets
+    the same."""
+    lane, jobs = cute.arch.lane_idx(), lengths.batch * tiles.passes
+    job, tile, left = first_work(tiles, lengths, jobs)
+    base = job
+    lane_length = job_length(tiles, lengths, base + lane, jobs)
+    while left > 0:
+        if job - base == 32:
+            base = job
+            lane_length = job_length(tiles, lengths, base + lane, jobs)
+        length = cute.arch.shuffle_sync(lane_length, job - base)
+        num_tiles = cutlass.min(tiles_of(tiles, length) - tile, left)
+        if num_tiles > 0:
+            places = take(job, tile, num_tiles, length, places)
+            left = left - num_tiles
+        job = job + 1
+        tile = Int32(0)
+    return places

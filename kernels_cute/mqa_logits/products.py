@@ -1,20 +1,14 @@
 """Steps that the math warps of both logits kernels take: products on the tensor cores and sums over heads."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from kernels_cute.mqa_logits.constants import KEY_ROWS
-
-
-def mma_op(dtype, columns: int):
-    """The wgmma of KEY_ROWS keys and `columns` columns, both from shared memory."""
-    k_major = OperandMajorMode.K
-    source = warpgroup.OperandSource.SMEM
-    if dtype is cutlass.BFloat16:
-        return warpgroup.MmaF16BF16Op(dtype, Float32, (KEY_ROWS, columns, 16), source, k_major, k_major)
-    return warpgroup.MmaF8Op(dtype, dtype, Float32, (KEY_ROWS, columns, 32), source, k_major, k_major)
+from kernels_cute.mqa_logits.barriers import TURN, arrive, arrive_named, wait, wait_named
+from kernels_cute.mqa_logits.layouts import KEY_ROWS
 
 
 @cute.jit
@@ -27,50 +21,114 @@ def advance(stage, parity, stages: cutlass.Constexpr):
     return stage, parity
 
 
+@cute.jit
+def running_sum(value):
+    """Sum over a warp's lanes up to and including this one."""
+    lane, total = cute.arch.lane_idx(), value
+    for power in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(total, 1 << power, mask_and_clamp=0)
+        if lane >= 1 << power:
+            total = total + other
+    return total
+
+
 def query_partition(tiles, tma, sQueries, kv_head):
     """(to, from): the boxes of a key head's queries in shared memory and in the tensor map."""
-    query_tensor, box = tma.query_tensor, tiles.query_box()
-    others = len(box) - 4  # modes after (head in run, query, pair, head_dim)
+    query_tensor, modes = tma.query_tensor, len(tiles.query_box)  # (head in run, query, pair, head_dim) and others
+    others = modes - 4
     if tiles.num_kv_heads > 1:
         query_tensor = cute.domain_offset((0, 0, tiles.order.position(kv_head), 0, *[0] * others), query_tensor)
-    gQueries = cute.local_tile(query_tensor, box, (0, None, 0, 0, *[None] * others))
-    modes = len(box)
-    return cpasync.tma_partition(
-        tma.query_atom, 0, cute.make_layout(1), cute.group_modes(sQueries, 0, modes), cute.group_modes(gQueries, 0, modes)
-    )
+    gQueries = cute.local_tile(query_tensor, tiles.query_box, (0, None, 0, 0, *[None] * others))
+    sQueries, gQueries = cute.group_modes(sQueries, 0, modes), cute.group_modes(gQueries, 0, modes)
+    return cpasync.tma_partition(tma.query_atom, 0, cute.make_layout(1), sQueries, gQueries)
+
+
+def tiled_mma(tiles):
+    """A wgmma that takes KEY_ROWS keys and the columns of one product; new at each place, as `set` makes it a value there."""
+    columns, k_major, source = tiles.product_columns // tiles.accumulator_sets, OperandMajorMode.K, warpgroup.OperandSource.SMEM
+    if tiles.dtype is cutlass.BFloat16:
+        op = warpgroup.MmaF16BF16Op(tiles.dtype, Float32, (KEY_ROWS, columns, 16), source, k_major, k_major)
+    else:
+        op = warpgroup.MmaF8Op(tiles.dtype, tiles.dtype, Float32, (KEY_ROWS, columns, 32), source, k_major, k_major)
+    return cute.make_tiled_mma(op)
+
+
+def operands_of(tiles, storage, mma):
+    """(keys, queries) as wgmma reads them. Modes before a stage: of keys the math warpgroup (paged), of queries the half of the
+    columns (two sets of accumulators)."""
+    query_smem, key_smem, thread_mma = tiles.query_operand_smem(), tiles.key_operand_smem(), mma.get_slice(0)
+    sQueries = storage.queries.get_tensor(query_smem.outer, swizzle=query_smem.inner)
+    sKeys = storage.keys.get_tensor(key_smem.outer, swizzle=key_smem.inner)
+    if tiles.query_sets == 1:
+        sKeys = cute.local_tile(sKeys, (KEY_ROWS, tiles.head_dim), (None, 0, None))
+    if tiles.accumulator_sets == 2:
+        sQueries = cute.local_tile(sQueries, (tiles.columns // 2, tiles.head_dim), (None, 0, None))
+    return thread_mma.make_fragment_A(thread_mma.partition_A(sKeys)), thread_mma.make_fragment_B(thread_mma.partition_B(sQueries))
 
 
 def product_tensor(tiles, mma):
     """Accumulators of one round: one product for each of its key heads."""
-    shape = mma.get_slice(0).partition_shape_C((KEY_ROWS, tiles.product_columns))
+    shape = mma.get_slice(0).partition_shape_C((KEY_ROWS, tiles.product_columns // tiles.accumulator_sets))
     if tiles.kv_heads_per_round > 1:
         shape = (*shape, tiles.kv_heads_per_round)
     return cute.make_rmem_tensor(shape, Float32)
 
 
 @cute.jit
-def issue_round(
-    tiles, mma, rProducts, keys, queries, key_prefix: cutlass.Constexpr, key_stage, query_stage, first_kv: cutlass.Constexpr,
-    commit_steps: cutlass.Constexpr,
-):  # fmt: skip
+def walk_published(tiles, storage, half, take: cutlass.Constexpr):
+    """key_ring = take((stage, query row, first, end or count), key_ring) for each item that is published, in a math warp.
+
+    half: number of the math warpgroup. With turns, warpgroup 1 hands out the first and warpgroup 0 takes the last.
+    """
+    sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))
+    if cutlass.const_expr(tiles.takes_turns):
+        if half == 1:
+            arrive_named(TURN, 0)
+    stage, parity, key_ring = Int32(0), Int32(0), (Int32(0), Int32(0))
+    wait(tiles, storage, "queries_full", stage, parity, by="math")
+    row0 = sItems[4 * stage]
+    while row0 >= 0:
+        key_ring = take((stage, row0, sItems[4 * stage + 1], sItems[4 * stage + 2]), key_ring)
+        cute.arch.sync_warp()  # the other lanes' reads of ranges, lengths and weights come before the release
+        if cute.arch.lane_idx() == 0:
+            arrive(tiles, storage, "queries_free", stage, by="math")
+        stage, parity = advance(stage, parity, tiles.query_stages)
+        wait(tiles, storage, "queries_full", stage, parity, by="math")
+        row0 = sItems[4 * stage]
+    if cutlass.const_expr(tiles.takes_turns):
+        if half == 0:
+            wait_named(TURN, 0)
+
+
+@cute.jit
+def release_keys(tiles, storage, key_ring):
+    """Frees a stage of keys that this warp has read; the next place of the ring."""
+    key_stage, key_parity = key_ring
+    if cute.arch.lane_idx() == 0:
+        arrive(tiles, storage, "keys_free", key_stage, by="math")
+    key_stage, key_parity = advance(key_stage, key_parity, tiles.key_stages)
+    return key_stage, key_parity
+
+
+@cute.jit
+def issue_products(
+    tiles, rProducts, operands, prefixes: cutlass.Constexpr, stages, first_kv: cutlass.Constexpr, commit_steps: cutlass.Constexpr
+):
     """Queues the products of one round's key heads; each tensor step is a group of its own, or all of them are one.
 
-    keys, queries: operands; key_prefix: coordinates of the keys before the stage.
+    prefixes, stages: (of the keys, of the queries), coordinates of the operands before the stage, and the stage.
     """
-    warpgroup.fence()
+    keys, queries = operands
+    mma = tiled_mma(tiles)
     for nth in cutlass.range_constexpr(tiles.kv_heads_per_round):
         rProduct = rProducts
         if cutlass.const_expr(tiles.kv_heads_per_round > 1):
             rProduct = rProducts[None, None, None, nth]
+        key_place = (*prefixes[0], stages[0] * tiles.kv_heads_per_round + nth)
+        query_place = (*prefixes[1], stages[1] * tiles.num_kv_heads + first_kv + nth)
         for step in cutlass.range_constexpr(tiles.k_steps):
             mma.set(warpgroup.Field.ACCUMULATE, step != 0)
-            cute.gemm(
-                mma,
-                rProduct,
-                keys[(None, None, step, *key_prefix, key_stage * tiles.kv_heads_per_round + nth)],
-                queries[None, None, step, query_stage * tiles.num_kv_heads + first_kv + nth],
-                rProduct,
-            )
+            cute.gemm(mma, rProduct, keys[(None, None, step, *key_place)], queries[(None, None, step, *query_place)], rProduct)
             last = nth == tiles.kv_heads_per_round - 1 and step == tiles.k_steps - 1
             if cutlass.const_expr(commit_steps or last):
                 warpgroup.commit_group()
@@ -84,7 +142,7 @@ def head_sums(tiles, rProducts, rWeights, group: cutlass.Constexpr, first_kv: cu
     rParts.fill(0.0)
     for pair in cutlass.range_constexpr(tiles.order.pairs):
         place = group * tiles.order.pairs + pair + nth * (tiles.product_columns // 8)
-        heads = [tiles.order.lane_head(first_kv + nth, odd, pair) for odd in range(2)]
+        heads = [tiles.order.head(first_kv + nth, odd, pair) for odd in range(2)]
         add_pair(tiles, rParts, rProducts, rWeights, place, group, heads)
     return rParts[0, 0] + rParts[0, 1], rParts[1, 0] + rParts[1, 1]
 
@@ -117,8 +175,30 @@ def add_round(tiles, rTotals, rProducts, rWeights, rFactors, group: cutlass.Cons
     return rTotals[2 * group], rTotals[2 * group + 1]
 
 
-@cute.jit
-def fill_with_minus_infinity(row, element_type: cutlass.Constexpr, first, end, step):
-    """-inf in every step-th column of a row from first to end."""
-    for column in cutlass.range(first, end, step, unroll=4):
-        cute.make_tensor(row + column, cute.make_layout(1))[0] = element_type(-Float32.inf)
+# Single instructions that the roles want exactly so.
+
+_RANGE = """{
+.reg .pred inside;
+setp.ge.s32 inside, {$r2}, {$r3};
+setp.lt.and.s32 inside, {$r2}, {$r4}, inside;
+%s
+}"""
+_STORE = {
+    cutlass.Float32: "@inside st.global.f32 [{$r0}], {$r1};",
+    cutlass.BFloat16: ".reg .b16 short;\ncvt.rn.bf16.f32 short, {$r1};\n@inside st.global.b16 [{$r0}], short;",
+}
+
+
+def store_between(element_type: Any, place: Any, value: Any, key: Any, first: Any, end: Any) -> None:
+    """place[0] = value where first <= key < end: a predicated store, where a branch a store would cost more than the sum."""
+    cute.arch.inline_ptx(_RANGE % _STORE[element_type], read_only_args=[place, value, key, first, end])
+
+
+def prefetch(place: Any) -> None:
+    """Asks for the line of a global address; nothing waits for it."""
+    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[place])
+
+
+def add_shared(place: Any, value: Any) -> None:
+    """place[0] += value, of 32-bit integers in shared memory, whoever else adds there."""
+    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[place, value])

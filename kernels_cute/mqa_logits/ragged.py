@@ -5,7 +5,7 @@
     q [M, H, D] e4m3 or bf16    k [Nk, kv_heads, D] as q    k_scale [Nk, kv_heads] float32    weights [M, H] float32 or bf16
     cu_seqlen_ks, cu_seqlen_ke [M] int32                    out [M, W] float32 or bf16        h of g: H / kv_heads heads each
 
-The kernel and its warp roles: ragged_kernel.py; its barriers: ragged_tiles.py; the order of heads and queries: layouts.py.
+The kernel and its warp roles: kernel.py; its barriers: barriers.py; the order of heads and queries: layouts.py.
 """
 
 from collections.abc import Iterator
@@ -15,20 +15,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
 
-from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, MqaLogitsParams, MqaLogitsProblem
+from gdn.device import DeviceSpec
+from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 from kernels_cute.common.build import library
-from kernels_cute.mqa_logits.constants import KEY_ROWS
-from kernels_cute.mqa_logits.layouts import HeadOrder, kv_heads_per_round
-from kernels_cute.mqa_logits.ragged_kernel import RaggedLogits
-from kernels_cute.mqa_logits.ragged_tiles import PARTS, RaggedTiles, score_words
+from kernels_cute.common.memory import fake
+from kernels_cute.mqa_logits import host
+from kernels_cute.mqa_logits.host import MAX_COLUMNS, MAX_HEADS, row_bytes
+from kernels_cute.mqa_logits.kernel import RaggedLogits
+from kernels_cute.mqa_logits.layouts import KEY_ROWS, HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.tiles import PARTS, RaggedTiles, score_words
 
 ENTRY = "gdn_cute_mqa_logits"
-MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
-HEAD_DIMS = (64, 128)
-MAX_COLUMNS = 256
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the queries, or 1.4 times the keys and columns. What gains 5 % at
 # 8192 x 8192 with 64 heads loses 6 % at 2048 x 8192.
 TUNED_WITHIN = 1.0
@@ -36,11 +34,6 @@ ACCUMULATOR_SETS = (1, 2)
 ROUND_ROBIN, BALANCED_END, BALANCED_ALL = BALANCED_FRACTIONS = (0, 1, 8)  # in eighths of the work
 STORE_WIDTHS = (8, 32)
 STAGES = ((2, 8), (2, 6), (2, 4), (1, 6), (1, 5), (1, 4), (1, 3), (1, 2))  # of queries and keys: the first that fit
-DTYPES: dict[str, Any] = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float8_e4m3fn": cutlass.Float8E4M3FN,
-}
 
 
 @dataclass(frozen=True)
@@ -48,47 +41,24 @@ class Config:
     columns: int  # queries x heads (odd numbers of a key head's rounded up) of one math warpgroup; a block holds two such
     query_stages: int  # query tiles in shared memory; 2 load the next item's queries during this one
     key_stages: int  # key tiles of 64 rows in flight
-    accumulator_sets: (
-        int  # sets of accumulators of a math warpgroup, each for its part of the columns; 2: sums overlap with products
-    )
+    # Sets of accumulators of a math warpgroup, each for its part of the columns; 2: sums overlap with products.
+    accumulator_sets: int
     steps_in_flight_at_turn: int  # one set: tensor steps still running when a warpgroup passes the turn, 0 or 1; two sets: 0
     pass_turn_at_issue: bool  # two sets: the turn is passed once both products are queued, not once the first is done
     relu_as_add_abs: bool  # relu as x + |x| (FP8 only): an addition has twice the rate of a maximum
     balanced_fraction: int  # eighths of the work dealt in runs of equal cost: ROUND_ROBIN, BALANCED_END or BALANCED_ALL
-    store_width: (
-        int  # neighbouring scores of a row that one store instruction writes: 8 (accumulator order) or 32 (shared memory)
-    )
+    # Neighbouring scores of a row that one store instruction writes: 8 (accumulator order) or 32 (through shared memory).
+    store_width: int
     tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
     num_blocks: int  # persistent blocks: the device's SMs
 
 
 def refusal(problem: MqaLogitsProblem) -> str | None:
-    if not 1 <= problem.num_heads <= MAX_HEADS:
-        return f"requires 1 to {MAX_HEADS} indexer heads, got {problem.num_heads}"
-    if problem.num_kv_heads < 1 or problem.num_heads % problem.num_kv_heads:
-        return f"requires a number of heads that key heads divide, got {problem.num_heads} and {problem.num_kv_heads}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"requires head_dim 64 or 128, got {problem.head_dim}"
-    if problem.dtype not in ("float8_e4m3fn", "bfloat16"):
-        return f"requires float8_e4m3fn or bfloat16 queries and keys, got {problem.dtype}"
-    if problem.weights_dtype not in (None, "float32", "bfloat16"):
-        return f"requires float32 or bfloat16 weights, or none, got {problem.weights_dtype}"
-    if problem.out_dtype not in ("float32", "bfloat16"):
-        return f"requires float32 or bfloat16 output, got {problem.out_dtype}"
-    if _default(problem, H100) is None:
-        return (
-            "requires queries and keys that fit a block's shared memory, got "
-            f"{problem.num_heads} heads and {problem.num_kv_heads} key heads of {_row_bytes(problem)} bytes"
-        )
-    return None
+    return host.refusal(problem, _default)
 
 
 def _order(problem: MqaLogitsProblem) -> HeadOrder:
     return HeadOrder(problem.num_heads, problem.num_kv_heads)
-
-
-def _row_bytes(problem: MqaLogitsProblem) -> int:
-    return problem.head_dim * DTYPE_BYTES[problem.dtype]
 
 
 def _queries(problem: MqaLogitsProblem, columns: int) -> int:
@@ -109,59 +79,56 @@ def _columns(problem: MqaLogitsProblem) -> list[int]:
 
 
 def _shared_bytes(problem: MqaLogitsProblem, config: Config) -> int:
-    row_bytes, queries = _row_bytes(problem), _queries(problem, config.columns)
-    key_rows = KEY_ROWS * kv_heads_per_round(problem.num_kv_heads, row_bytes, KEY_ROWS)
+    queries = _queries(problem, config.columns)
+    key_rows = KEY_ROWS * kv_heads_per_round(problem.num_kv_heads, row_bytes(problem), KEY_ROWS)
     tables = config.query_stages * (16 + 16 + queries * (8 + 4 * problem.num_heads)) + 16 * config.key_stages
     tables += 4 * (config.num_blocks + PARTS) * (config.balanced_fraction > 0) + 4 * score_words(config.store_width, queries) + 32
-    tiles = (2 * config.columns * config.query_stages + key_rows * config.key_stages) * row_bytes
+    tiles = (2 * config.columns * config.query_stages + key_rows * config.key_stages) * row_bytes(problem)
     return -(-tables // 1024) * 1024 + 1024 + tiles
 
 
 def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
+    two = config.accumulator_sets == 2
     return (
         config.columns in _columns(problem)
         and config.accumulator_sets in ACCUMULATOR_SETS
-        and (config.accumulator_sets == 1 or _two_sets(problem, config.columns))
-        and config.steps_in_flight_at_turn in ((0, 1) if config.accumulator_sets == 1 else (0,))
-        and (not config.pass_turn_at_issue or config.accumulator_sets == 2)
+        and (not two or _two_sets(problem, config.columns))
+        and config.steps_in_flight_at_turn in ((0,) if two else (0, 1))
+        and (two or not config.pass_turn_at_issue)
         and (not config.relu_as_add_abs or (problem.relu and problem.dtype == "float8_e4m3fn"))
         and config.balanced_fraction in BALANCED_FRACTIONS
         and config.store_width in STORE_WIDTHS
-        and config.query_stages >= 1
-        and config.key_stages >= 2
-        and config.tiles_per_item >= 1
-        and config.num_blocks >= 1
+        and min(config.query_stages, config.key_stages - 1, config.tiles_per_item, config.num_blocks) >= 1
         and _shared_bytes(problem, config) <= device.shared_bytes_per_block
     )
 
 
 def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
-    config = _default(problem, device)
-    if config is None:
-        raise ValueError(f"no configuration of the ragged logits kernel fits {problem}")
-    return config
+    return host.chosen(_default(problem, device), problem)
 
 
 def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Measured: LAB-NOTES.md."""
     fp8 = problem.dtype == "float8_e4m3fn"
-    # The widest tile reads each key least often; a narrower one serves when it already holds every query, and where the write
-    # of the scores is the limit.
-    widths = _widths(problem)
+    # The widest tile reads each key least often, of those that make a block's products worth their key tile; a narrower one
+    # serves when it already holds every query, and where the write of the scores is the limit.
+    widths = _columns(problem)
+    widths = [width for width in widths if width >= 64 or width == widths[-1]]
     if _few(problem):
         widths = [width for width in widths if width <= 128] or widths
-    columns = _enough_columns(problem, widths)
+    columns = next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
     # Below 16 heads in FP8 the write hides the sums, and two sets read the keys from shared memory twice.
     two = problem.num_heads >= (16 if fp8 else 8) and columns >= 128 and _two_sets(problem, columns)
+    in_flight = not (fp8 and 8 <= problem.num_heads // problem.num_kv_heads < 16)
     for query_stages, key_stages in STAGES:
         balanced_fraction, tiles = _deal(problem, query_stages, device)
         config = Config(
-            columns=columns,
-            query_stages=query_stages,
-            key_stages=key_stages,
+            columns,
+            query_stages,
+            key_stages,
             accumulator_sets=2 if two else 1,
-            steps_in_flight_at_turn=0 if two else _steps_in_flight_at_turn(problem),
-            pass_turn_at_issue=two and _pass_turn_at_issue(problem),
+            steps_in_flight_at_turn=int(in_flight and not two),
+            pass_turn_at_issue=two and (problem.num_heads <= 48 or not fp8),
             relu_as_add_abs=fp8 and problem.relu,
             balanced_fraction=balanced_fraction,
             store_width=32 if _few(problem) else 8,
@@ -178,17 +145,6 @@ def _few(problem: MqaLogitsProblem) -> bool:
     return problem.dtype == "float8_e4m3fn" and problem.head_dim == 128 and 4 <= problem.num_heads < 8
 
 
-def _steps_in_flight_at_turn(problem: MqaLogitsProblem) -> int:
-    """Default with one set of accumulators."""
-    few = 8 <= problem.num_heads // problem.num_kv_heads < 16
-    return 0 if few and problem.dtype == "float8_e4m3fn" else 1
-
-
-def _pass_turn_at_issue(problem: MqaLogitsProblem) -> bool:
-    """Default with two sets of accumulators."""
-    return problem.num_heads <= 48 or problem.dtype != "float8_e4m3fn"
-
-
 def _deal(problem: MqaLogitsProblem, query_stages: int, device: DeviceSpec) -> tuple[int, int]:
     """(balanced_fraction, tiles_per_item). All in runs as long as their keys stay in the L2 cache: queries are then loaded
     least often."""
@@ -200,20 +156,9 @@ def _deal(problem: MqaLogitsProblem, query_stages: int, device: DeviceSpec) -> t
     return BALANCED_ALL, _cached_tiles(problem, device)
 
 
-def _widths(problem: MqaLogitsProblem) -> list[int]:
-    """Widths that make a block's products worth their key tile."""
-    widths = _columns(problem)
-    return [width for width in widths if width >= 64 or width == widths[-1]]
-
-
-def _enough_columns(problem: MqaLogitsProblem, widths: list[int]) -> int:
-    """The narrowest width that holds every query at once, else the widest."""
-    return next((width for width in widths if _queries(problem, width) >= problem.num_queries), widths[-1])
-
-
 def _cached_tiles(problem: MqaLogitsProblem, device: DeviceSpec) -> int:
     """Key tiles that stay in the L2 cache while blocks anywhere among them read them again and again: a third of it."""
-    return max(1, device.l2_bytes // 3 // (KEY_ROWS * _row_bytes(problem) * problem.num_kv_heads))
+    return max(1, device.l2_bytes // 3 // (KEY_ROWS * row_bytes(problem) * problem.num_kv_heads))
 
 
 def configs(problem: MqaLogitsProblem, device: DeviceSpec) -> list[Config]:
@@ -247,41 +192,24 @@ def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
 
 
 def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    kernel = RaggedLogits(RaggedTiles(problem, config))
-    return {ENTRY: library(ENTRY, kernel, *_arguments(problem))}
+    return {ENTRY: library(ENTRY, RaggedLogits(RaggedTiles(problem, config)), *_arguments(problem))}
 
 
 def _arguments(problem: MqaLogitsProblem) -> MqaLogitsParams:
     """Fake tensors and numbers of a launch."""
-    dtype = DTYPES[problem.dtype]
-    kv_heads = problem.num_kv_heads
-    k_scale = None
-    if problem.has_k_scale:
-        k_scale = make_fake_tensor(cutlass.Float32, (cute.sym_int(), kv_heads), stride=(cute.sym_int64(), cute.sym_int64()))
+    dtype, heads, kv_heads, dim = problem.dtype, problem.num_heads, problem.num_kv_heads, problem.head_dim
     return MqaLogitsParams(
-        q=_rows(dtype, problem.num_heads, problem.head_dim),
-        k=_rows(dtype, kv_heads, problem.head_dim),
-        k_scale=k_scale,
-        weights=_matrix(DTYPES[problem.weights_dtype], problem.num_heads) if problem.weights_dtype else None,
-        cu_seqlen_ks=_vector(),
-        cu_seqlen_ke=_vector(),
-        out=_matrix(DTYPES[problem.out_dtype], cute.sym_int()),
+        # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+        q=fake(dtype, cute.sym_int(), heads, dim, last=1, align=16),
+        k=fake(dtype, cute.sym_int(), kv_heads, dim, last=1, align=16),
+        k_scale=fake("float32", cute.sym_int(), kv_heads) if problem.has_k_scale else None,
+        weights=host.weights(problem),
+        cu_seqlen_ks=fake("int32", cute.sym_int()),
+        cu_seqlen_ke=fake("int32", cute.sym_int()),
+        out=host.matrix(problem.out_dtype),
         scale=cutlass.Float32(1.0),
         skip_rows_up_to=cutlass.Int32(0),
     )
-
-
-def _rows(dtype: Any, heads: int, dim: int) -> Any:
-    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-    return make_fake_tensor(dtype, (cute.sym_int(), heads, dim), stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=16)
-
-
-def _matrix(dtype: Any, columns: Any) -> Any:
-    return make_fake_tensor(dtype, (cute.sym_int(), columns), stride=(cute.sym_int64(), 1))
-
-
-def _vector() -> Any:
-    return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(cute.sym_int64(),))
 
 
 def launch(compiled: Any, params: MqaLogitsParams) -> None:

@@ -4,82 +4,64 @@ With two sets, each for half of the columns, a warpgroup sums the first half ove
 one, so that only the second half's sums, half an epilogue, must fit into the other warpgroup's turn. With one set a whole
 epilogue must, and from 32 heads down it does not. The price is N = 128 a product in place of 256: keys are read from shared
 memory twice.
+
+After the sum over heads a lane has two keys, 8 apart, of one query a group; eight lanes have neighbouring keys. A store
+instruction writes `store_width` neighbouring scores of a row:
+
+    8    directly from the accumulators: four rows, a 32-byte sector each
+    32   through shared memory, where the four warps of a warpgroup lay their keys side by side: one row, a line of 128 bytes
 """
+
+from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.mqa_logits.barriers import arrive, arrive_named, wait, wait_named
-from kernels_cute.mqa_logits.constants import KEY_ROWS
-from kernels_cute.mqa_logits.products import add_pair, add_round, advance, head_sums, issue_round, mma_op, product_tensor
-from kernels_cute.mqa_logits.ragged_stores import begin_tile, finish_tile, put, target_of
+from kernels_cute.mqa_logits import products
+from kernels_cute.mqa_logits.barriers import SCORES, TURN, arrive_named, wait, wait_named
+from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.tiles import PITCH
 
 
 @cute.jit
 def math_warpgroup(tiles, storage, params, mma, half, warp):
     """half: number of the math warpgroup; warp: within it."""
-    lane, barriers = cute.arch.lane_idx(), tiles.barriers
-    sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))
-    sWeights = storage.weights.get_tensor(cute.make_layout(tiles.slots * tiles.num_heads))
-    operands = operands_of(tiles, storage, mma)
+    lane, operands = cute.arch.lane_idx(), products.operands_of(tiles, storage, mma)
     rWeights = cute.make_rmem_tensor(cute.make_layout(tiles.groups * tiles.num_heads), Float32)  # of this lane's queries
     scale = params.scale * 0.5 if tiles.relu_as_add_abs else params.scale
     key_lane = 16 * warp + lane // 4  # this lane's first key row in a tile; its second is 8 further
     query_lane = half * tiles.queries_per_warpgroup + lane % 4
     if cutlass.const_expr(tiles.accumulator_sets == 2):
-        shape = mma.get_slice(0).partition_shape_C((KEY_ROWS, tiles.columns // 2))
-        rFirst, rSecond = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         rParts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)  # sums of a query
-        registers = (rFirst, rSecond, rWeights, rParts)
+        registers = (products.product_tensor(tiles, mma), products.product_tensor(tiles, mma), rWeights, rParts)
     else:
         rTotals = cute.make_rmem_tensor(cute.make_layout(2 * tiles.groups), Float32)  # over the key heads of a tile
-        registers = (product_tensor(tiles, mma), rWeights, rTotals)
-    if half == 1:
-        arrive_named(barriers.turn, 0)
-
-    stage, parity, key_stage, key_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-    wait(barriers.queries_full, storage, stage, parity, by="math")
-    row0 = sItems[4 * stage]
-    while row0 >= 0:
-        tile_first, tile_end = sItems[4 * stage + 1], sItems[4 * stage + 2]
-        slot = stage * tiles.queries + query_lane
-        target = target_of(tiles, params.out, row0, stage, half, warp)
-        if cutlass.const_expr(tiles.has_weights):
-            for group in cutlass.range_constexpr(tiles.groups):
-                for head in cutlass.range_constexpr(tiles.num_heads):
-                    rWeights[group * tiles.num_heads + head] = sWeights[(slot + 4 * group) * tiles.num_heads + head]
-        for tile in cutlass.range(tile_first, tile_end, unroll=1):
-            key = tile * KEY_ROWS + key_lane
-            scales = (params.k_scale, key, scale)
-            if cutlass.const_expr(tiles.accumulator_sets == 2):
-                key_stage, key_parity = tile_with_two_sets(
-                    tiles, storage, operands, registers, scales, target, tile, key_stage, key_parity
-                )
-            else:
-                key_stage, key_parity = tile_with_one_set(
-                    tiles, storage, operands, registers, scales, target, tile, key_stage, key_parity
-                )
-        cute.arch.sync_warp()  # the other lanes' reads of ranges and weights come before the release
-        if lane == 0:
-            arrive(barriers.queries_free, storage, stage, by="math")
-        stage, parity = advance(stage, parity, tiles.query_stages)
-        wait(barriers.queries_full, storage, stage, parity, by="math")
-        row0 = sItems[4 * stage]
-    if half == 0:
-        wait_named(barriers.turn, 0)
+        registers = (products.product_tensor(tiles, mma), rWeights, rTotals)
+    place = (half, warp, key_lane, query_lane)
+    take = partial(score_item, tiles, storage, params._replace(scale=scale), operands, registers, rWeights, place)
+    products.walk_published(tiles, storage, half, take)
 
 
-def operands_of(tiles, storage, mma):
-    """(keys, queries) as wgmma reads them; with two sets the queries have a mode for the half of the columns."""
-    query_smem, key_smem = tiles.query_operand_smem(), tiles.key_smem()
-    sQueries = storage.queries.get_tensor(query_smem.outer, swizzle=query_smem.inner)
-    sKeys = storage.keys.get_tensor(key_smem.outer, swizzle=key_smem.inner)
-    if tiles.accumulator_sets == 2:
-        sQueries = cute.local_tile(sQueries, (tiles.columns // 2, tiles.head_dim), (None, 0, None))
-    thread_mma = mma.get_slice(0)
-    return mma.make_fragment_A(thread_mma.partition_A(sKeys)), mma.make_fragment_B(thread_mma.partition_B(sQueries))
+@cute.jit
+def score_item(tiles, storage, params, operands, registers, rWeights, place, item, key_ring):
+    """The scores of an item; the next place of the ring of keys."""
+    half, warp, key_lane, query_lane = place
+    stage, row0, tile_first, tile_end = item
+    sWeights = storage.weights.get_tensor(cute.make_layout(tiles.slots * tiles.num_heads))
+    slot = stage * tiles.queries + query_lane
+    target = target_of(tiles, params.out, row0, stage, half, warp)
+    if cutlass.const_expr(tiles.has_weights):
+        for group in cutlass.range_constexpr(tiles.groups):
+            for head in cutlass.range_constexpr(tiles.num_heads):
+                rWeights[group * tiles.num_heads + head] = sWeights[(slot + 4 * group) * tiles.num_heads + head]
+    for tile in cutlass.range(tile_first, tile_end, unroll=1):
+        scales = (params.k_scale, tile * KEY_ROWS + key_lane, params.scale)
+        score_tile = tile_with_two_sets if tiles.accumulator_sets == 2 else tile_with_one_set
+        key_ring = score_tile(tiles, storage, operands, registers, scales, target, tile, key_ring)
+    return key_ring
 
 
 @cute.jit
@@ -100,28 +82,25 @@ def key_factors(tiles, scales, first_kv: cutlass.Constexpr):
 
 
 @cute.jit
-def tile_with_one_set(tiles, storage, operands, registers, scales, target, tile, key_stage, key_parity):
+def tile_with_one_set(tiles, storage, operands, registers, scales, target, tile, key_ring):
     """The scores of one key tile; the next place of the ring of keys."""
-    keys, queries = operands
     rProducts, rWeights, rTotals = registers
-    barriers, half, lane = tiles.barriers, target.half, cute.arch.lane_idx()
-    mma = cute.make_tiled_mma(mma_op(tiles.dtype, tiles.product_columns))  # of its own: `set` makes it a value of this place
+    half = target.half
     if cutlass.const_expr(tiles.num_kv_heads > 1):
         rTotals.fill(0.0)
     for kv_round in cutlass.range_constexpr(tiles.rounds):
         first_kv = kv_round * tiles.kv_heads_per_round
         is_last = kv_round == tiles.rounds - 1
         rFactors = key_factors(tiles, scales, first_kv)
-        wait(barriers.keys_full, storage, key_stage, key_parity, by="math")
-        wait_named(barriers.turn, half)
-        issue_round(tiles, mma, rProducts, keys, queries, (), key_stage, target.stage * 2 + half, first_kv, True)
+        wait(tiles, storage, "keys_full", *key_ring, by="math")
+        wait_named(TURN, half)
+        warpgroup.fence()
+        products.issue_products(tiles, rProducts, operands, ((), ()), (key_ring[0], target.stage * 2 + half), first_kv, True)
         # While the last products are still on their way the other warpgroup may queue its own after them.
         warpgroup.wait_group(tiles.steps_in_flight_at_turn)
-        arrive_named(barriers.turn, 1 - half)
+        arrive_named(TURN, 1 - half)
         warpgroup.wait_group(0)
-        if lane == 0:
-            arrive(barriers.keys_free, storage, key_stage, by="math")
-        key_stage, key_parity = advance(key_stage, key_parity, tiles.key_stages)
+        key_ring = products.release_keys(tiles, storage, key_ring)
         for one in cutlass.range_constexpr(2 * tiles.kv_heads_per_round):
             rFactors[one] = rFactors[one] * scales[2]
         if cutlass.const_expr(is_last):
@@ -129,60 +108,41 @@ def tile_with_one_set(tiles, storage, operands, registers, scales, target, tile,
         for group in cutlass.range_constexpr(tiles.groups):
             low, high = Float32(0.0), Float32(0.0)
             if cutlass.const_expr(tiles.num_kv_heads == 1):
-                sums = head_sums(tiles, rProducts, rWeights, group, 0, 0)
+                sums = products.head_sums(tiles, rProducts, rWeights, group, 0, 0)
                 low, high = sums[0] * rFactors[0], sums[1] * rFactors[1]
             else:
-                low, high = add_round(tiles, rTotals, rProducts, rWeights, rFactors, group, first_kv)
+                low, high = products.add_round(tiles, rTotals, rProducts, rWeights, rFactors, group, first_kv)
             if cutlass.const_expr(is_last):
                 put(tiles, storage, target, tile, group, low, high)
         if cutlass.const_expr(is_last):
             finish_tile(tiles, storage, target, tile)
-    return key_stage, key_parity
+    return key_ring
 
 
 @cute.jit
-def tile_with_two_sets(tiles, storage, operands, registers, scales, target, tile, key_stage, key_parity):
+def tile_with_two_sets(tiles, storage, operands, registers, scales, target, tile, key_ring):
     """The scores of one key tile; the next place of the ring of keys."""
     rFirst, rSecond, rWeights, rParts = registers
-    barriers, half, lane = tiles.barriers, target.half, cute.arch.lane_idx()
+    half = target.half
     rFactors = key_factors(tiles, scales, 0)
-    wait(barriers.keys_full, storage, key_stage, key_parity, by="math")
-    wait_named(barriers.turn, half)
+    wait(tiles, storage, "keys_full", *key_ring, by="math")
+    wait_named(TURN, half)
     warpgroup.fence()
-    issue_half(tiles, rFirst, operands, 0, key_stage, target.stage * 2 + half)
-    issue_half(tiles, rSecond, operands, 1, key_stage, target.stage * 2 + half)
+    products.issue_products(tiles, rFirst, operands, ((), (0,)), (key_ring[0], target.stage * 2 + half), 0, False)
+    products.issue_products(tiles, rSecond, operands, ((), (1,)), (key_ring[0], target.stage * 2 + half), 0, False)
     # While the second half is still on its way the other warpgroup may queue its own after it.
     if cutlass.const_expr(tiles.pass_turn_at_issue):
-        arrive_named(barriers.turn, 1 - half)
+        arrive_named(TURN, 1 - half)
     warpgroup.wait_group(1)
     if cutlass.const_expr(not tiles.pass_turn_at_issue):
-        arrive_named(barriers.turn, 1 - half)
+        arrive_named(TURN, 1 - half)
     begin_tile(tiles, target)
     half_sums(tiles, storage, (rFirst, rWeights, rParts), 0, rFactors, scales[2], target, tile)
     warpgroup.wait_group(0)
-    if lane == 0:
-        arrive(barriers.keys_free, storage, key_stage, by="math")
-    key_stage, key_parity = advance(key_stage, key_parity, tiles.key_stages)
+    key_ring = products.release_keys(tiles, storage, key_ring)
     half_sums(tiles, storage, (rSecond, rWeights, rParts), 1, rFactors, scales[2], target, tile)
     finish_tile(tiles, storage, target, tile)
-    return key_stage, key_parity
-
-
-@cute.jit
-def issue_half(tiles, rProducts, operands, column_half: cutlass.Constexpr, key_stage, query_stage):
-    """Queues the products of one half of the columns, as one group."""
-    keys, queries = operands
-    mma = cute.make_tiled_mma(mma_op(tiles.dtype, tiles.columns // 2))  # of its own: `set` makes it a value of this place
-    for step in cutlass.range_constexpr(tiles.k_steps):
-        mma.set(warpgroup.Field.ACCUMULATE, step != 0)
-        cute.gemm(
-            mma,
-            rProducts,
-            keys[None, None, step, key_stage],
-            queries[None, None, step, column_half, query_stage],
-            rProducts,
-        )
-    warpgroup.commit_group()
+    return key_ring
 
 
 @cute.jit
@@ -195,8 +155,83 @@ def half_sums(tiles, storage, registers, column_half: cutlass.Constexpr, rFactor
         group, pair = (column_half * blocks + block) // pairs, (column_half * blocks + block) % pairs
         if cutlass.const_expr(pair == 0):
             rParts.fill(0.0)
-        add_pair(tiles, rParts, rProducts, rWeights, block, group, [2 * pair, 2 * pair + 1])
+        products.add_pair(tiles, rParts, rProducts, rWeights, block, group, [2 * pair, 2 * pair + 1])
         if cutlass.const_expr(pair == pairs - 1):
             low = (rParts[0, 0] + rParts[0, 1]) * (rFactors[0] * scale)
             high = (rParts[1, 0] + rParts[1, 1]) * (rFactors[1] * scale)
             put(tiles, storage, target, tile, group, low, high)
+
+
+class Target(NamedTuple):
+    """Where the scores of an item go."""
+
+    out: Any
+    line: Any  # pointer to this lane's first row of out
+    query: Any  # that row's number in the query tile
+    stage: Any  # of the item
+    half: Any  # math warpgroup
+    warp: Any  # in its warpgroup
+
+
+@cute.jit
+def target_of(tiles, out, row0, stage, half, warp):
+    query = half * tiles.queries_per_warpgroup
+    if cutlass.const_expr(tiles.store_width == 8):
+        query = query + cute.arch.lane_idx() % 4
+    return Target(out, out.iterator + Int64(row0 + query) * out.stride[0], query, stage, half, warp)
+
+
+@cute.jit
+def begin_tile(tiles, target):
+    """Waits, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
+    if cutlass.const_expr(tiles.store_width == 32):
+        wait_named(SCORES, target.half)
+
+
+@cute.jit
+def put(tiles, storage, target, tile, group: cutlass.Constexpr, low, high):
+    """Scores of this lane's query of a group; its keys are key and key + 8."""
+    out, lane = target.out, cute.arch.lane_idx()
+    key = tile * KEY_ROWS + 16 * target.warp + lane // 4
+    if cutlass.const_expr(tiles.store_width == 8):
+        first, end = range_of(tiles, storage, target.stage, target.query + 4 * group)
+        start = start_of(tiles, target.line + 4 * group * out.stride[0], first) + key
+        products.store_between(out.element_type, start, low, key, first, end)
+        products.store_between(out.element_type, start + 8, high, key + 8, first, end)
+    else:
+        sScores = storage.scores.get_tensor(cute.make_layout(tiles.score_words))
+        at = (target.query + 4 * group + lane % 4) * PITCH + 16 * target.warp + lane // 4
+        sScores[at] = low
+        sScores[at + 8] = high
+
+
+@cute.jit
+def finish_tile(tiles, storage, target, tile):
+    """Writes, after a tile's last `put`, what went through shared memory."""
+    if cutlass.const_expr(tiles.store_width == 32):
+        out, lane = target.out, cute.arch.lane_idx()
+        sScores = storage.scores.get_tensor(cute.make_layout(tiles.score_words))
+        wait_named(SCORES, target.half)
+        for step in cutlass.range_constexpr(tiles.queries_per_warpgroup // 4):
+            row = 4 * step + target.warp
+            first, end = range_of(tiles, storage, target.stage, target.query + row)
+            for part in cutlass.range_constexpr(KEY_ROWS // 32):
+                key = tile * KEY_ROWS + 32 * part + lane
+                start = start_of(tiles, target.line + row * out.stride[0], first) + key
+                score = sScores[(target.query + row) * PITCH + 32 * part + lane]
+                products.store_between(out.element_type, start, score, key, first, end)
+
+
+@cute.jit
+def range_of(tiles, storage, stage, query):
+    sStarts = storage.starts.get_tensor(cute.make_layout(tiles.slots))
+    sEnds = storage.ends.get_tensor(cute.make_layout(tiles.slots))
+    return sStarts[stage * tiles.queries + query], sEnds[stage * tiles.queries + query]
+
+
+@cute.jit
+def start_of(tiles, line, first):
+    """Address of key 0 in a row."""
+    if cutlass.const_expr(tiles.packed):
+        line = line - first
+    return line

@@ -16,10 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from kernels_cute.mqa_logits.barriers import wait_named
-from kernels_cute.mqa_logits.constants import KEY_ROWS
-from kernels_cute.mqa_logits.ptx import add_shared
-from kernels_cute.mqa_logits.ragged_tiles import NUM_WARPS, PARTS, ROWS_PER_LANE, ranges_of
+from kernels_cute.mqa_logits.barriers import COSTS, wait_named
+from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.products import add_shared, running_sum
+from kernels_cute.mqa_logits.tiles import PARTS, ROWS_PER_LANE, ranges_of
 
 NO_KEY = 2**31 - 1
 DONE = 2  # value of `tail`: 0 = round robin, 1 = the run
@@ -29,19 +29,20 @@ EVERYTHING = 2**30
 @cute.jit
 def row_range(tiles, ranges, row):
     """A query's keys as (first, end), (0, 0) where it sees none, or too few to be scored, or there is no such row."""
+    params, work, num_queries, num_columns = ranges
     # Loads come before the conditions, so that those of several rows travel together.
-    near = cutlass.min(row, ranges.num_queries - 1)
-    first = cutlass.max(ranges.starts[near], 0)
-    end = cutlass.min(ranges.ends[near], ranges.num_keys)
-    if cutlass.const_expr(tiles.bounded):
-        end = cutlass.min(end, ranges.num_columns)
-    if first >= end or row >= ranges.num_queries:
+    near = cutlass.min(row, num_queries - 1)
+    first = cutlass.max(params.cu_seqlen_ks[near], 0)
+    end = cutlass.min(params.cu_seqlen_ke[near], work.num_keys)
+    if cutlass.const_expr(not tiles.packed):  # ranges end with the columns of out, too
+        end = cutlass.min(end, num_columns)
+    if first >= end or row >= num_queries:
         first, end = Int32(0), Int32(0)
     if cutlass.const_expr(not tiles.clean):
-        if end - first <= ranges.skip_rows_up_to:  # neither is negative here
+        if end - first <= params.skip_rows_up_to:  # neither is negative here
             end = first
     if cutlass.const_expr(tiles.packed):
-        end = first + cutlass.min(end - first, ranges.num_columns)
+        end = first + cutlass.min(end - first, num_columns)
     return first, end
 
 
@@ -64,20 +65,50 @@ def seen(tiles, ranges, query_tile, wanted):
 
 
 @cute.jit
-def first_row(tiles, ranges, item):
-    return item % ranges.query_tiles * tiles.queries
-
-
-@cute.jit
 def item_span(tiles, ranges, base, stride, limit):
     """Key tiles [first, end) that some query sees, of `batch` items from base on, one in `item_lanes` lanes each; empty from
     limit on. Reading a batch at once pays the latency of the ranges once."""
-    item = base + cute.arch.lane_idx() // tiles.item_lanes * stride
-    query_tile, span = item % ranges.query_tiles, item // ranges.query_tiles * ranges.item_tiles
+    item, work = base + cute.arch.lane_idx() // tiles.item_lanes * stride, ranges.work
+    query_tile, span = item % work.query_tiles, item // work.query_tiles * work.item_tiles
     low, high = seen(tiles, ranges, query_tile, item < limit)
     tile_first = cutlass.max(low // KEY_ROWS, span)
-    tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + ranges.item_tiles)
+    tile_end = cutlass.min((high + (KEY_ROWS - 1)) // KEY_ROWS, span + work.item_tiles)
     return tile_first, tile_end
+
+
+@cute.jit
+def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
+    """places = take(first query row, first key tile, end of the key tiles, places) for this block's items in turn, empty ones
+    too; every warp that walks meets the same."""
+    work = ranges.work
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    if cutlass.const_expr(tiles.balanced_fraction > 0):
+        base, stride, limit = Int32(block), Int32(blocks), work.head_items
+        position, count, tail = Int32(0), Int32(EVERYTHING), Int32(0)
+        while tail < DONE:
+            if tail == 0 and base >= limit:
+                base, position, count = tail_run(tiles, storage, work)
+                stride, limit, tail = Int32(1), work.num_items, Int32(1)
+            if base < limit and position < count:
+                lane_first, lane_end = item_span(tiles, ranges, base, stride, limit)
+                steps, position = skip(tiles, lane_first, lane_end, position, tail)
+                for step in cutlass.range(steps, unroll=1):
+                    tile_first, tile_end, position = cut(tiles, lane_first, lane_end, step, position, count, tail)
+                    row0 = (base + step * stride) % work.query_tiles * tiles.queries
+                    places = take(row0, tile_first, tile_end, places)
+                base = base + tiles.batch * stride
+            else:
+                tail = Int32(DONE)
+    else:
+        for base in cutlass.range(block, work.num_items, tiles.batch * blocks, unroll=1):
+            lane_first, lane_end = item_span(tiles, ranges, base, blocks, work.num_items)
+            for step in cutlass.range(tiles.batch, unroll=1):
+                tile_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
+                tile_end = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes)
+                row0 = (base + step * blocks) % work.query_tiles * tiles.queries
+                places = take(row0, tile_first, tile_end, places)
+    return places
 
 
 # ---- only with balanced_fraction > 0
@@ -107,15 +138,14 @@ def part_items(tiles, work):
 def clear_costs(tiles, storage):
     thread, _, _ = cute.arch.thread_idx()
     sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
-    for word in cutlass.range(thread, tiles.load_words, 32 * NUM_WARPS, unroll=1):
+    for word in cutlass.range(thread, tiles.load_words, 32 * tiles.num_warps, unroll=1):
         sLoads[word] = Int32(0)
 
 
 @cute.jit
 def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
     """Fills loads and tails, cleared before; each of `workers` warps takes its share. The caller synchronises afterwards."""
-    ranges = ranges_of(params, work)
-    lane = cute.arch.lane_idx()
+    ranges, lane = ranges_of(params, work), cute.arch.lane_idx()
     loads = storage.loads.data_ptr().toint()
     blocks, _, _ = cute.arch.grid_dim()
     items_of_part = part_items(tiles, work)
@@ -138,19 +168,11 @@ def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
 
 
 @cute.jit
-def first_round(head_items):
-    """(base, stride, limit, position, count, tail) of a warp that starts to walk through this block's items."""
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
-    return Int32(block), Int32(blocks), head_items, Int32(0), Int32(EVERYTHING), Int32(0)
-
-
-@cute.jit
 def tail_run(tiles, storage, work):
     """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost of the
     run)."""
     if cutlass.const_expr(tiles.balanced_fraction < 8):
-        wait_named(tiles.barriers.costs)
+        wait_named(COSTS)
     lane = cute.arch.lane_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
@@ -164,12 +186,7 @@ def tail_run(tiles, storage, work):
     for other in cutlass.range(lane, block, 32, unroll=1):
         start = start + cutlass.max(share - sLoads[other], 0)
     start = cute.arch.warp_redux_sync(start, "add")
-    before = own
-    for power in cutlass.range_constexpr(5):
-        further = cute.arch.shuffle_sync_up(before, 1 << power, mask_and_clamp=0)
-        if lane >= 1 << power:
-            before = before + further
-    before = before - own
+    before = running_sum(own) - own
     # The last part that begins at or before the run.
     reached = Int32(0)
     if before <= start:

@@ -14,18 +14,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
 
 from gdn.device import DeviceSpec
 from gdn.problems import TopkParams, TopkProblem
 from kernels_cute.common.build import library
+from kernels_cute.common.memory import fake
 from kernels_cute.topk.kernel import Topk
 from kernels_cute.topk.tiles import BINS, MOST_COLUMNS, SPARE_WORDS, Tiles
 
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
 MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
-INDEX_DTYPES: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64}
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,8 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
     entries = 4096 if problem.k <= 2048 else 8192
     if problem.num_columns <= 2048:
         return Config(256, 2, 4, 2048, 2048)
-    for capacity in (8192, 32768, 65536, 131072):
-        if problem.num_columns <= capacity:
-            break
-    else:
+    capacity = next((one for one in (8192, 32768, 65536, 131072) if problem.num_columns <= one), None)
+    if capacity is None:
         return ANY_SIZE
     if problem.num_rows <= device.num_sms or capacity > 32768:
         return Config(1024, 8, 1, 8192 if entries > 4096 else 6144, capacity)
@@ -92,19 +89,13 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
         return Config(512, 4, 2, entries, capacity)
     if capacity <= 8192:
         return Config(512, 4, 4, entries, capacity)
-    if problem.dtype == "bfloat16":
-        return Config(512, 8, 4, entries, capacity)
-    return Config(512, 8, 2, entries, capacity)
+    return Config(512, 8, 4 if problem.dtype == "bfloat16" else 2, entries, capacity)
 
 
 def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
-    space = [
-        Config(threads, unroll, blocks, entries, default.max_columns)
-        for threads, unroll, blocks, entries in product(
-            (256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), sorted({default.list_entries, 6144, 8192})
-        )
-    ]
+    lists = sorted({default.list_entries, 6144, 8192})
+    space = [Config(*values, default.max_columns) for values in product((256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), lists)]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
 
 
@@ -122,38 +113,17 @@ def workspace_bytes(problem: TopkProblem, config: Config) -> int:
 
 def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
     entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
-    return {name: library(name, _kernel(problem, tiles), *_arguments(problem)) for name, tiles in entries.items()}
-
-
-def _kernel(problem: TopkProblem, config: Config) -> Topk:
-    return Topk(
-        Tiles(
-            is_float32=problem.dtype == "float32",
-            by_score=problem.sorted_by == "score",
-            threads=config.threads,
-            unroll=config.unroll,
-            blocks_per_sm=config.blocks_per_sm,
-            list_entries=config.list_entries,
-            bitmap_words=config.max_columns // 32 + SPARE_WORDS,
-        )
-    )
+    return {name: library(name, Topk(Tiles(problem, tiles)), *_arguments(problem)) for name, tiles in entries.items()}
 
 
 def _arguments(problem: TopkProblem) -> TopkParams:
     """Fake tensors and scalars to compile for."""
-    rows, dtype = cute.sym_int(), cutlass.Float32 if problem.dtype == "float32" else cutlass.BFloat16
-
-    def matrix(element: Any) -> Any:
-        return make_fake_tensor(element, (rows, cute.sym_int()), stride=(cute.sym_int64(), 1))
-
-    def bound(name: str | None) -> Any:
-        return None if name is None else make_fake_tensor(INDEX_DTYPES[name], (cute.sym_int(),), stride=(cute.sym_int64(),))
-
+    rows, starts, ends = cute.sym_int(), problem.starts_dtype, problem.ends_dtype
     return TopkParams(
-        logits=matrix(dtype),
-        row_starts=bound(problem.starts_dtype),
-        row_ends=bound(problem.ends_dtype),
-        out=matrix(cutlass.Int32),
+        logits=fake(problem.dtype, rows, cute.sym_int(), last=1),
+        row_starts=fake(starts, cute.sym_int()) if starts else None,
+        row_ends=fake(ends, cute.sym_int()) if ends else None,
+        out=fake("int32", rows, cute.sym_int(), last=1),
         list_short=cutlass.Int32(0),
         num_keys=cutlass.Int32(-1),
         drafts=cutlass.Int32(1),

@@ -28,22 +28,16 @@ from cutlass import Int32, Int64, Uint32
 
 from gdn.problems import TopkParams
 from kernels_cute.topk import ptx
-from kernels_cute.topk.mark import clear_bitmap, mark_listed, mark_ranked, mark_read
 from kernels_cute.topk.narrow import clear_bins, narrow
-from kernels_cute.topk.read import filter, filter_packed
-from kernels_cute.topk.tiles import (
-    ACCESS,
-    FINE_SHIFT,
-    FIRST_SHIFT,
-    LAST_COLUMN,
-    LEAST_KEY,
-    LIST_SHIFT,
-    SAMPLE_BITS,
-    Entries,
-    Span,
-    Tiles,
-)
-from kernels_cute.topk.write import write
+from kernels_cute.topk.read import filter
+from kernels_cute.topk.result import clear_bitmap, mark_listed, mark_ranked, mark_read, write
+from kernels_cute.topk.tiles import ACCESS, FIRST_SHIFT, LAST_COLUMN, LEAST_KEY, Entries, Span, Tiles
+
+# First digit of the list: 4096 bins of two octaves, or, where the sample was counted twice and many scores are close to each
+# other, of a quarter of one. 13 would leave a last digit of one bit, and `find` leaves out bins by fours.
+LIST_SHIFT = 12
+FINE_SHIFT = 9
+SAMPLE_BITS = 4  # one piece of sixteen is sampled
 
 
 class Topk:
@@ -111,23 +105,13 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
         if attempt == 0:
             every_bits, wanted = Int32(SAMPLE_BITS), ptx.sample_rank(k, 0.5**SAMPLE_BITS)
             room = Int32(tiles.list_entries * 7 // 8 >> SAMPLE_BITS)
+        counted = Entries(False, stop - lead, every_bits)
         lower, tie_key, last_column, above, _, _ = narrow(
-            tiles,
-            storage,
-            span,
-            thread,
-            Entries(False, stop - lead, every_bits),
-            Uint32(LEAST_KEY),
-            Int32(FIRST_SHIFT),
-            wanted,
-            room,
+            tiles, storage, span, thread, counted, Uint32(LEAST_KEY), Int32(FIRST_SHIFT), wanted, room
         )
         # A bound below all keys is a column among equal keys: the answer is known, and nothing has to be listed.
         if above <= room and lower >= LEAST_KEY:
-            if cutlass.const_expr(tiles.is_float32):
-                filter(tiles, storage, span, thread, lower)
-            else:
-                filter_packed(tiles, storage, span, thread, lower)
+            filter(tiles, storage, span, thread, lower)
             # Unchanged values, set again so that no register keeps them over the filter.
             tie_key, last_column = lower, Int32(LAST_COLUMN)
             cute.arch.sync_threads()

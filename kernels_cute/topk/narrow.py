@@ -7,19 +7,14 @@ from cutlass import Int32, Uint32
 from kernels_cute.common.ptx import load_words, store_zeros
 from kernels_cute.topk import ptx
 from kernels_cute.topk.read import load_quads, prefetch
-from kernels_cute.topk.tiles import (
-    BINS,
-    COLUMN_BITS,
-    DIGIT_BITS,
-    FIRST_SHIFT,
-    FIRST_VALID,
-    LAST_COLUMN,
-    OPEN,
-    PIECE_BITS,
-    PREFETCH_BYTES,
-    RANKED,
-    Digit,
-)
+from kernels_cute.topk.tiles import BINS, COLUMN_BITS, DIGIT_BITS, FIRST_SHIFT, LAST_COLUMN, Digit
+
+OPEN = 32  # undecided bits of a key with no bound from above
+# Bins of the first digit that scores can have; the others hold what is less than the bound, NaN and -inf too.
+FIRST_VALID = BINS - 8
+RANKED = 128  # up to this many entries of the list in one bin are ranked by comparison, without further digits
+PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
+PREFETCH_BYTES = 65536  # bytes of the row that the L2 fetches while the sample is searched
 
 
 @cute.jit

@@ -10,108 +10,90 @@ from cutlass import Int32, Uint32
 
 from kernels_cute.common.ptx import as_float
 
-_QUAD_FLOAT32 = """{
-.reg .pred there;
-.reg .b32 a, b, c, d;
-mov.b32 a, 0x7fffffff;
-mov.b32 b, a;
-mov.b32 c, a;
-mov.b32 d, a;
-setp.ne.s32 there, {$r1}, 0;
-@there ld.global.v4.b32 {a, b, c, d}, [{$r0}];
-mov.b32 {$w0}, a;
-mov.b32 {$w1}, b;
-mov.b32 {$w2}, c;
-mov.b32 {$w3}, d;
-}"""
-_QUAD_BFLOAT16 = """{
-.reg .pred there;
-.reg .b32 a, b;
-mov.b32 a, 0x7fff7fff;
-mov.b32 b, a;
-setp.ne.s32 there, {$r1}, 0;
-@there ld.global.v2.b32 {a, b}, [{$r0}];
-shl.b32 {$w0}, a, 16;
-and.b32 {$w1}, a, 0xffff0000;
-shl.b32 {$w2}, b, 16;
-and.b32 {$w3}, b, 0xffff0000;
-}"""
-_ONE_FLOAT32 = """{
-.reg .pred there;
-.reg .b32 a;
-mov.b32 a, 0x7fffffff;
-setp.ne.s32 there, {$r1}, 0;
-@there ld.global.b32 a, [{$r0}];
-mov.b32 {$w0}, a;
-}"""
-_ONE_BFLOAT16 = """{
-.reg .pred there;
-.reg .b16 a;
-.reg .b32 b;
-mov.b16 a, 0x7fff;
-setp.ne.s32 there, {$r1}, 0;
-@there ld.global.b16 a, [{$r0}];
-cvt.u32.u16 b, a;
-shl.b32 {$w0}, b, 16;
-}"""
+
+def _block(lines: list[str]) -> str:
+    """PTX with registers of its own."""
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _value(code: str, dtype: Any, *inputs: Any) -> Any:
+    """The one output of a piece of PTX."""
+    return cute.arch.inline_ptx(code, write_only_types=[dtype], read_only_args=list(inputs))
+
+
+def _load_if(kind: str, registers: str, nan: int, outputs: list[str], address: Any, there: Any) -> Any:
+    """Loads the registers where `there` is not 0, else they are `nan`; outputs: instructions that set the results from them."""
+    names, bits = ", ".join(registers), kind[-3:]
+    target = f"{{{names}}}" if len(registers) > 1 else names
+    lines = [".reg .pred there;", f".reg .{bits} {names};", *(f"mov.{bits} {one}, {nan:#x};" for one in registers)]
+    lines += ["setp.ne.s32 there, {$r1}, 0;", f"@there ld.global.{kind} {target}, [{{$r0}}];", *outputs]
+    return cute.arch.inline_ptx(_block(lines), write_only_types=[Uint32] * len(outputs), read_only_args=[address, there])
+
+
+_MOVES = [f"mov.b32 {{$w{i}}}, {one};" for i, one in enumerate("abcd")]
+_HALVES = [
+    "shl.b32 {$w0}, a, 16;",
+    "and.b32 {$w1}, a, 0xffff0000;",
+    "shl.b32 {$w2}, b, 16;",
+    "and.b32 {$w3}, b, 0xffff0000;",
+]
 # NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
 _KEY = """{
-.reg .f32 x, least;
-.reg .b32 bits, sign;
-mov.b32 x, {$r0};
-mov.b32 least, 0xff800000;
-max.f32 x, x, least;
-add.rn.f32 x, x, 0f00000000;
-mov.b32 bits, x;
-shr.s32 sign, bits, 31;
-or.b32 sign, sign, 0x80000000;
+.reg .f32 x, least; .reg .b32 bits, sign;
+mov.b32 x, {$r0}; mov.b32 least, 0xff800000;
+max.f32 x, x, least; add.rn.f32 x, x, 0f00000000;
+mov.b32 bits, x; shr.s32 sign, bits, 31; or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, bits, sign;
 }"""
 _FLOAT = """{
 .reg .b32 sign;
-shr.s32 sign, {$r0}, 31;
-not.b32 sign, sign;
-or.b32 sign, sign, 0x80000000;
+shr.s32 sign, {$r0}, 31; not.b32 sign, sign; or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, {$r0}, sign;
 }"""
 _COUNT_DIGIT = """{
 .reg .b32 digit;
-sub.u32 digit, {$r1}, {$r2};
-shr.u32 digit, digit, {$r3};
-min.u32 digit, digit, {$r4};
-mad.lo.u32 digit, digit, 4, {$r0};
-red.shared.add.u32 [digit], 1;
+sub.u32 digit, {$r1}, {$r2}; shr.u32 digit, digit, {$r3}; min.u32 digit, digit, {$r4};
+mad.lo.u32 digit, digit, 4, {$r0}; red.shared.add.u32 [digit], 1;
 }"""
 _SET_BIT = """{
 .reg .b32 address, bit;
-shr.u32 address, {$r1}, 5;
-mad.lo.u32 address, address, 4, {$r0};
-mov.b32 bit, 1;
-shf.l.wrap.b32 bit, bit, bit, {$r1};
+shr.u32 address, {$r1}, 5; mad.lo.u32 address, address, 4, {$r0};
+mov.b32 bit, 1; shf.l.wrap.b32 bit, bit, bit, {$r1};
 red.shared.or.b32 [address], bit;
 }"""
 # The rank's standard deviation is about its square root for independent scores; neighbouring scores are similar.
 _SAMPLE_RANK = """{
 .reg .f32 rank, root;
-cvt.rn.f32.s32 rank, {$r0};
-mul.rn.f32 rank, rank, SHARE;
-sqrt.approx.f32 root, rank;
-fma.rn.f32 rank, root, 0f40800000, rank;
-add.rn.f32 rank, rank, 0f40800000;
+cvt.rn.f32.s32 rank, {$r0}; mul.rn.f32 rank, rank, SHARE; sqrt.approx.f32 root, rank;
+fma.rn.f32 rank, root, 0f40800000, rank; add.rn.f32 rank, rank, 0f40800000;
 cvt.rzi.s32.f32 {$w0}, rank;
+}"""
+_HALF = """{
+.reg .pred is_odd; .reg .b32 low, odd;
+and.b32 odd, {$r1}, 1; setp.ne.s32 is_odd, odd, 0;
+shl.b32 low, {$r0}, 16; and.b32 {$w0}, {$r0}, 0xffff0000;
+@!is_odd mov.b32 {$w0}, low;
+}"""
+_GREATER = """{
+.reg .pred more; .reg .b64 one, two;
+ld.shared.b64 one, [{$r1}]; ld.shared.b64 two, [{$r2}]; setp.gt.u64 more, one, two;
+mov.b32 {$w0}, {$r0}; @more add.s32 {$w0}, {$r0}, 1;
 }"""
 
 
 def load_quad(is_float32: bool, address: Any, there: Any) -> Any:
     """Four neighbouring scores as float32 bits; NaN, and no read, where `there` is 0."""
-    code = _QUAD_FLOAT32 if is_float32 else _QUAD_BFLOAT16
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
+    if is_float32:
+        return _load_if("v4.b32", "abcd", 0x7FFFFFFF, _MOVES, address, there)
+    return _load_if("v2.b32", "ab", 0x7FFF7FFF, _HALVES, address, there)
 
 
 def load_one(is_float32: bool, address: Any, there: Any) -> Any:
     """One score as float32 bits; NaN, and no read, where `there` is 0."""
-    code = _ONE_FLOAT32 if is_float32 else _ONE_BFLOAT16
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, there])
+    if is_float32:
+        return _load_if("b32", "a", 0x7FFFFFFF, _MOVES[:1], address, there)
+    wide = ".reg .b32 wide;\ncvt.u32.u16 wide, a;\nshl.b32 {$w0}, wide, 16;"
+    return _load_if("b16", "a", 0x7FFF, [wide], address, there)
 
 
 def load_access(address: Any) -> Any:
@@ -122,18 +104,17 @@ def load_access(address: Any) -> Any:
 
 def load_access_of_bfloat16(address: Any, there: Any) -> Any:
     """Eight bf16 as four words; NaN, and no read, where `there` is 0."""
-    code = _QUAD_FLOAT32.replace("0x7fffffff", "0x7fff7fff")
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address, there])
+    return _load_if("v4.b32", "abcd", 0x7FFF7FFF, _MOVES, address, there)
 
 
 def key_of(bits: Any) -> Any:
     """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf."""
-    return cute.arch.inline_ptx(_KEY, write_only_types=[Uint32], read_only_args=[bits])
+    return _value(_KEY, Uint32, bits)
 
 
 def float_of(key: Any) -> Any:
     """Bits of the float whose key this is."""
-    return cute.arch.inline_ptx(_FLOAT, write_only_types=[Uint32], read_only_args=[key])
+    return _value(_FLOAT, Uint32, key)
 
 
 def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None:
@@ -147,91 +128,66 @@ def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None
 def sample_rank(k: Any, share: float) -> Any:
     """Rank in a sample of `share` of the scores below which the k-th largest of all scores almost never falls."""
     code = _SAMPLE_RANK.replace("SHARE", "0f" + struct.pack(">f", share).hex())
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[k])
+    return _value(code, Int32, k)
 
 
 def count_from(least: Any, scores: list[Any]) -> Any:
     """Number of scores, given as float32 bits, that are at least `least`; NaN never is. Summed as floats next to the
     comparisons."""
-    lines = [f"setp.ge.f32 hit, {{$r{i + 1}}}, {{$r0}};\n@hit add.rn.f32 hits, hits, 0f3f800000;" for i in range(len(scores))]
-    code = (
-        "{\n.reg .pred hit;\n.reg .f32 hits;\nmov.b32 hits, 0x4b000000;\n"  # 2**23: the count is the lowest bits
-        + "\n".join(lines)
-        + "\n.reg .b32 bits;\nmov.b32 bits, hits;\nand.b32 {$w0}, bits, 255;\n}"
-    )
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[as_float(one) for one in (least, *scores)])
+    lines = [".reg .pred hit;", ".reg .f32 hits;", ".reg .b32 bits;", "mov.b32 hits, 0x4b000000;"]  # 2**23: counts are low bits
+    for i in range(len(scores)):
+        lines += [f"setp.ge.f32 hit, {{$r{i + 1}}}, {{$r0}};", "@hit add.rn.f32 hits, hits, 0f3f800000;"]
+    lines += ["mov.b32 bits, hits;", "and.b32 {$w0}, bits, 255;"]
+    return _value(_block(lines), Int32, *[as_float(one) for one in (least, *scores)])
 
 
 def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
     """Stores these scores, each with its column, from shared[slot] on; returns the next free slot."""
-    lines = [
-        f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};\nadd.s32 column, {{$r1}}, {i};\n"
-        f"@hit st.shared.v2.b32 [slot], {{{{$r{i + 3}}}, column}};\n@hit add.s32 slot, slot, 8;"
-        for i in range(len(scores))
-    ]
-    code = "{\n.reg .pred hit;\n.reg .b32 slot, column;\nmov.b32 slot, {$r2};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, slot;\n}"
-    arguments = [as_float(least), column, slot, *[as_float(one) for one in scores]]
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=arguments)
+    lines = [".reg .pred hit;", ".reg .b32 slot, column;", "mov.b32 slot, {$r2};"]
+    for i in range(len(scores)):
+        lines += [f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};", *_append(f"{{$r{i + 3}}}", i, "hit")]
+    inputs = (as_float(least), column, slot, *[as_float(one) for one in scores])
+    return _value(_block([*lines, "mov.b32 {$w0}, slot;"]), Int32, *inputs)
 
 
 def count_two_from(least: Any, words: list[Any]) -> Any:
     """`count_from` for words of two bf16 each, with `least` in both halves. Up to 256 per half are exact."""
-    lines = [f"set.ge.bf16x2.bf16x2 one, {{$r{i + 1}}}, {{$r0}};\nadd.rn.bf16x2 hits, hits, one;" for i in range(len(words))]
-    code = (
-        "{\n.reg .b32 hits, one, low, high;\nmov.b32 hits, 0;\n"
-        + "\n".join(lines)
-        + "\nshl.b32 low, hits, 16;\nand.b32 high, hits, 0xffff0000;\nadd.rn.f32 low, low, high;\n"
-        + "cvt.rzi.s32.f32 {$w0}, low;\n}"
-    )
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, *words])
+    lines = [".reg .b32 hits, one, low, high;", "mov.b32 hits, 0;"]
+    for i in range(len(words)):
+        lines += [f"set.ge.bf16x2.bf16x2 one, {{$r{i + 1}}}, {{$r0}};", "add.rn.bf16x2 hits, hits, one;"]
+    lines += ["shl.b32 low, hits, 16;", "and.b32 high, hits, 0xffff0000;", "add.rn.f32 low, low, high;"]
+    return _value(_block([*lines, "cvt.rzi.s32.f32 {$w0}, low;"]), Int32, least, *words)
 
 
 def store_two_from(least: Any, words: list[Any], column: Any, slot: Any) -> Any:
     """`store_from` for words of two bf16 each: stores (word, column) for every half from `least` on."""
-    lines = []
+    lines = [".reg .pred low, high;", ".reg .b32 slot, column;", "mov.b32 slot, {$r2};"]
     for i in range(len(words)):
         word = f"{{$r{i + 3}}}"
-        lines.append(f"setp.ge.bf16x2 low|high, {word}, {{$r0}};")
-        for half, hit in enumerate(("low", "high")):
-            lines.append(
-                f"add.s32 column, {{$r1}}, {2 * i + half};\n@{hit} st.shared.v2.b32 [slot], {{{word}, column}};\n"
-                f"@{hit} add.s32 slot, slot, 8;"
-            )
-    code = (
-        "{\n.reg .pred low, high;\n.reg .b32 slot, column;\nmov.b32 slot, {$r2};\n"
-        + "\n".join(lines)
-        + "\nmov.b32 {$w0}, slot;\n}"
-    )
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[least, column, slot, *words])
+        lines += [f"setp.ge.bf16x2 low|high, {word}, {{$r0}};", *_append(word, 2 * i, "low"), *_append(word, 2 * i + 1, "high")]
+    return _value(_block([*lines, "mov.b32 {$w0}, slot;"]), Int32, least, column, slot, *words)
+
+
+def _append(word: str, offset: int, hit: str) -> list[str]:
+    """Instructions that store a word with column $r1 + offset at `slot` where `hit`, and advance the slot."""
+    store = f"@{hit} st.shared.v2.b32 [slot], {{{word}, column}};"
+    return [f"add.s32 column, {{$r1}}, {offset};", store, f"@{hit} add.s32 slot, slot, 8;"]
 
 
 def half_of(word: Any, column: Any) -> Any:
     """float32 bits of one of a word's two bf16: the lower one belongs to an even column."""
-    code = """{
-.reg .pred is_odd;
-.reg .b32 low, odd;
-and.b32 odd, {$r1}, 1;
-setp.ne.s32 is_odd, odd, 0;
-shl.b32 low, {$r0}, 16;
-and.b32 {$w0}, {$r0}, 0xffff0000;
-@!is_odd mov.b32 {$w0}, low;
-}"""
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[word, column])
+    return _value(_HALF, Uint32, word, column)
 
 
 def reserve(address: Any, count: Any) -> Any:
     """Adds count to shared[address]; returns the value before. One address for all lanes: ptxas adds up the
     warp's counts first."""
-    return cute.arch.inline_ptx(
-        "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, count]
-    )
+    return _value("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", Int32, address, count)
 
 
 def opaque_uniform(value: Any) -> Any:
     """The value, equal in all lanes, hidden from ptxas: it compares again, which costs less than to keep all predicates."""
-    return cute.arch.inline_ptx(
-        "shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
-    )
+    return _value("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", Uint32, value)
 
 
 def prefetch_l2(address: Any, num_bytes: Any) -> None:
@@ -252,16 +208,7 @@ def store_pair(address: Any, first: Any, second: Any) -> None:
 
 def count_if_greater(count: Any, address: Any, other: Any) -> Any:
     """count, plus one if the pair at shared[address] is greater than the one at shared[other]; the second words compare first."""
-    code = """{
-.reg .pred more;
-.reg .b64 one, two;
-ld.shared.b64 one, [{$r1}];
-ld.shared.b64 two, [{$r2}];
-setp.gt.u64 more, one, two;
-mov.b32 {$w0}, {$r0};
-@more add.s32 {$w0}, {$r0}, 1;
-}"""
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[count, address, other])
+    return _value(_GREATER, Int32, count, address, other)
 
 
 def or_shared(address: Any, bits: Any) -> None:
@@ -275,9 +222,10 @@ def set_bit(bitmap: Any, place: Any) -> None:
 
 def running_sum(value: Any) -> Any:
     """Sum over the warp's lanes up to and including this one."""
-    lines = [f"shfl.sync.up.b32 other|there, sum, {1 << i}, 0, 0xffffffff;\n@there add.s32 sum, sum, other;" for i in range(5)]
-    code = "{\n.reg .pred there;\n.reg .b32 sum, other;\nmov.b32 sum, {$r0};\n" + "\n".join(lines) + "\nmov.b32 {$w0}, sum;\n}"
-    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[value])
+    lines = [".reg .pred there;", ".reg .b32 sum, other;", "mov.b32 sum, {$r0};"]
+    for step in (1, 2, 4, 8, 16):
+        lines += [f"shfl.sync.up.b32 other|there, sum, {step}, 0, 0xffffffff;", "@there add.s32 sum, sum, other;"]
+    return _value(_block([*lines, "mov.b32 {$w0}, sum;"]), Int32, value)
 
 
 def as_int(condition: Any) -> Any:

@@ -45,49 +45,46 @@ def prefetch(address, num_bytes, thread):
 
 
 @cute.jit
-def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
-    """Lists float32 scores whose keys are at least `lower`, with their columns, while there is room, and counts all of them."""
+def load_packed(tiles: cutlass.Constexpr, span, first, words: cute.Tensor, accesses: cutlass.Constexpr):
+    """words = the eight bf16 of each of `accesses` accesses, `threads` apart from number `first` on, two a word; NaN for columns
+    outside the row."""
     base, lead, stop = span
-    passed = storage.passed.data_ptr().toint()
-    places = storage.keys.data_ptr().toint()
-    scores = cute.make_rmem_tensor(4 * tiles.unroll, Uint32)
-    quads = cute.make_rmem_tensor(tiles.unroll, Int32)
-    least = ptx.float_of(lower)
-    lane = thread % 32
-    first_whole, end_whole, end_quad = (lead + 3) // 4, stop // 4, (stop + 3) // 4
-    # All lanes of a warp take part in the sums, so the trip count is the warp's.
-    for start in cutlass.range(thread - lane, end_quad, tiles.threads * tiles.unroll, unroll=1):
-        if start >= first_whole and start + ((tiles.unroll - 1) * tiles.threads + 32) <= end_whole:
-            address = base + Int64(start + lane) * ACCESS
-            for u in cutlass.range_constexpr(tiles.unroll):
-                a, b, c, d = ptx.load_access(address + u * tiles.threads * ACCESS)
-                scores[4 * u], scores[4 * u + 1], scores[4 * u + 2], scores[4 * u + 3] = a, b, c, d
-        else:
-            for u in cutlass.range_constexpr(tiles.unroll):
-                quads[u] = start + lane + u * tiles.threads
-            load_quads(tiles, span, quads, scores, tiles.unroll)
-        hits = ptx.count_from(least, [scores[i] for i in range(4 * tiles.unroll)])
-        place = ptx.reserve(passed, hits)
-        least_again = ptx.opaque_uniform(least)
-        if hits > 0 and place + hits <= tiles.list_entries:
-            slot = places + place * 8
-            for u in cutlass.range_constexpr(tiles.unroll):
-                column = 4 * (start + lane + u * tiles.threads)
-                slot = ptx.store_from(least_again, [scores[4 * u + j] for j in range(4)], column, slot)
+    first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
+    for u in cutlass.range_constexpr(accesses):
+        access = first + u * tiles.threads
+        is_whole = ptx.as_int(access >= first_whole and access < end_whole)
+        a, b, c, d = ptx.load_access_of_bfloat16(base + Int64(access) * ACCESS, is_whole)
+        words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
+    for u in cutlass.range_constexpr(accesses):
+        access = first + u * tiles.threads
+        if (access < first_whole or access >= end_whole) and access < end:
+            for i in cutlass.range_constexpr(4):
+                columns = (access * 8 + 2 * i, access * 8 + 2 * i + 1)
+                pair = [ptx.load_one(False, base + Int64(one) * 2, ptx.as_int(one >= lead and one < stop)) for one in columns]
+                words[4 * u + i] = (pair[0] >> 16) | pair[1]
 
 
 @cute.jit
-def filter_packed(tiles: cutlass.Constexpr, storage, span, thread, lower):
-    """`filter` for bf16: eight scores an access, compared two at a time. The list holds their words unchanged."""
+def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
+    """Lists scores whose keys are at least `lower`, with their columns, while there is room, and counts all of them.
+
+    Of float32 an access holds four, of bf16 eight, which are compared two at a time; their words are listed unchanged.
+    """
     base, lead, stop = span
-    passed = storage.passed.data_ptr().toint()
-    places = storage.keys.data_ptr().toint()
-    accesses = cutlass.const_expr((tiles.unroll + 1) // 2)
+    passed, places = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()
+    each = cutlass.const_expr(4 if tiles.is_float32 else 8)  # scores of an access
+    accesses = cutlass.const_expr((4 * tiles.unroll + each - 1) // each)
     words = cute.make_rmem_tensor(4 * accesses, Uint32)
-    bound = ptx.float_of(next_bfloat16(lower))
-    least = Uint32(cute.arch.prmt(bound, bound, 0x3232))  # its upper half twice: the bf16
+    quads = cute.make_rmem_tensor(accesses, Int32)
+    count, store = ptx.count_two_from, ptx.store_two_from
+    if cutlass.const_expr(tiles.is_float32):
+        least, count, store = ptx.float_of(lower), ptx.count_from, ptx.store_from
+    else:
+        bound = ptx.float_of(next_bfloat16(lower))
+        least = Uint32(cute.arch.prmt(bound, bound, 0x3232))  # its upper half twice: the bf16
     lane = thread % 32
-    first_whole, end_whole, end = (lead + 7) // 8, stop // 8, (stop + 7) // 8
+    first_whole, end_whole, end = (lead + (each - 1)) // each, stop // each, (stop + (each - 1)) // each
+    # All lanes of a warp take part in the sums, so the trip count is the warp's.
     for start in cutlass.range(thread - lane, end, tiles.threads * accesses, unroll=1):
         if start >= first_whole and start + ((accesses - 1) * tiles.threads + 32) <= end_whole:
             address = base + Int64(start + lane) * ACCESS
@@ -95,28 +92,20 @@ def filter_packed(tiles: cutlass.Constexpr, storage, span, thread, lower):
                 a, b, c, d = ptx.load_access(address + u * tiles.threads * ACCESS)
                 words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
         else:
-            for u in cutlass.range_constexpr(accesses):
-                access = start + lane + u * tiles.threads
-                is_whole = ptx.as_int(access >= first_whole and access < end_whole)
-                a, b, c, d = ptx.load_access_of_bfloat16(base + Int64(access) * ACCESS, is_whole)
-                words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
-            for u in cutlass.range_constexpr(accesses):
-                access = start + lane + u * tiles.threads
-                if (access < first_whole or access >= end_whole) and access < end:
-                    for i in cutlass.range_constexpr(4):
-                        columns = (access * 8 + 2 * i, access * 8 + 2 * i + 1)
-                        pair = [
-                            ptx.load_one(False, base + Int64(one) * 2, ptx.as_int(one >= lead and one < stop)) for one in columns
-                        ]
-                        words[4 * u + i] = (pair[0] >> 16) | pair[1]
-        hits = ptx.count_two_from(least, [words[i] for i in range(4 * accesses)])
+            if cutlass.const_expr(tiles.is_float32):
+                for u in cutlass.range_constexpr(accesses):
+                    quads[u] = start + lane + u * tiles.threads
+                load_quads(tiles, span, quads, words, accesses)
+            else:
+                load_packed(tiles, span, start + lane, words, accesses)
+        hits = count(least, [words[i] for i in range(4 * accesses)])
         place = ptx.reserve(passed, hits)
         least_again = ptx.opaque_uniform(least)
         if hits > 0 and place + hits <= tiles.list_entries:
             slot = places + place * 8
             for u in cutlass.range_constexpr(accesses):
-                column = 8 * (start + lane + u * tiles.threads)
-                slot = ptx.store_two_from(least_again, [words[4 * u + j] for j in range(4)], column, slot)
+                column = each * (start + lane + u * tiles.threads)
+                slot = store(least_again, [words[4 * u + j] for j in range(4)], column, slot)
 
 
 @cute.jit

@@ -1,6 +1,5 @@
 """Compile-time constants of the top-k kernel, its shared memory, and the values that its parts hand to each other."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -9,43 +8,24 @@ from cutlass import Int32, Uint32
 DIGIT_BITS = 12
 BINS = 1 << DIGIT_BITS
 LEAST_KEY = 0x00800000  # smallest key of a score that may be selected; keys of NaN and -inf are below
-OPEN = 32  # undecided bits of a key with no bound from above
 FIRST_SHIFT = 20  # first digit: sign, exponent, three bits of the mantissa
-FIRST_VALID = BINS - 8  # bins of it that scores can have; the others hold what is less than the bound, NaN and -inf too
-# First digit of the list: 4096 bins of two octaves, or, where the sample was counted twice and many scores are close to each
-# other, of a quarter of one. 13 would leave a last digit of one bit, and `find` leaves out bins by fours.
-LIST_SHIFT = 12
-FINE_SHIFT = 9
-RANKED = 128  # up to this many entries of the list in one bin are ranked by comparison, without further digits
 COLUMN_BITS = 21
 LAST_COLUMN = (1 << COLUMN_BITS) - 1
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
 SPARE_WORDS = 2  # words of the bitmap for columns before the range
-SAMPLE_BITS = 4  # one piece of sixteen is sampled
-PIECE_BITS = 1  # a piece is two neighbouring quads: 32 bytes of float32, which memory reads anyway
 ACCESS = 16  # bytes
-PREFETCH_BYTES = 65536  # bytes of the row that the L2 fetches while the sample is searched
 
 
-@dataclass(frozen=True)
 class Tiles:
-    """Known at compile time; sizes, strides, ranges and k arrive at launch."""
+    """Known at compile time; sizes, strides, ranges and k arrive at launch. See Config."""
 
-    is_float32: bool  # else bfloat16
-    by_score: bool  # the result is sorted by score, else by column
-    threads: int
-    unroll: int  # quads of scores that a thread has in flight
-    blocks_per_sm: int
-    list_entries: int
-    bitmap_words: int
-
-    @property
-    def element_bytes(self) -> int:
-        return 4 if self.is_float32 else 2
-
-    @property
-    def warps(self) -> int:
-        return self.threads // 32
+    def __init__(self, problem: Any, config: Any) -> None:
+        self.is_float32 = problem.dtype == "float32"  # else bfloat16
+        self.element_bytes = 4 if self.is_float32 else 2
+        self.by_score = problem.sorted_by == "score"  # the result is sorted by score, else by column
+        self.threads, self.warps, self.unroll = config.threads, config.threads // 32, config.unroll
+        self.blocks_per_sm, self.list_entries = config.blocks_per_sm, config.list_entries
+        self.bitmap_words = config.max_columns // 32 + SPARE_WORDS
 
     def storage(self) -> Any:
         @cute.struct

@@ -1,19 +1,21 @@
-"""The barrier tables of the logits kernels: what they refuse, and a simulation of all roles that reads arrive counts from them.
+"""The barrier tables of the logits kernels: both sides of each ring agree, roles are held to the table, and a simulation of all
+roles reads arrive counts from it.
 
 Every warp is a process that waits, works for a random time and arrives. The simulation ends in an error where a warp would write
 a stage that another still reads, where one reads what is not there, and where all wait.
 """
 
 import heapq
-import importlib
 import random
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Generator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 barriers = pytest.importorskip("kernels_cute.mqa_logits.barriers", reason="needs the CuTe DSL")
+
+NAMED = {"turn": barriers.TURN, "scores": barriers.SCORES, "costs": barriers.COSTS}
 
 Process = Generator[Callable[[], bool] | float, None, None]
 
@@ -38,22 +40,22 @@ class Phases:
 class Block:
     """The mbarriers, named barriers and stages of one block."""
 
-    def __init__(self, table: Any, seed: int) -> None:
-        self.table, self.random = table, random.Random(seed)
-        self.rows = {row.name: row for row in table.mbarriers}
-        self.phases = {name: [Phases(row.count) for _ in range(row.stages)] for name, row in self.rows.items()}
-        self.named = {row.name: [Phases(row.threads) for _ in range(row.count)] for row in table.named}
+    def __init__(self, table: Any, named: Collection[str], seed: int) -> None:
+        """named: those of the kernel's named barriers that the form uses."""
+        self.random, self.rows = random.Random(seed), table.barriers
+        self.phases = {name: [Phases(table.count(name)) for _ in range(row.stages)] for name, row in self.rows.items()}
+        self.named = {name: [Phases(32 * NAMED[name].warps) for _ in range(NAMED[name].count)] for name in named}
         self.holds: dict[tuple[str, int], Any] = {}  # a ring's stage -> what was written there
         self.readers: dict[tuple[str, int], int] = {}
         self.written: list[Any] = []
 
     def arrive(self, name: str, stage: int, by: str) -> None:
         """One warp's arrivals; bytes of the copy engine arrive before the phase completes, so they are part of the arrival."""
-        (arrival,) = [one for one in self.rows[name].arrivals if one.role.name == by]
-        self.phases[name][stage].arrive(arrival.lanes)
+        (arrival,) = [one for one in self.rows[name].arrivals if one.role == by]
+        self.phases[name][stage].arrive(arrival.count(warps=1))
 
     def wait(self, name: str, stage: int, parity: int, by: str) -> Callable[[], bool]:
-        assert by in [role.name for role in self.rows[name].waits]
+        assert by in self.rows[name].waits
         return lambda: self.phases[name][stage].passed(parity)
 
     def meet(self, name: str, which: int) -> Callable[[], bool]:
@@ -184,11 +186,10 @@ def math(block: Block, items: list[int], half: int, warp: int) -> Process:
         yield block.meet("turn", 0)
 
 
-def simulate(table: Any, seed: int) -> None:
-    block = Block(table, seed)
+def simulate(table: Any, named: Collection[str], seed: int) -> None:
+    block = Block(table, named, seed)
     items = [block.random.choice((1, 1, 2, 3, 9)) for _ in range(block.random.randrange(8))]
-    (math_role,) = block.rows["keys_full"].waits
-    warps = [(number // 4, number % 4) for number in range(math_role.warps)]
+    warps = [(number // 4, number % 4) for number in range(table.warps["math"])]
     processes = {
         "copy": copy_after_costs(block, items),
         "publish": publish(block, items),
@@ -201,36 +202,32 @@ def simulate(table: Any, seed: int) -> None:
     assert sorted(block.written) == sorted(wanted)
 
 
-def tables() -> dict[str, Any]:
-    ragged = importlib.import_module("kernels_cute.mqa_logits.ragged_tiles").barriers
-    paged = importlib.import_module("kernels_cute.mqa_logits.paged_tiles").barriers
-    return {
-        "ragged": ragged(2, 8, False, 8),
-        "ragged, one stage of queries": ragged(1, 3, False, 8),
-        "ragged, runs at the end, scores through shared memory": ragged(2, 5, True, 32),
-        "paged, one math warpgroup": paged(3, 1, False),
-        "paged, two": paged(4, 2, False),
-        "paged, two in turns": paged(2, 2, True),
-    }
+# Stages of queries and of keys, math warps, and the named barriers in use.
+FORMS: dict[str, tuple[tuple[int, int, int], tuple[str, ...]]] = {
+    "ragged": ((2, 8, 8), ("turn",)),
+    "ragged, one stage of queries": ((1, 3, 8), ("turn",)),
+    "ragged, runs at the end, scores through shared memory": ((2, 5, 8), ("turn", "costs", "scores")),
+    "paged, one math warpgroup": ((2, 3, 4), ()),
+    "paged, two": ((2, 4, 8), ()),
+    "paged, two in turns": ((2, 2, 8), ("turn",)),
+}
 
 
-@pytest.mark.parametrize("name", list(tables()))
+@pytest.mark.parametrize("name", list(FORMS))
 def test_roles_neither_wait_for_ever_nor_overwrite_what_is_read(name: str) -> None:
+    sizes, named = FORMS[name]
     for seed in range(40):
-        simulate(tables()[name], seed)
+        simulate(barriers.barriers(*sizes), named, seed)
 
 
 @pytest.mark.parametrize("name", ["queries_free", "keys_free"])
 def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
     """One math warp fewer: a stage is free while the last warp reads it."""
-    table = tables()["ragged"]
-    rows = {row.name: row for row in table.mbarriers}
-    (arrival,) = rows[name].arrivals
-    wrong = Phases(arrival.count - 1)
+    table = barriers.barriers(2, 8, 8)
     found = []
     for seed in range(40):
-        block = Block(table, seed)
-        block.phases[name] = [Phases(wrong.count) for _ in block.phases[name]]
+        block = Block(table, ("turn",), seed)
+        block.phases[name] = [Phases(table.count(name) - 1) for _ in block.phases[name]]
         items = [3, 1, 2, 9, 1, 1, 4]
         processes = {"copy": copy(block, items), "publish": publish(block, items)}
         processes |= {f"math {number}": math(block, items, number // 4, number % 4) for number in range(8)}
@@ -241,31 +238,35 @@ def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
     assert found
 
 
-def test_tables_that_contradict_themselves() -> None:
-    table = tables()["ragged"]
-    full, free, *others = table.mbarriers
-    short = replace(free, waits=free.waits[:1])
-    with pytest.raises(ValueError, match="who fills it must wait"):
-        barriers.BarrierTable((full, short, *others), table.named)
-    with pytest.raises(ValueError, match="expected the 2 stages"):
-        barriers.BarrierTable((full, replace(free, stages=3), *others), table.named)
-    with pytest.raises(ValueError, match="pairs of mbarriers"):
-        barriers.BarrierTable((full, *others), table.named)
-    with pytest.raises(ValueError, match="different numbers"):
-        barriers.BarrierTable(table.mbarriers, (*table.named, replace(table.named[0], name="other")))
+def test_both_sides_of_a_ring_agree() -> None:
+    """Who fills a stage waits until it is free, and who waits for it frees it."""
+    rows = barriers.barriers(2, 8, 8).barriers
+    for ring in ("queries", "keys"):
+        full, free = rows[f"{ring}_full"], rows[f"{ring}_free"]
+        assert full.stages == free.stages
+        assert {one.role for one in full.arrivals} == set(free.waits)
+        assert {one.role for one in free.arrivals} == set(full.waits)
+
+
+def test_named_barriers_are_apart() -> None:
+    numbers = [one.first_id + which for one in NAMED.values() for which in range(one.count)]
+    assert len(set(numbers)) == len(numbers) and min(numbers) > 0 and max(numbers) < 16
+
+
+def test_roles_are_held_to_the_table() -> None:
+    tiles = SimpleNamespace(barriers=barriers.barriers(2, 8, 8))
     with pytest.raises(ValueError, match="does not arrive"):
-        barriers.arrive(full, None, 0, by="math")
+        barriers.arrive(tiles, None, "queries_full", 0, by="math")
     with pytest.raises(ValueError, match="does not wait"):
-        barriers.wait(full, None, 0, 0, by="copy")
+        barriers.wait(tiles, None, "queries_full", 0, 0, by="copy")
     with pytest.raises(ValueError, match="without bytes"):
-        barriers.arrive_and_expect(full, None, 0, 16, by="publish")
+        barriers.arrive_and_expect(tiles, None, "queries_full", 0, 16, by="publish")
 
 
 def test_arrive_counts() -> None:
-    """What the kernels' notes state."""
-    counts = {row.name: row.count for row in tables()["ragged"].mbarriers}
-    assert counts == {"queries_full": 33, "queries_free": 8, "keys_full": 1, "keys_free": 8}
-    counts = {row.name: row.count for row in tables()["paged, one math warpgroup"].mbarriers}
-    assert counts == {"queries_full": 33, "queries_free": 4, "keys_full": 1, "keys_free": 4}
-    threads = {row.name: row.threads for row in tables()["ragged, runs at the end, scores through shared memory"].named}
-    assert threads == {"turn": 256, "scores": 128, "costs": 128}
+    """The numbers that the kernels' notes state."""
+    for math_warps in (4, 8):
+        table = barriers.barriers(2, 3, math_warps)
+        counts = {name: table.count(name) for name in table.barriers}
+        assert counts == {"queries_full": 33, "queries_free": math_warps, "keys_full": 1, "keys_free": math_warps}
+    assert {name: 32 * one.warps for name, one in NAMED.items()} == {"turn": 256, "scores": 128, "costs": 128}
