@@ -375,8 +375,7 @@ def bench(
     shapes: ShapePattern = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     write: Annotated[
-        bool,
-        typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it."),
+        bool, typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With --write: folder of tables; the shipped ones if left out.")] = None,
     with_peers: Peers = None,

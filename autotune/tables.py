@@ -121,12 +121,7 @@ class Restamped:
 
 
 def restamp(
-    path: Path,
-    kernel: Kernel,
-    *,
-    num_workers: int,
-    timeout_s: float,
-    on_done: Callable[[], None] = lambda: None,
+    path: Path, kernel: Kernel, *, num_workers: int, timeout_s: float, on_done: Callable[[], None] = lambda: None
 ) -> Restamped:
     """Compiles the stale entries of a table; those with the machine code that was timed then name the present source.
 

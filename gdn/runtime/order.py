@@ -47,9 +47,7 @@ STATEMENTS: tuple[Statement, ...] = (
     # TileLang is faster by 0.17 us of 2.6 (one sequence, 8 heads), and by 1 to 3.4 % on float32 pools of 128 or more sequences.
     # There the tables decide, with times of both kernels; the difference is too small to generalise to other devices.
     Statement(
-        "recurrent",
-        _CUTE_FIRST,
-        "H100, 2026-11-21, tuned medians: TileLang takes 0.94 to 1.21 times as long, over 26 shapes",
+        "recurrent", _CUTE_FIRST, "H100, 2026-11-21, tuned medians: TileLang takes 0.94 to 1.21 times as long, over 26 shapes"
     ),
     Statement(
         "mqa_logits",

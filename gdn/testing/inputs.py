@@ -145,7 +145,7 @@ def recurrent_inputs(
     return arguments
 
 
-def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None) -> ChunkParams:
+def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None = None) -> ChunkParams:
     """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
     final_state, out = _targets(problem, arguments)
     given: dict[str, Any] = {name: arguments.get(name) for name in ChunkParams._fields}

@@ -222,7 +222,7 @@ def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None
     def spoil(tensors: tuple[Any, ...]) -> None:
         tensors[3][-1, -1, -1] += 1
 
-    with pytest.raises(cases.WrongResult, match="the pool is not the reference's"):
+    with pytest.raises(cases.WrongResult, match="conv_states? is not the reference's"):
         case.check(_prepared(shape, spoil))
 
 
