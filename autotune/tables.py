@@ -15,7 +15,7 @@ from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import Problem
 from gdn.runtime import compiled, registry, tuned
-from gdn.testing import machine_code
+from gdn.testing import inputs, machine_code
 
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 
@@ -184,8 +184,7 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
 def _even(problem: Problem) -> tuple[int, ...]:
     """Even lengths for a problem that has a number of tokens and a number of sequences; empty for others."""
     sizes = problem.sizes()
-    total, count = sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0)
-    return tuple(total * (n + 1) // count - total * n // count for n in range(count))
+    return inputs.even_lengths(sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0))
 
 
 # --- repeats of the default ------------------------------------------------------------------------------------------

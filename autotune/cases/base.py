@@ -13,6 +13,7 @@ from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import Problem
 from gdn.runtime import Prepared, registry
 from gdn.testing import compare
+from gdn.testing.inputs import params_of as params_of
 
 Call = Callable[[], object]
 Tensor = torch.Tensor
@@ -117,11 +118,6 @@ def launch_of(prepared: Prepared, tensors: tuple[Any, ...]) -> Call:
 
 
 # --- cases from a seed ---------------------------------------------------------------------------------------------------
-
-
-def params_of(kind: Callable[..., Any], arguments: Mapping[str, Any], **own: Any) -> Any:
-    """Params of a launch: `own`, and from the operator's arguments the fields of the same name; None where neither has one."""
-    return kind(**{name: own.get(name, arguments.get(name)) for name in kind._fields})  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
