@@ -62,16 +62,9 @@ def _over(error: float, best: float) -> float:
 
 def _problem(tokens: int) -> ChunkProblem:
     return inputs.chunk_problem(
-        num_q_heads=2,
-        num_k_heads=2,
-        num_v_heads=4,
-        head_k_dim=128,
-        head_v_dim=128,
-        dtype="bfloat16",
-        state_v_first=True,
-        num_tokens=tokens,
-        num_sequences=1,
-    )
+        num_q_heads=2, num_k_heads=2, num_v_heads=4, head_k_dim=128, head_v_dim=128, dtype="bfloat16", state_v_first=True,
+        num_tokens=tokens, num_sequences=1,
+    )  # fmt: skip
 
 
 def _plain(case: inputs.Case) -> Callable[[torch.device], dict[str, Any]]:

@@ -55,19 +55,11 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
     return Row(
-        op=shape.op,
-        shape=shape.name,
-        backend=prepared.backend,
-        config=asdict(prepared.config),
-        config_source=prepared.choice.config_source,
-        time_us=time_us,
-        burst_us=timed.burst_us(),
-        floor_us=limits.floor_us(flops, num_bytes, dtype),
-        gbps=num_bytes / time_us / 1e3,
-        tflops=flops / time_us / 1e6,
-        captured=timed.captured,
-        error=error,
-    )
+        op=shape.op, shape=shape.name, backend=prepared.backend, config=asdict(prepared.config),
+        config_source=prepared.choice.config_source, time_us=time_us, burst_us=timed.burst_us(),
+        floor_us=limits.floor_us(flops, num_bytes, dtype), gbps=num_bytes / time_us / 1e3, tflops=flops / time_us / 1e6,
+        captured=timed.captured, error=error,
+    )  # fmt: skip
 
 
 def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
@@ -143,12 +135,8 @@ class Bench:
     def found(self) -> dict[str, Any]:
         """Figures of the run, ready for JSON."""
         return {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": str(torch.__version__),
-            "gdn": gdn.__version__,
-            "limits": asdict(self._limits),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": torch.cuda.get_device_name(),
+            "torch": str(torch.__version__), "gdn": gdn.__version__, "limits": asdict(self._limits),
             "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in self._rows],
-            "peers": [asdict(row) for row in self._peers],
-            "failures": self._failures,
-        }
+            "peers": [asdict(row) for row in self._peers], "failures": self._failures,
+        }  # fmt: skip

@@ -77,30 +77,22 @@ def _delta_rule_fields(random: Random) -> dict[str, Any]:
     heads = [_heads(*one) for one in ((16, 32), (4, 8), (2, 4), (16, 64), (8, 24), (16, 48), (8, 8), (16, 16), (32, 32))]
     heads += [_heads(4, 4, num_q_heads=16), _heads(2, 2, num_q_heads=8)]
     tiles = {
-        **random.choice(heads),
-        **_dim(random.choice([128, 128, 128, 64])),
-        "dtype": random.choice(["bfloat16"] * 4 + ["float16"]),
-        "state_dtype": random.choice(["float32"] * 3 + ["bfloat16"]),
+        **random.choice(heads), **_dim(random.choice([128, 128, 128, 64])),
+        "dtype": random.choice(["bfloat16"] * 4 + ["float16"]), "state_dtype": random.choice(["float32"] * 3 + ["bfloat16"]),
         "state_v_first": random.random() < 0.6,
-    }
+    }  # fmt: skip
     if random.random() < 0.5:  # as engines call, but for what no tile depends on
         tiles = {name: _CHUNK[name] for name in tiles} | random.choice(heads[:2])
     pooled = random.random() < 0.75
     gate = random.choice(["bfloat16"] * 3 + ["float32"] * 2 + [None])
     beta = random.choice(["bfloat16"] * 3 + ["float32"] * 2)
     return {
-        **tiles,
-        "gate_dtype": gate,
-        "beta_dtype": beta,
-        "cu_seqlens_dtype": random.choice(["int32", "int64"]),
-        "index_dtype": random.choice(["int32", "int64"]) if pooled else None,
-        "use_qk_l2norm": random.random() < 0.7,
-        "use_gate": gate is not None and random.random() < 0.6,
-        "use_beta_sigmoid": random.random() < 0.6,
-        "has_initial_state": pooled or random.random() < 0.5,
-        "has_final_state": pooled or random.random() < 0.7,
+        **tiles, "gate_dtype": gate, "beta_dtype": beta, "cu_seqlens_dtype": random.choice(["int32", "int64"]),
+        "index_dtype": random.choice(["int32", "int64"]) if pooled else None, "use_qk_l2norm": random.random() < 0.7,
+        "use_gate": gate is not None and random.random() < 0.6, "use_beta_sigmoid": random.random() < 0.6,
+        "has_initial_state": pooled or random.random() < 0.5, "has_final_state": pooled or random.random() < 0.7,
         "has_final_indices": pooled and random.random() < 0.2,
-    }
+    }  # fmt: skip
 
 
 def _lengths(random: Random, most: int) -> list[int]:
@@ -206,14 +198,11 @@ def _logits_fields(random: Random) -> dict[str, Any]:
     fp8, usual = random.random() < 0.65, random.random() < 0.5
     return {
         "num_heads": random.choice([16, 32, 64] if usual else [4, 8, 16, 24, 32, 48, 64]),
-        "head_dim": 128 if usual else random.choice([128, 64]),
-        "dtype": "float8_e4m3fn" if fp8 else "bfloat16",
-        "has_k_scale": fp8 and random.random() < 0.85,
-        "weights_dtype": random.choice(["float32", "float32", "bfloat16", None]),
-        "relu": random.random() < 0.9,
-        "clean": random.random() < 0.7,
+        "head_dim": 128 if usual else random.choice([128, 64]), "dtype": "float8_e4m3fn" if fp8 else "bfloat16",
+        "has_k_scale": fp8 and random.random() < 0.85, "weights_dtype": random.choice(["float32", "float32", "bfloat16", None]),
+        "relu": random.random() < 0.9, "clean": random.random() < 0.7,
         "out_dtype": "float32" if usual else random.choice(["float32", "bfloat16"]),
-    }
+    }  # fmt: skip
 
 
 def _ragged(num_queries: int, num_keys: int, ranges: str = "causal", **changes: Any) -> Shape:

@@ -57,15 +57,12 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         question = self.question
         found: dict[str, Any] = {
-            "op": question.shape.op,
-            "call": question.shape.name,
+            "op": question.shape.op, "call": question.shape.name,
             "problem": question.shape.problem.static_fields() | question.shape.problem.sizes(),
-            "chosen": question.chosen.backend,
-            "decided_by": question.chosen.decided_by,
+            "chosen": question.chosen.backend, "decided_by": question.chosen.decided_by,
             "config_source": question.chosen.config_source,
-            "configs": {backend: str(config) for backend, config in question.configs.items()},
-            "passed": self.passed,
-        }
+            "configs": {backend: str(config) for backend, config in question.configs.items()}, "passed": self.passed,
+        }  # fmt: skip
         if self.failure is not None:
             return found | {"failure": self.failure}
         return found | {"times_us": self.times_us, "ratio": self.ratio}
@@ -85,13 +82,9 @@ def compile_one(kernel: tuning.Kernel, problem: Problem, config: Any) -> None:
 
 
 def compile_all(
-    questions: Sequence[Question],
-    *,
-    num_workers: int,
-    timeout_s: float,
-    deadline: float | None = None,
+    questions: Sequence[Question], *, num_workers: int, timeout_s: float, deadline: float | None = None,
     on_done: Callable[[], None] = lambda: None,
-) -> dict[str, str | None]:
+) -> dict[str, str | None]:  # fmt: skip
     """Fills the disk cache. For each call that was reached: why a kernel of it did not compile, or None where all did.
 
     deadline: of time.monotonic(); a call of which a kernel was not reached by then is left out.

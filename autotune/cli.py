@@ -188,17 +188,9 @@ def _prune(kernels: list[Any], folder: Path) -> None:
 
 
 def _tune(
-    made: Any,
-    chosen: list[shape_list.Shape],
-    spec: DeviceSpec,
-    folder: Path,
-    journals: Path,
-    *,
-    budget_s: float,
-    num_workers: int,
-    timeout_s: float,
-    compile_only: bool,
-) -> dict[str, Any]:
+    made: Any, chosen: list[shape_list.Shape], spec: DeviceSpec, folder: Path, journals: Path, *, budget_s: float,
+    num_workers: int, timeout_s: float, compile_only: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Runs the plan of one kernel. complete: every shape has a winner (compile_only: every candidate compiled)."""
     from autotune import tables, tuning
     from autotune.journal import Journal
@@ -306,12 +298,9 @@ def choice(
     with _progress() as progress:
         task = progress.add_task("compiling", total=sum(len(question.configs) for question in questions))
         compiled = choosing.compile_all(
-            questions,
-            num_workers=workers,
-            timeout_s=timeout_s,
-            deadline=start + budget_s * (1 if compile_only else 0.5),
+            questions, num_workers=workers, timeout_s=timeout_s, deadline=start + budget_s * (1 if compile_only else 0.5),
             on_done=lambda: progress.advance(task),
-        )
+        )  # fmt: skip
     if compile_only:
         broken = {call: why for call, why in compiled.items() if why is not None}
         for call, why in broken.items():

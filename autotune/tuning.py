@@ -142,13 +142,9 @@ def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
 
 
 def compile_all(
-    made: Plan,
-    *,
-    num_workers: int,
-    timeout_s: float,
-    on_done: Callable[[Candidate], None] = lambda candidate: None,
+    made: Plan, *, num_workers: int, timeout_s: float, on_done: Callable[[Candidate], None] = lambda candidate: None,
     deadline: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Compiles every candidate into the disk cache and notes failures in it. deadline: on the clock of time.monotonic()."""
     same_code: dict[tuple[Any, ...], list[Candidate]] = {}  # configurations may differ in scalars of the launch alone
     for candidate in made.candidates.values():
@@ -180,14 +176,9 @@ class Winner:
 
 
 def search(
-    made: Plan,
-    shape: Shape,
-    runner: Runner,
-    journal: Journal,
-    *,
-    deadline: float | None = None,
+    made: Plan, shape: Shape, runner: Runner, journal: Journal, *, deadline: float | None = None,
     on_done: Callable[[Any, Record], None] = lambda config, record: None,
-) -> Winner | None:
+) -> Winner | None:  # fmt: skip
     """Fastest correct configuration of a shape, None if there is none. Candidates in the journal are not run again."""
     static, sizes = shape.problem.static_key(), shape.problem.sizes()
     timed: list[tuple[Any, Record]] = []

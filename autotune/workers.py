@@ -78,13 +78,9 @@ class _Worker:
 
 
 def run(
-    function: Callable[..., Any],
-    tasks: Sequence[tuple[Any, ...]],
-    *,
-    workers: int,
-    timeout_s: float,
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, workers: int, timeout_s: float,
     stopped: threading.Event | None = None,
-) -> Iterator[Outcome]:
+) -> Iterator[Outcome]:  # fmt: skip
     """function(*task) for every task, in spawned processes; outcomes in the order in which they finish.
 
     function is importable by name, tasks and values pickle. timeout_s bounds one task, not the start of its process. stopped:

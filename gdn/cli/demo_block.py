@@ -152,13 +152,9 @@ class Block:
             rotary_dim=model.index_rotary_dim, fp8=self.fp8,
         )  # fmt: skip
         return Call(
-            phase,
-            "prepare_indexer",
-            arguments,
-            mutated=("cache",),
-            floor_bytes=2 * _bytes(q, k, weights),
+            phase, "prepare_indexer", arguments, mutated=("cache",), floor_bytes=2 * _bytes(q, k, weights),
             limit=5e-2 if self.fp8 else 1e-2,
-        )
+        )  # fmt: skip
 
     def _topk(self, phase: str, logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> Call:
         arguments = dict(logits=logits, k=self.model.index_topk, row_starts=starts, row_ends=ends)

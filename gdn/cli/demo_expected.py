@@ -180,13 +180,10 @@ def _gathered(call: Call, before: Arguments) -> Pairs:
 def _ragged_scores(call: Call, before: Arguments) -> Pairs:
     k, k_scale = before["k"], before["k_scale"]
     inputs = MqaInputs(
-        q=before["q"],
-        k=k if k.dim() == 3 else k[:, None],
-        k_scale=k_scale if k_scale is None or k_scale.dim() == 2 else k_scale[:, None],
-        weights=before["weights"],
-        cu_seqlen_ks=before["cu_seqlen_ks"],
-        cu_seqlen_ke=before["cu_seqlen_ke"],
-    )
+        q=before["q"], k=k if k.dim() == 3 else k[:, None],
+        k_scale=k_scale if k_scale is None or k_scale.dim() == 2 else k_scale[:, None], weights=before["weights"],
+        cu_seqlen_ks=before["cu_seqlen_ks"], cu_seqlen_ke=before["cu_seqlen_ke"],
+    )  # fmt: skip
     exact = exact_mqa_logits(inputs, scale=before.get("scale", 1.0))
     return [(call.result, exact.values.masked_fill(~exact.visible, -torch.inf))]
 
@@ -204,16 +201,9 @@ def _paged_scores(call: Call, before: Arguments) -> Pairs:
         if row_scales is not None and scales is not None:
             row_scales[n, :length, 0] = scales[slots]
     inputs = PagedInputs(
-        q=before["q"],
-        cache=cache,
-        weights=before["weights"],
-        context_lens=before["context_lens"],
-        block_tables=tables,
-        max_context_len=longest,
-        page_size=cache.shape[1],
-        rows=rows,
-        row_scales=row_scales,
-    )
+        q=before["q"], cache=cache, weights=before["weights"], context_lens=before["context_lens"], block_tables=tables,
+        max_context_len=longest, page_size=cache.shape[1], rows=rows, row_scales=row_scales,
+    )  # fmt: skip
     exact = exact_paged_mqa_logits(inputs, scale=before.get("scale", 1.0))
     return [(call.result, exact.values.masked_fill(~exact.visible, -torch.inf))]
 
@@ -232,15 +222,8 @@ def _selected(call: Call, before: Arguments) -> Pairs:
 
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
-    "fused_qkvzba_split_reshape_cat": _split,
-    "causal_conv1d_fn": _conv_prefill,
-    "causal_conv1d_update": _conv_decode,
-    "chunk_gated_delta_rule": _delta_rule,
-    "fused_recurrent_gated_delta_rule": _delta_rule,
-    "rms_norm_gated": _gated_norm,
-    "prepare_indexer": _prepared,
-    "gather_indexer_cache": _gathered,
-    "mqa_logits": _ragged_scores,
-    "paged_mqa_logits": _paged_scores,
-    "topk_indices": _selected,
-}
+    "fused_qkvzba_split_reshape_cat": _split, "causal_conv1d_fn": _conv_prefill, "causal_conv1d_update": _conv_decode,
+    "chunk_gated_delta_rule": _delta_rule, "fused_recurrent_gated_delta_rule": _delta_rule, "rms_norm_gated": _gated_norm,
+    "prepare_indexer": _prepared, "gather_indexer_cache": _gathered, "mqa_logits": _ragged_scores,
+    "paged_mqa_logits": _paged_scores, "topk_indices": _selected,
+}  # fmt: skip

@@ -34,17 +34,10 @@ class Part:
         if self.problem is not None:
             problem = {"op": self.problem.op, **self.problem.static_fields(), **self.problem.sizes()}
         return {
-            "op": self.choice.op,
-            "phase": self.phase,
-            "backend": self.choice.backend,
-            "config": self.choice.config,
-            "config_source": self.choice.config_source,
-            "decided_by": self.choice.decided_by,
-            "switches": self.choice.switches,
-            "refusals": dict(self.choice.refusals),
-            "notes": (*self.choice.notes, *self.notes),
-            "problem": problem,
-        }
+            "op": self.choice.op, "phase": self.phase, "backend": self.choice.backend, "config": self.choice.config,
+            "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
+            "refusals": dict(self.choice.refusals), "notes": (*self.choice.notes, *self.notes), "problem": problem,
+        }  # fmt: skip
 
 
 def parts_of(
@@ -70,13 +63,9 @@ def parts_of(
 
 
 def _combined(
-    operator: registry.Operator,
-    shape: ModelShape,
-    spec: DeviceSpec | None,
-    backend: str | None,
-    assignments: Sequence[str],
+    operator: registry.Operator, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str],
     fp8: bool,
-) -> list[Part]:
+) -> list[Part]:  # fmt: skip
     """Logits and the selection that reads them, for as many rows at a time as the workspace holds."""
     switches = env.current()
     own = switches.backend_of.get(operator.name, "auto")

@@ -21,14 +21,9 @@ class PlainErrors(TyperGroup):
     """Commands whose errors are one line on stderr and exit status 2; other exceptions are faults, with a traceback."""
 
     def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
+        standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any,
+    ) -> Any:  # fmt: skip
         """Runs a command and ends the process; without arguments, it prints the help."""
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:

@@ -24,16 +24,8 @@ from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
 __all__ = [
-    "Asked",
-    "Choice",
-    "Prepared",
-    "explain_problem",
-    "explaining",
-    "is_explaining",
-    "ordering",
-    "prepare",
-    "reference_only",
-]
+    "Asked", "Choice", "Prepared", "explain_problem", "explaining", "is_explaining", "ordering", "prepare", "reference_only",
+]  # fmt: skip
 
 _MEMO_LIMIT = 4096
 _ANY_CUDA = torch.device("cuda")  # without an index: the current device
@@ -104,15 +96,9 @@ class KernelCandidate:
     def _as_tuned(self, found: Found, distance: float) -> select.Tuned:
         entry = found.entry
         return select.Tuned(
-            config=found.config,
-            sizes=found.sizes,
-            time_us=entry.time_us,
-            source=str(found.path),
-            distance=distance,
-            static=found.static,
-            others=found.others,
-            is_stale=self._is_stale(entry),
-        )
+            config=found.config, sizes=found.sizes, time_us=entry.time_us, source=str(found.path), distance=distance,
+            static=found.static, others=found.others, is_stale=self._is_stale(entry),
+        )  # fmt: skip
 
     def _is_stale(self, entry: Entry) -> bool:
         current: str = source.source_hash(self.module.__file__)
@@ -242,12 +228,9 @@ def _prepare(problem: Problem, device: torch.device, backend: str | None, config
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         launch = functools.partial(_launch_on, device.index, launch)
     return Prepared(
-        backend=choice.backend,
-        config=choice.config,
-        workspace_bytes=module.workspace_bytes(problem, choice.config),
-        launch=launch,
-        choice=choice,
-    )
+        backend=choice.backend, config=choice.config, workspace_bytes=module.workspace_bytes(problem, choice.config),
+        launch=launch, choice=choice,
+    )  # fmt: skip
 
 
 def _launch_on(index: int, launch: Callable[..., None], *tensors: Any) -> None:

@@ -137,15 +137,9 @@ def compiled_fields(config: Any) -> dict[str, Any]:
 def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> str:
     """Name of an entry: changes with everything that may change the machine code."""
     parts = {
-        "format": FORMAT,
-        "op": op,
-        "backend": backend,
-        "problem": problem.static_fields(),
-        "config": compiled_fields(config),
-        "source": source.source_hash(module.__file__),
-        "versions": versions(backend),
-        "target": TARGET,
-    }
+        "format": FORMAT, "op": op, "backend": backend, "problem": problem.static_fields(), "config": compiled_fields(config),
+        "source": source.source_hash(module.__file__), "versions": versions(backend), "target": TARGET,
+    }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

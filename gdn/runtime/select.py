@@ -22,16 +22,9 @@ from gdn.runtime.env import Switches
 
 # Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {
-    "num_tokens": 8192,
-    "num_sequences": 64,
-    "num_queries": 4096,
-    "num_keys": 32768,
-    "num_columns": 32768,
-    "batch": 64,
-    "max_context_len": 32768,
-    "num_rows": 4096,
-    "k": 2048,
-}
+    "num_tokens": 8192, "num_sequences": 64, "num_queries": 4096, "num_keys": 32768, "num_columns": 32768, "batch": 64,
+    "max_context_len": 32768, "num_rows": 4096, "k": 2048,
+}  # fmt: skip
 # For an operator whose configuration splits long sequences: one long sequence, so that it is split at all.
 _INVARIANT_SIZES_OF = {"chunk": {"num_tokens": 32768, "num_sequences": 1}}
 
@@ -212,16 +205,9 @@ class CandidateFilter:
 
 
 def choose(
-    problem: Problem,
-    spec: DeviceSpec | None,
-    available: Mapping[str, Candidate],
-    switches: Switches,
-    backend: str | None = None,
-    *,
-    config: Any = None,
-    device_name: str = "no SM90 device",
-    ordered_by: str | None = None,
-) -> Choice:
+    problem: Problem, spec: DeviceSpec | None, available: Mapping[str, Candidate], switches: Switches,
+    backend: str | None = None, *, config: Any = None, device_name: str = "no SM90 device", ordered_by: str | None = None,
+) -> Choice:  # fmt: skip
     """Chooses the backend and the tiles of `problem` on `spec` (None = no Hopper GPU).
 
     available: the operator's kernel backends. backend: the argument of the public function, or the value of the switch
@@ -272,17 +258,10 @@ def choose(
             config, config_source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
         notes += [found for found in (note, available[chosen].note(problem)) if found]
     return Choice(
-        op=op.name,
-        backend=chosen,
-        config=config,
-        config_source=config_source,
-        decided_by=decided_by,
-        refusals=tuple(candidates.refusals.items()),
-        notes=tuple(notes),
-        switches=tuple(request.text for request in requests if request.text),
-        conflicts=tuple(conflicts),
-        unmet=tuple(unmet),
-    )
+        op=op.name, backend=chosen, config=config, config_source=config_source, decided_by=decided_by,
+        refusals=tuple(candidates.refusals.items()), notes=tuple(notes),
+        switches=tuple(request.text for request in requests if request.text), conflicts=tuple(conflicts), unmet=tuple(unmet),
+    )  # fmt: skip
 
 
 def _configure(

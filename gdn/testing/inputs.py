@@ -87,13 +87,9 @@ def chunk_inputs(problem: ChunkProblem, device: torch.device | str = "cpu", seed
 
 
 def recurrent_inputs(
-    problem: RecurrentProblem,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    *,
-    num_columns: int | None = None,
+    problem: RecurrentProblem, device: torch.device | str = "cpu", seed: int = 0, *, num_columns: int | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments of gdn.fused_recurrent_gated_delta_rule, made like those of `chunk_inputs`.
 
     num_columns: columns of 2-D indices; None = tokens of the longest sequence. options: the fields of InputOptions.

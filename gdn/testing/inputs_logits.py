@@ -134,13 +134,9 @@ def make_mqa_inputs(
 
 
 def make_paged_inputs(
-    problem: PagedMqaLogitsProblem,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    page_pad_bytes: int = 0,
-    spare_pages: int = 3,
-) -> PagedInputs:
+    problem: PagedMqaLogitsProblem, device: torch.device | str = "cpu", seed: int = 0,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None, page_pad_bytes: int = 0, spare_pages: int = 3,
+) -> PagedInputs:  # fmt: skip
     """Inputs of `gdn.paged_mqa_logits` for one problem.
 
     lengths: per sequence, or with per_draft_lengths per sequence and draft; None = all max_context_len. The cache holds

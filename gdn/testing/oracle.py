@@ -24,33 +24,14 @@ class DeltaRuleResult:
 
 
 def oracle_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    state_v_first: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    state_indices: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
-    parent_token: Tensor | None = None,
-    disable_state_update: bool = False,
-    null_slot: int = -1,
-    **ignored: Any,
-) -> DeltaRuleResult:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, state_indices: Tensor | None = None, ssm_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
+    final_state_indices: Tensor | None = None, checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None,
+    parent_token: Tensor | None = None, disable_state_update: bool = False, null_slot: int = -1, **ignored: Any,
+) -> DeltaRuleResult:  # fmt: skip
     """Computes a call of either operator from its arguments by name (those without an effect on values are ignored).
 
     With indices (1-D or 2-D, under either name) the result's state is the pool afterwards in float64, its untouched rows
