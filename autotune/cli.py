@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autotune import shapes as shape_list
-from gdn.cli.plain import PlainErrors, fail, print_json
+from gdn.cli.plain import PlainErrors, print_json
 from gdn.device import H100, DeviceSpec
 from gdn.runtime import registry
 
@@ -33,37 +34,24 @@ ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose n
 Peers = Annotated[
     list[str] | None, typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; may be repeated.")
 ]
-
-
-def _fail(message: str) -> typer.Exit:
-    fail(message)
-    return typer.Exit(2)
-
-
-def _leave_stdout(as_json: bool) -> None:
-    """Sends progress and remarks to stderr where stdout is for JSON."""
-    console.stderr = as_json
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")]
+Workers = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
+TimeoutS = Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")]
+_ALL_BUT_ONE = max(1, (os.cpu_count() or 2) - 1)  # processes
 
 
 def _spec() -> DeviceSpec:
-    """Limits of this machine's Hopper GPU; exit code 2 where there is none."""
+    """Limits of this machine's Hopper GPU; ValueError where there is none."""
     import torch
 
     from gdn.runtime import devices
 
     if not torch.cuda.is_available():
-        raise _fail("This needs a Hopper (SM90) GPU, and torch sees none.")
+        raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
     spec, name = devices.describe(torch.device("cuda", torch.cuda.current_device()))
     if spec is None:
-        raise _fail(f"This needs a Hopper (SM90) GPU, got {name}.")
+        raise ValueError(f"This needs a Hopper (SM90) GPU, got {name}.")
     return spec
-
-
-def _shapes(op: str, pattern: str, measured: bool = False, tuned: bool = False) -> list[shape_list.Shape]:
-    try:
-        return shape_list.shapes(op, pattern, measured, tuned)
-    except ValueError as error:
-        raise _fail(str(error)) from error
 
 
 def _libraries(names: list[str] | None) -> list[str]:
@@ -71,13 +59,33 @@ def _libraries(names: list[str] | None) -> list[str]:
 
     found = names or []
     if unknown := sorted(set(found) - set(peers.libraries())):
-        raise _fail(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
+        raise ValueError(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
     return found
 
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _table(first: str, *headings: str, left: tuple[str, ...] = (), caption: str | None = None) -> Table:
+    """A table of one line a row: the first column may fold, the others are numbers, but for those named in `left`."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
+    table.add_column(first, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, justify="left" if heading in left else "right")
+    return table
+
+
+def _section(table: Table, title: str) -> None:
+    table.add_section()
+    table.add_row(f"[bold]{title}[/]")
+
+
+def _keep(json_file: Path | None, found: dict[str, Any]) -> None:
+    """Writes the figures so far: a run that is cut off keeps what it has."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -90,8 +98,8 @@ def tune(
     budget_s: Annotated[float, typer.Option(min=1, help="Wall-clock seconds for each backend.")] = 1800,
     limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape, a sample.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of tables to write; the shipped ones if left out.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
+    workers: Workers = _ALL_BUT_ONE,
+    timeout_s: TimeoutS = 300,
     journals: Annotated[Path, typer.Option(help="Folder of the journals that an interrupted run resumes from.")] = _JOURNALS,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Enumerate and compile; needs no GPU.")] = False,
     restamp: Annotated[
@@ -110,11 +118,11 @@ def tune(
     from autotune import tables, tuning
     from gdn.runtime import tuned
 
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     if search and not stale:
-        raise _fail("search: expected with --stale (without it, every shape is searched anyway)")
+        raise ValueError("search: expected with --stale (without it, every shape is searched anyway)")
     if op is None and not (restamp or prune or stale):
-        raise _fail(f"op: expected one of {', '.join(shape_list.operators())}")
+        raise ValueError(f"op: expected one of {', '.join(shape_list.operators())}")
     kernels, folder = _kernels(op, backend), out or tuned.SHIPPED
     if restamp or prune:
         current = [_restamp(kernel, folder, workers, timeout_s) for kernel in kernels] if restamp else []
@@ -122,7 +130,7 @@ def tune(
             _prune(kernels, folder)
         if not stale:
             raise typer.Exit(0 if all(current) else 1)
-    known = [] if op is None else _shapes(op, "" if stale else shapes, tuned=True)
+    known = [] if op is None else shape_list.shapes(op, "" if stale else shapes, tuned=True)
     spec = H100 if compile_only else _spec()
     reports: list[dict[str, Any]] = []
     for kernel in kernels:
@@ -147,18 +155,13 @@ def tune(
 def _kernels(op: str | None, backend: str | None) -> list[Any]:
     """The kernels of an operator, or of all; of one backend where it is named."""
     from autotune import tuning
-    from gdn.runtime import registry
 
-    try:
-        if op is not None:
-            return list(tuning.kernels(op, backend))
-        having = [one.name for one in registry.OPERATORS.values() if one.modules and backend in (None, *one.modules)]
-        found = [kernel for name in having for kernel in tuning.kernels(name, backend)]
-    except ValueError as error:
-        raise _fail(str(error)) from error
-    if not found:
-        raise _fail(f"backend: expected one of {', '.join(registry.KERNEL_BACKENDS)}, got {backend!r}")
-    return found
+    if op is not None:
+        return list(tuning.kernels(op, backend))
+    having = [one.name for one in registry.with_kernels() if backend in (None, *one.modules)]
+    if not having:
+        raise ValueError(f"backend: expected one of {', '.join(registry.KERNEL_BACKENDS)}, got {backend!r}")
+    return [kernel for name in having for kernel in tuning.kernels(name, backend)]
 
 
 def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> bool:
@@ -201,20 +204,19 @@ def _tune(
         console.print(f"{name} {shape}: not served: {why}", markup=False)
     with _progress() as progress:
         task = progress.add_task(f"{name}: compiling", total=len(made.candidates))
-        tuning.compile_all(
-            made,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            on_done=lambda _: progress.advance(task),
-            deadline=start + budget_s * (1 if compile_only else 0.5),  # the other half is for the GPU
-        )
+        # Half of the time is for the GPU.
+        deadline = start + budget_s * (1 if compile_only else 0.5)
+        advance = partial(progress.advance, task)
+        tuning.compile_all(made, num_workers=num_workers, timeout_s=timeout_s, on_done=lambda _: advance(), deadline=deadline)
     dropped = [one for one in made.candidates.values() if one.failure is not None]
     console.print(f"{name}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
     for one in dropped:
         console.print(f"  dropped {one.config}: {one.failure}", markup=False)
-    report: dict[str, Any] = {"op": kernel.op, "backend": kernel.backend, "candidates": len(made.candidates)}
-    report |= {"not_served": made.refusals, "winners": [], "table": None, "complete": not dropped}
-    report["dropped"] = [{"config": one.config, "why": one.failure} for one in dropped]
+    report: dict[str, Any] = {
+        "op": kernel.op, "backend": kernel.backend, "candidates": len(made.candidates), "not_served": made.refusals,
+        "winners": [], "table": None, "complete": not dropped,
+        "dropped": [{"config": one.config, "why": one.failure} for one in dropped],
+    }  # fmt: skip
     if compile_only:
         return report
     journal = Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
@@ -277,9 +279,9 @@ def choice(
     ] = 900,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Fill the disk cache for --device; needs no GPU.")] = False,
     device: Annotated[str, typer.Option(help="With --compile-only: h100 or h200.")] = "h100",
-    workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    workers: Workers = _ALL_BUT_ONE,
+    timeout_s: TimeoutS = 300,
+    json_file: JsonFile = None,
 ) -> None:
     """Time seeded calls of the operators of two kernels on both, and say whether the runtime takes the faster one.
 
@@ -292,7 +294,7 @@ def choice(
 
     start = time.monotonic()
     if compile_only and device not in tables.DEVICES:
-        raise _fail(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
+        raise ValueError(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
     spec = tables.DEVICES[device] if compile_only else _spec()
     questions = [choosing.ask(shape, spec) for shape in drawing.calls(calls, seed)]
     with _progress() as progress:
@@ -317,9 +319,8 @@ def choice(
                     break
                 verdicts.append(choosing.judge(question, timer, compiled[question.name]))
                 progress.advance(task)
-                if json_file is not None:  # after each call: a run that is cut off keeps what it has
-                    found = {"device": spec.key, "seed": seed, "calls": [verdict.as_dict() for verdict in verdicts]}
-                    json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                told = [verdict.as_dict() for verdict in verdicts]
+                _keep(json_file, {"device": spec.key, "seed": seed, "calls": told})
         except KeyboardInterrupt:
             pass
     failed = [verdict for verdict in verdicts if not verdict.passed]
@@ -329,31 +330,21 @@ def choice(
 
 
 def _choice_table(verdicts: list[Any]) -> Table:
-    from gdn.runtime import registry
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("call", overflow="fold")
-    for heading in ("chosen", "by", "tiles", *(f"{backend}, us" for backend in registry.KERNEL_BACKENDS), "of fastest", ""):
-        table.add_column(heading, no_wrap=True, justify="right" if heading.endswith(("us", "fastest")) else "left")
+    times = [f"{backend}, us" for backend in registry.KERNEL_BACKENDS]
+    table = _table("call", "chosen", "by", "tiles", *times, "of fastest", "", left=("chosen", "by", "tiles", ""))
     for op in dict.fromkeys(verdict.question.shape.op for verdict in verdicts):
-        table.add_section()
-        table.add_row(f"[bold]{op}[/]")
+        _section(table, op)
         for verdict in (verdict for verdict in verdicts if verdict.question.shape.op == op):
             chosen = verdict.question.chosen
-            cells = [chosen.backend, chosen.decided_by, chosen.config_source]
-            if verdict.failure is None:
-                cells += [_time_cell(verdict.times_us.get(backend)) for backend in registry.KERNEL_BACKENDS]
-                cells += [f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]"]
-            else:
-                cells += ["", "", "", "[red]failed[/]"]
-            table.add_row(f"  {verdict.question.shape.name}", *cells)
+            name, cells = f"  {verdict.question.shape.name}", [chosen.backend, chosen.decided_by, chosen.config_source]
             if verdict.failure is not None:
+                table.add_row(name, *cells, "", "", "", "[red]failed[/]")
                 table.add_row(f"    [red]{escape(verdict.failure)}[/]")
+                continue
+            known = [verdict.times_us.get(backend) for backend in registry.KERNEL_BACKENDS]
+            cells += ["-" if time_us is None else f"{time_us:.1f}" for time_us in known]
+            table.add_row(name, *cells, f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]")
     return table
-
-
-def _time_cell(time_us: float | None) -> str:
-    return "-" if time_us is None else f"{time_us:.1f}"
 
 
 @app.command()
@@ -362,7 +353,7 @@ def bench(
     backend: Backend = None,
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it.")
     ] = False,
@@ -375,29 +366,23 @@ def bench(
     Interrupted, it prints what it has by then, and writes no table.
     """
     if out is not None and not write:
-        raise _fail("out: expected with --write (without it, no table is written)")
+        raise ValueError("out: expected with --write (without it, no table is written)")
     if write and shapes:
-        raise _fail("write: expected without --shapes (a table has all shapes of its operator)")
+        raise ValueError("write: expected without --shapes (a table has all shapes of its operator)")
     if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise _fail(f"json: expected a file in a folder that exists, got {json_file}")
+        raise ValueError(f"json: expected a file in a folder that exists, got {json_file}")
+    every_shape = partial(shape_list.shapes, measured=bool(shapes), tuned=bool(shapes))
     operators = [op] if op is not None else shape_list.operators()
-    chosen: list[shape_list.Shape] = []
-    for name in operators:
-        if op is None and shapes:
-            known = shape_list.shapes(name, measured=True, tuned=True)
-            if not any(shapes in shape.name for shape in known):
-                continue
-        chosen += _shapes(name, shapes, measured=bool(shapes), tuned=bool(shapes))
+    if op is None and shapes:
+        operators = [name for name in operators if any(shapes in shape.name for shape in every_shape(name))]
+    chosen = [shape for name in operators for shape in every_shape(name, shapes)]
     libraries = _libraries(with_peers)
     spec = _spec()
     from autotune import bench as measuring
     from autotune import report
 
     if op is not None and backend is not None:
-        try:
-            measuring.backends(op, backend, every)
-        except ValueError as error:
-            raise _fail(str(error)) from error
+        measuring.backends(op, backend, every)
     interrupted = False
     with _progress() as progress:
         task = progress.add_task("measuring the device's limits", total=len(chosen))
@@ -408,16 +393,11 @@ def bench(
                 for failure in run.measure(shape):
                     progress.console.print(failure, markup=False)
                 progress.advance(task)
-                if json_file is not None:  # after each shape: a run that is cut off keeps what it has
-                    json_file.write_text(json.dumps(run.found, indent=1) + "\n", encoding="utf-8")
+                _keep(json_file, run.found)
         except KeyboardInterrupt:
             interrupted = True
     found = run.found
-    limits = found["limits"]
-    console.print(
-        f"{found['device']}, torch {found['torch']}: copy {limits['copy_gbps'] / 1e3:.2f} TB/s, "
-        f"bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
-    )
+    console.print(f"{found['device']}, torch {found['torch']}: {report.limits_in_words(found)}")
     console.print(_bench_table(found))
     if interrupted:
         raise typer.Exit(130)
@@ -437,14 +417,11 @@ def _bench_table(found: dict[str, Any]) -> Table:
     """One section per operator; rates, configurations and every way of calling a peer are in the JSON."""
     from autotune import report
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("shape", overflow="fold")
     peers = ("peer",) if found["peers"] else ()
-    for heading in ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("backend", "tiles") else "right")
+    headings = ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers)
+    table = _table("shape", *headings, left=("backend", "tiles"))
     for op, rows in report.by_operator(found).items():
-        table.add_section()
-        table.add_row(f"[bold]{op}[/]")
+        _section(table, op)
         for row in rows:
             time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
             numbers = [time_text, *(f"{row[field]:.1f}" for field in ("burst_us", "floor_us"))]
@@ -463,10 +440,10 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
     Exit code 1 where one of ours is beyond 1.2 times that of the best library, or a call failed. Interrupted, it prints what it
     has by then.
     """
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     libraries = _libraries(with_peers)
     if backend not in (None, *(known := registry.operator("chunk").modules)):
-        raise _fail(f"backend: expected one of {', '.join(known)}, got {backend!r}")
+        raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}")
     _spec()
     from autotune import accuracy as measuring
 
@@ -478,10 +455,8 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
             found.append(one)
     except KeyboardInterrupt:
         interrupted = True
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption="largest error of a head: o / final state")
     names = list(dict.fromkeys(one.who for one in found))
-    for heading in ("inputs", *names):
-        table.add_column(heading, no_wrap=True)
+    table = _table("inputs", *names, left=(*names,), caption="largest error of a head: o / final state")
     for case in dict.fromkeys(one.case for one in found):
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
         table.add_row(case, *(errors.get(name, "-") for name in names))
@@ -493,9 +468,8 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
     for why in failures:
         console.print(why, markup=False)
     if as_json:
-        print_json(
-            {"errors": found, "ratios": ratios, "limit": measuring.LIMIT, "failures": failures, "complete": not interrupted}
-        )
+        figures = {"errors": found, "ratios": ratios, "limit": measuring.LIMIT, "failures": failures}
+        print_json(figures | {"complete": not interrupted})
     if interrupted:
         raise typer.Exit(130)
     raise typer.Exit(1 if beyond or failures or not found else 0)
@@ -517,14 +491,12 @@ def selection(
 
     from autotune import selection as measuring
 
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     agreements: list[measuring.Agreement] = []
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     demanded = measuring.DEMANDED
     headings = [measuring.BF16, measuring.BF16_OUT, measuring.FP8, measuring.FP8_EXACT]
-    for heading in ("keys", *headings):
-        table.add_column(heading, no_wrap=True, justify="right")
+    table = _table("keys", *headings)
     table.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
     table.add_section()
     failed = False
@@ -554,10 +526,10 @@ def show(
     """Print the tuned tables."""
     from gdn.runtime import env, tuned
 
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     op = registry.operator(op).name if op is not None else None
     if folder is not None and not folder.is_dir():
-        raise _fail(f"folder: expected a folder of tables, got {folder}")
+        raise ValueError(f"folder: expected a folder of tables, got {folder}")
     own = env.current().tuned_dir
     folders = [folder] if folder is not None else [*([own] if own is not None else []), tuned.SHIPPED]
     paths = [path for one in folders for path in sorted(one.glob("*/*.json")) if op in (None, path.name.split(".")[0])]
@@ -570,15 +542,17 @@ def show(
         title = f"{header.op}.{header.backend} on {header.device}, {', '.join(header.runs)}"
         shown = Table("sizes", "configuration", "time, us", "error", title=title, caption=str(path))
         for group in table.groups:
-            shown.add_row(", ".join(f"{name} {value}" for name, value in group.static.items()), "", "", "", style="dim")
+            shown.add_row(_listed(group.static), "", "", "", style="dim")
             for entry in group.entries:
-                sizes = ", ".join(f"{name} {value}" for name, value in entry.sizes.items())
-                config = ", ".join(f"{name} {value}" for name, value in entry.config.items())
                 error = f"{entry.error:.1e}" if entry.error is not None else "-"
-                shown.add_row(sizes, config, f"{entry.time_us:.1f}", error)
+                shown.add_row(_listed(entry.sizes), _listed(entry.config), f"{entry.time_us:.1f}", error)
         console.print(shown)
     if not paths:
         console.print(f"No tuned table{f' of {op}' if op else ''} in {', '.join(map(str, folders))}.", markup=False)
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def main() -> None:

@@ -13,11 +13,7 @@ _KERNEL = {"tilelang": "TileLang", "cute": "CuTe"}
 
 def markdown(found: Mapping[str, Any]) -> dict[str, str]:
     """Table of each operator: the device with its limits, then a row per shape. found: `bench.Bench.found`."""
-    limits = found["limits"]
-    heading = (
-        f"{found['device']}, {found['date']}, torch {found['torch']}; copy {limits['copy_gbps'] / 1e3:.2f} TB/s, bf16 "
-        f"{limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3) in the same run."
-    )
+    heading = f"{found['device']}, {found['date']}, torch {found['torch']}; {limits_in_words(found)} in the same run."
     tables = {}
     for op, rows in by_operator(found).items():
         lines = [
@@ -34,6 +30,12 @@ def markdown(found: Mapping[str, Any]) -> dict[str, str]:
             lines.append("| " + " | ".join(cells) + " |")
         tables[op] = "\n".join(lines) + "\n"
     return tables
+
+
+def limits_in_words(found: Mapping[str, Any]) -> str:
+    limits = found["limits"]
+    copy = f"copy {limits['copy_gbps'] / 1e3:.2f} TB/s"
+    return f"{copy}, bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
 
 
 def by_operator(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
