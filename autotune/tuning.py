@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from autotune import workers
 from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
+from gdn import runtime
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import KernelCandidate, compiled, registry, source
@@ -141,16 +142,21 @@ def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
     return [configs[index * len(configs) // wanted] for index in range(wanted)]
 
 
+def by_code(items: Iterable[Any]) -> list[list[Any]]:
+    """Items with a problem and a config, by machine code: configurations may differ in scalars of the launch alone."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for item in items:
+        key = (item.problem.static_key(), *compiled.compiled_fields(item.config).items())
+        found.setdefault(key, []).append(item)
+    return list(found.values())
+
+
 def compile_all(
     made: Plan, *, num_workers: int, timeout_s: float, on_done: Callable[[Candidate], None] = lambda candidate: None,
     deadline: float | None = None,
 ) -> None:  # fmt: skip
     """Compiles every candidate into the disk cache and notes failures in it. deadline: on the clock of time.monotonic()."""
-    same_code: dict[tuple[Any, ...], list[Candidate]] = {}  # configurations may differ in scalars of the launch alone
-    for candidate in made.candidates.values():
-        key = (candidate.problem.static_key(), *compiled.compiled_fields(candidate.config).items())
-        same_code.setdefault(key, []).append(candidate)
-    groups = list(same_code.values())
+    groups = by_code(made.candidates.values())
     tasks = [(made.kernel, group[0].problem, group[0].config) for group in groups]
     reached = set()
     for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
@@ -196,8 +202,7 @@ def search(
         return None
 
     def first_time(item: tuple[Any, Record]) -> float:
-        assert item[1].time_us is not None
-        return item[1].time_us
+        return item[1].time_us or 0.0
 
     # The default is always timed again with the finalists: a clock that sank during the search must not decide.
     default = made.configs[shape.name][0]
@@ -257,10 +262,8 @@ class GpuRunner:
     def _prepared(self, shape: Shape, config: Any) -> Any:
         import torch
 
-        from gdn.runtime import prepare
-
         device = torch.device("cuda", torch.cuda.current_device())
-        return prepare(shape.problem, device, self._kernel.backend, config=config)
+        return runtime.prepare(shape.problem, device, self._kernel.backend, config=config)
 
     def check(self, shape: Shape, config: Any) -> float:
         with _watched():

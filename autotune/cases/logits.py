@@ -65,10 +65,8 @@ class PagedCase(_LogitsCase):
 
     def _work(self, seed: int) -> Work:
         # Not the rows that the pages were made from, which serve the exact answer alone.
-        names = ("q", "cache", "weights", "context_lens", "block_tables", "max_context_len")
         made, problem = self._inputs(seed), self._problem
-        given = {name: getattr(made, name) for name in names}
-        arguments, out = self._arguments(problem.batch * problem.next_n, problem.max_context_len, **given)
+        arguments, out = self._arguments(problem.batch * problem.next_n, problem.max_context_len, **made.arguments())
         cache = made.cache.flatten(1)  # a view: only the pages may be apart in memory
         params = params_of(PagedMqaLogitsParams, arguments, cache=cache, out=out, scale=1.0, skip_rows_up_to=0)
         return Work("paged_mqa_logits", arguments, params)

@@ -108,19 +108,18 @@ def cache_dir() -> Path:
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
 
 
-@functools.cache
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None
 
 
 @functools.cache
 def versions(backend: str) -> dict[str, str]:
     """Versions of the packages that compile and load a kernel."""
     dsl = _DISTRIBUTIONS.get(backend, backend)
-    found = {name: _version(name) for name in ("apache-tvm-ffi", dsl)}
+    found = {name: installed_version(name) or "unknown" for name in ("apache-tvm-ffi", dsl)}
     if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library distinguishes versions
         library = runtime_library(backend)
         if library is not None:
@@ -154,10 +153,9 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
 
     root = cache_dir()
-    if cache_folder.has_scratch():
-        private = cache_folder.scratch()
-        if cache_folder.distrust(private, private / name) is None and is_whole(private / name):
-            return private / name
+    private = cache_folder.existing_scratch()
+    if private is not None and cache_folder.distrust(private, private / name) is None and is_whole(private / name):
+        return private / name
     reason = cache_folder.distrust(root, root / name)
     if reason is None:
         if is_whole(root / name):
