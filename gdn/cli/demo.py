@@ -34,6 +34,7 @@ def demo(
     from gdn.cli.demo_block import DECODE, PREFILL, Block
     from gdn.cli.demo_measure import measure
     from gdn.runtime import env
+    from gdn.testing.timing import measure_limits
 
     console = Console()
     if model not in MODELS:
@@ -52,8 +53,6 @@ def demo(
 
     limits = None
     if where.type == "cuda":
-        from gdn.testing.timing import measure_limits
-
         limits = measure_limits()
         console.print(
             f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, bf16 {limits.bf16_tflops:.0f}, "
@@ -93,8 +92,7 @@ def _plan(
     """Lines that say what will run: the model's shapes, the batch, and the operators of each phase."""
     heads = f"{shape.num_k_heads} q and k heads of {shape.head_k_dim}, {shape.num_v_heads} v heads of {shape.head_v_dim}"
     rotated = f"{shape.index_num_heads} heads of {shape.index_head_dim}, {shape.index_rotary_dim} of them rotated"
-    tokens = ", ".join(map(str, lengths))
-    kind = "FP8" if fp8 else "bf16"
+    tokens, kind = ", ".join(map(str, lengths)), "FP8" if fp8 else "bf16"
     return [
         f"{shape.name}, one of {tp} tensor-parallel rank{'s' if tp > 1 else ''}, random weights; hidden size {shape.hidden_size}",
         f"  GDN layer: {heads}, convolution of width {shape.conv_width} over {shape.conv_dim} channels, float32 states",

@@ -24,15 +24,12 @@ class Part:
         text = str(self.choice)
         lines = [text if self.phase is None else text.replace(":", f" ({self.phase}):", 1)]
         lines += [f"  note: {note}" for note in self.notes]
-        if self.problem is not None:
-            lines.append(f"  problem: {self.problem}")
-        return "\n".join(lines)
+        return "\n".join(lines if self.problem is None else [*lines, f"  problem: {self.problem}"])
 
     def as_data(self) -> dict[str, Any]:
         """For JSON, under the names of `gdn.explain`'s result."""
-        problem = None
-        if self.problem is not None:
-            problem = {"op": self.problem.op, **self.problem.static_fields(), **self.problem.sizes()}
+        one = self.problem
+        problem = None if one is None else {"op": one.op, **one.static_fields(), **one.sizes()}
         return {
             "op": self.choice.op, "phase": self.phase, "backend": self.choice.backend, "config": self.choice.config,
             "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,

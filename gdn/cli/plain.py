@@ -20,14 +20,11 @@ _MENDABLE = (ValueError, OSError, ImportError, select.MissingTunedEntry, compile
 class PlainErrors(TyperGroup):
     """Commands whose errors are one line on stderr and exit status 2; other exceptions are faults, with a traceback."""
 
-    def main(
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
-        standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any,
-    ) -> Any:  # fmt: skip
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Runs a command and ends the process; without arguments, it prints the help."""
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
-            status = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+            status = super().main(given, prog_name, standalone_mode=False, **extra)
         except typer.Abort:
             sys.exit(130)
         except Exception as error:
