@@ -239,10 +239,7 @@ def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]
         if place.exists():  # a broken entry: folders are only moved to free names
             broken = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
             os.replace(place, broken)
-            if broken.is_dir():
-                shutil.rmtree(broken, ignore_errors=True)
-            else:
-                broken.unlink(missing_ok=True)
+            shutil.rmtree(broken, ignore_errors=True) if broken.is_dir() else broken.unlink(missing_ok=True)
         os.replace(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -264,13 +261,12 @@ def libraries_of(place: Path) -> dict[str, Path]:
 
 def is_whole(place: Path) -> bool:
     try:
-        libraries_of(place)
+        return bool(libraries_of(place))
     except FileNotFoundError:
         return False
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         log.once(f"broken cache entry, compiled again: {error}")
         return False
-    return True
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -171,10 +171,7 @@ def distance(a: Mapping[str, int], b: Mapping[str, int]) -> float:
 
 def build_config(config_type: type, values: Mapping[str, int | bool]) -> Any | None:
     """Config of an entry, or None where its fields are not the kernel's."""
-    expected = {f.name for f in dataclasses.fields(config_type)}
-    if expected != set(values):
-        return None
-    return config_type(**values)
+    return config_type(**values) if {f.name for f in dataclasses.fields(config_type)} == set(values) else None
 
 
 @dataclasses.dataclass(frozen=True)
