@@ -82,8 +82,7 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
 def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
     """Maps a library to its ways, each on `copies` sets of inputs."""
     arguments = cases.tunable(shape.op).peer_arguments
-    if arguments is None:
-        return lambda library: []
+    assert arguments is not None
     sets = [arguments(shape, device, 1 + copy) for copy in range(copies)]
     # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
     shared = {name: value.int() for name, value in sets[0].items() if name == "cu_seqlens"}
@@ -118,12 +117,11 @@ class Bench:
                 row = measure(shape, self._limits, self._spec, one)
             except Exception as failed:  # a broken kernel must not hide the others
                 failures.append((one or "auto", f"{type(failed).__name__}: {failed}"))
-            else:
-                if row is not None:
-                    self._rows.append(row)
-                else:
-                    failures.append((one or "auto", "no kernel serves it"))
-            torch.cuda.empty_cache()
+                continue
+            finally:
+                torch.cuda.empty_cache()
+            self._rows += [] if row is None else [row]
+            failures += [(one or "auto", "no kernel serves it")] if row is None else []
         timed, refused = measure_peers(shape, self._libraries, self._spec)
         self._peers += timed
         failures += [("peer", why) for why in refused]

@@ -63,14 +63,10 @@ def _chunk_calls(random: Random) -> Iterator[Shape]:
     yield _chunk([3000], **_heads(4, 4, num_q_heads=32))
     yield _chunk([1024] * 8, dtype="float16", state_dtype="bfloat16", index_dtype="int64")
     while True:
-        yield _chunk(_lengths(random, most=16384), **_chunk_fields(random))
-
-
-def _chunk_fields(random: Random) -> dict[str, Any]:
-    fields = _delta_rule_fields(random)
-    fields["has_mask"] = fields["has_initial_state"] and random.random() < 0.6
-    fields["has_checkpoints"] = fields["index_dtype"] is not None and random.random() < 0.15
-    return fields
+        lengths, fields = _lengths(random, most=16384), _delta_rule_fields(random)
+        fields["has_mask"] = fields["has_initial_state"] and random.random() < 0.6
+        fields["has_checkpoints"] = fields["index_dtype"] is not None and random.random() < 0.15
+        yield _chunk(lengths, **fields)
 
 
 def _delta_rule_fields(random: Random) -> dict[str, Any]:
@@ -100,8 +96,7 @@ def _lengths(random: Random, most: int) -> list[int]:
     if random.random() < 0.3:
         return random.choice([[1000], [4096], [8000], [16000], [1024] * 8, [4096] * 4])
     count = random.choice([1, 1, 1, 2, 4, 8, 16, 64])
-    total = max(count, round(2 ** random.uniform(7, 14)))
-    total = min(total, most)
+    total = min(max(count, round(2 ** random.uniform(7, 14))), most)
     if random.random() < 0.5:
         return [total // count] * count
     cuts = sorted(random.sample(range(1, total), count - 1)) if total > count else list(range(1, count))
@@ -114,9 +109,8 @@ def _chunk(lengths: list[int], **changes: Any) -> Shape:
 
 
 def _delta_rule_name(problem: ChunkProblem | RecurrentProblem, ragged: bool) -> str:
-    heads = f"{problem.num_k_heads}/{problem.num_v_heads}"
-    if problem.num_q_heads != problem.num_k_heads:
-        heads = f"{problem.num_q_heads}/{problem.num_k_heads} GQA"
+    grouped = problem.num_q_heads != problem.num_k_heads
+    heads = f"{problem.num_q_heads}/{problem.num_k_heads} GQA" if grouped else f"{problem.num_k_heads}/{problem.num_v_heads}"
     state = f"{_short(problem.state_dtype)} {'V' if problem.state_v_first else 'K'}-first"
     tokens = f"{problem.num_tokens} in {problem.num_sequences}{' ragged' if ragged else ''}"
     return f"{heads} x {problem.head_k_dim} {_short(problem.dtype)}, {state}, {tokens}, {_flags(problem)}"
@@ -244,8 +238,6 @@ def _paged(batch: int, context: int, **changes: Any) -> Shape:
 
 
 _STREAMS: dict[str, Callable[[Random], Iterator[Shape]]] = {
-    "chunk": _chunk_calls,
-    "recurrent": _recurrent_calls,
-    "mqa_logits": _mqa_logits_calls,
+    "chunk": _chunk_calls, "recurrent": _recurrent_calls, "mqa_logits": _mqa_logits_calls,
     "paged_mqa_logits": _paged_mqa_logits_calls,
-}
+}  # fmt: skip

@@ -13,6 +13,7 @@ from gdn import runtime
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import Choice, compiled, registry
+from gdn.testing import timing
 
 WITHIN = 1.05  # times the fastest kernel's time: counts as equal
 WITHIN_US = 0.5  # or this much more: a call does not show it
@@ -134,8 +135,6 @@ class GpuTimer:
         self._spec = spec
 
     def __call__(self, shape: Shape, configs: dict[str, Any]) -> dict[str, float]:
-        from gdn.testing import timing
-
         device = torch.device("cuda", torch.cuda.current_device())
         case = cases.make(shape, device, self._spec)
         kernels = [runtime.prepare(shape.problem, device, backend, config=config) for backend, config in configs.items()]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,10 +16,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from autotune import accuracy as error_figures
+from autotune import bench as benchmark
+from autotune import choice as choices
+from autotune import peers, plot, report, tables, tuning
+from autotune import selection as agreement
 from autotune import shapes as shape_list
+from autotune.calls import calls as drawn_calls
+from autotune.journal import Journal
 from gdn.cli.plain import PlainErrors, print_json
 from gdn.device import H100, DeviceSpec
-from gdn.runtime import registry
+from gdn.runtime import compiled, devices, env, registry, tuned
 
 _JOURNALS = Path(".gdn-results") / "autotune"
 _COLUMNS = 160
@@ -42,9 +50,6 @@ _ALL_BUT_ONE = max(1, (os.cpu_count() or 2) - 1)  # processes
 
 def _spec() -> DeviceSpec:
     """Limits of this machine's Hopper GPU; ValueError where there is none."""
-    import torch
-
-    from gdn.runtime import devices
 
     if not torch.cuda.is_available():
         raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
@@ -55,8 +60,6 @@ def _spec() -> DeviceSpec:
 
 
 def _libraries(names: list[str] | None) -> list[str]:
-    from autotune import peers
-
     found = names or []
     if unknown := sorted(set(found) - set(peers.libraries())):
         raise ValueError(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
@@ -115,9 +118,6 @@ def tune(
 
     An entry is stale once its kernel's source has changed; comments and formatting do not count.
     """
-    from autotune import tables, tuning
-    from gdn.runtime import tuned
-
     console.stderr = as_json  # progress and remarks leave stdout to JSON
     if search and not stale:
         raise ValueError("search: expected with --stale (without it, every shape is searched anyway)")
@@ -154,8 +154,6 @@ def tune(
 
 def _kernels(op: str | None, backend: str | None) -> list[Any]:
     """The kernels of an operator, or of all; of one backend where it is named."""
-    from autotune import tuning
-
     if op is not None:
         return list(tuning.kernels(op, backend))
     having = [one.name for one in registry.with_kernels() if backend in (None, *one.modules)]
@@ -166,23 +164,21 @@ def _kernels(op: str | None, backend: str | None) -> list[Any]:
 
 def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> bool:
     """Restamps the entries of a kernel's tables; returns whether all are current afterwards."""
-    from autotune import tables
-    from gdn.runtime import tuned
-
     current = True
     for path in tables.paths(folder, kernel):
-        found = tables.restamp(path, kernel, num_workers=num_workers, timeout_s=timeout_s)
+        found, name = (
+            tables.restamp(path, kernel, num_workers=num_workers, timeout_s=timeout_s),
+            f"{path.parent.name}/{path.name}",
+        )
         for why in found.left:
-            console.print(f"{path.parent.name}/{path.name}: stale: {why}", markup=False)
+            console.print(f"{name}: stale: {why}", markup=False)
         count = tuned.read(path).num_entries()
-        console.print(f"{path.parent.name}/{path.name}: {found.stamped} of {count} entries restamped, {len(found.left)} stale")
+        console.print(f"{name}: {found.stamped} of {count} entries restamped, {len(found.left)} stale")
         current = current and not found.left
     return current
 
 
 def _prune(kernels: list[Any], folder: Path) -> None:
-    from autotune import tables
-
     for kernel in kernels:
         for path in tables.paths(folder, kernel):
             count = tables.prune(path, kernel)
@@ -195,9 +191,6 @@ def _tune(
     num_workers: int, timeout_s: float, compile_only: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Runs the plan of one kernel. complete: every shape has a winner (compile_only: every candidate compiled)."""
-    from autotune import tables, tuning
-    from autotune.journal import Journal
-
     kernel = made.kernel
     start, name = time.monotonic(), f"{kernel.op}.{kernel.backend}"
     for shape, why in made.refusals.items():
@@ -232,8 +225,6 @@ def _tune(
 
 def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal: Any, deadline: float) -> list[Any]:
     """Winners of the shapes that the kernel serves; after a lost device, those found before."""
-    from autotune import tuning
-
     winners: list[tuning.Winner] = []
     for shape in chosen:
         if shape.name not in made.configs:
@@ -262,9 +253,6 @@ def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal:
 
 
 def _versions(backend: str) -> dict[str, str]:
-    import torch
-
-    from gdn.runtime import compiled
 
     found = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), **compiled.versions(backend)}
     return found | {"device": torch.cuda.get_device_name()}
@@ -288,18 +276,14 @@ def choice(
     Each kernel runs with the tiles that the runtime would give it. Exit code 1 where the chosen one takes more than 1.05 times
     the fastest one's time and over 0.5 us more, or where one did not run.
     """
-    from autotune import calls as drawing
-    from autotune import choice as choosing
-    from autotune import tables
-
     start = time.monotonic()
     if compile_only and device not in tables.DEVICES:
         raise ValueError(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
     spec = tables.DEVICES[device] if compile_only else _spec()
-    questions = [choosing.ask(shape, spec) for shape in drawing.calls(calls, seed)]
+    questions = [choices.ask(shape, spec) for shape in drawn_calls(calls, seed)]
     with _progress() as progress:
         task = progress.add_task("compiling", total=sum(len(question.configs) for question in questions))
-        compiled = choosing.compile_all(
+        compiled = choices.compile_all(
             questions, num_workers=workers, timeout_s=timeout_s, deadline=start + budget_s * (1 if compile_only else 0.5),
             on_done=lambda: progress.advance(task),
         )  # fmt: skip
@@ -310,14 +294,14 @@ def choice(
         console.print(f"the kernels of {len(compiled) - len(broken)} of {len(questions)} calls are compiled")
         raise typer.Exit(1 if len(compiled) - len(broken) < len(questions) else 0)
     verdicts: list[Any] = []
-    timer = choosing.GpuTimer(spec)
+    timer = choices.GpuTimer(spec)
     with _progress() as progress:
         task = progress.add_task("timing", total=len(questions))
         try:
             for question in (question for question in questions if question.name in compiled):
                 if time.monotonic() > start + budget_s:
                     break
-                verdicts.append(choosing.judge(question, timer, compiled[question.name]))
+                verdicts.append(choices.judge(question, timer, compiled[question.name]))
                 progress.advance(task)
                 told = [verdict.as_dict() for verdict in verdicts]
                 _keep(json_file, {"device": spec.key, "seed": seed, "calls": told})
@@ -378,15 +362,13 @@ def bench(
     chosen = [shape for name in operators for shape in every_shape(name, shapes)]
     libraries = _libraries(with_peers)
     spec = _spec()
-    from autotune import bench as measuring
-    from autotune import report
 
     if op is not None and backend is not None:
-        measuring.backends(op, backend, every)
+        benchmark.backends(op, backend, every)
     interrupted = False
     with _progress() as progress:
         task = progress.add_task("measuring the device's limits", total=len(chosen))
-        run = measuring.Bench(spec, backend, every, libraries)
+        run = benchmark.Bench(spec, backend, every, libraries)
         try:
             for shape in chosen:
                 progress.update(task, description=f"{shape.op} {shape.name}")
@@ -402,9 +384,6 @@ def bench(
     if interrupted:
         raise typer.Exit(130)
     if write:
-        from autotune import plot
-        from gdn.runtime import tuned
-
         measured = (out or tuned.SHIPPED) / spec.key / "MEASURED.md"
         measured.parent.mkdir(parents=True, exist_ok=True)
         report.write_into(measured, report.markdown(found))
@@ -415,8 +394,6 @@ def bench(
 
 def _bench_table(found: dict[str, Any]) -> Table:
     """One section per operator; rates, configurations and every way of calling a peer are in the JSON."""
-    from autotune import report
-
     peers = ("peer",) if found["peers"] else ()
     headings = ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers)
     table = _table("shape", *headings, left=("backend", "tiles"))
@@ -445,13 +422,12 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
     if backend not in (None, *(known := registry.operator("chunk").modules)):
         raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}")
     _spec()
-    from autotune import accuracy as measuring
 
     failures: list[str] = []
-    found: list[measuring.Error] = []
+    found: list[error_figures.Error] = []
     interrupted = False
     try:
-        for one in measuring.measure(backend, libraries, failures.append):
+        for one in error_figures.measure(backend, libraries, failures.append):
             found.append(one)
     except KeyboardInterrupt:
         interrupted = True
@@ -461,14 +437,14 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
         table.add_row(case, *(errors.get(name, "-") for name in names))
     console.print(table)
-    ratios = measuring.ratios(found)
-    beyond = [one for one in ratios if one.ratio > measuring.LIMIT]
+    ratios = error_figures.ratios(found)
+    beyond = [one for one in ratios if one.ratio > error_figures.LIMIT]
     for ratio in beyond or ratios[:1]:
         console.print(f"{'beyond the limit' if beyond else 'largest'}: {ratio}", markup=False)
     for why in failures:
         console.print(why, markup=False)
     if as_json:
-        figures = {"errors": found, "ratios": ratios, "limit": measuring.LIMIT, "failures": failures}
+        figures = {"errors": found, "ratios": ratios, "limit": error_figures.LIMIT, "failures": failures}
         print_json(figures | {"complete": not interrupted})
     if interrupted:
         raise typer.Exit(130)
@@ -487,24 +463,21 @@ def selection(
 
     Without a GPU the reference is measured, which takes long at long contexts; --rows makes it shorter.
     """
-    import torch
-
-    from autotune import selection as measuring
 
     console.stderr = as_json  # progress and remarks leave stdout to JSON
-    agreements: list[measuring.Agreement] = []
+    agreements: list[agreement.Agreement] = []
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    demanded = measuring.DEMANDED
-    headings = [measuring.BF16, measuring.BF16_OUT, measuring.FP8, measuring.FP8_EXACT]
+    demanded = agreement.DEMANDED
+    headings = [agreement.BF16, agreement.BF16_OUT, agreement.FP8, agreement.FP8_EXACT]
     table = _table("keys", *headings)
     table.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
     table.add_section()
     failed = False
     with _progress() as progress:
-        lengths = keys or list(measuring.KEYS)
+        lengths = keys or list(agreement.KEYS)
         task = progress.add_task("selecting", total=len(lengths))
         for length in lengths:
-            found = measuring.measure(length, rows, topk, device, backend)
+            found = agreement.measure(length, rows, topk, device, backend)
             cells = [(found.shares[kind], found.shares[kind] < demanded.get(kind, 0.0)) for kind in headings]
             table.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
             failed = failed or not found.passed
@@ -524,8 +497,6 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the tuned tables."""
-    from gdn.runtime import env, tuned
-
     console.stderr = as_json  # progress and remarks leave stdout to JSON
     op = registry.operator(op).name if op is not None else None
     if folder is not None and not folder.is_dir():

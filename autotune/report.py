@@ -17,11 +17,10 @@ def markdown(found: Mapping[str, Any]) -> dict[str, str]:
     tables = {}
     for op, rows in by_operator(found).items():
         lines = [
-            f"**{op}**: {heading}",
-            "",
+            f"**{op}**: {heading}", "",
             "| shape | kernel | us | in bursts | floor, us | share of floor | error | peers, us |",
             "|---|---|---|---|---|---|---|---|",
-        ]
+        ]  # fmt: skip
         for row in rows:
             cells = [
                 row["shape"], _KERNEL[row["backend"]], *(_time(row[field]) for field in ("time_us", "burst_us", "floor_us")),
@@ -54,12 +53,8 @@ def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> t
 
 
 def _peers(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    told = []
-    for norm, remark in ((True, ""), (False, " without the norm")):
-        best = best_peer(found, row, norm)
-        if best is not None:
-            told.append(f"{best[0]} {_time(best[1])}{remark}")
-    return ", ".join(told)
+    both = ((best_peer(found, row, norm), remark) for norm, remark in ((True, ""), (False, " without the norm")))
+    return ", ".join(f"{best[0]} {_time(best[1])}{remark}" for best, remark in both if best is not None)
 
 
 def _time(value: float) -> str:

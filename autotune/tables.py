@@ -141,10 +141,8 @@ def restamp(path: Path, kernel: Kernel, *, num_workers: int, timeout_s: float) -
 
 
 def _is_legal(kernel: Kernel, row: Row, device: str) -> bool:
-    spec = DEVICES.get(device, H100)
-    if row.config is None or kernel.module.refusal(row.problem) is not None:
-        return False
-    return bool(kernel.module.fits(row.problem, row.config, spec))
+    served = row.config is not None and kernel.module.refusal(row.problem) is None
+    return served and bool(kernel.module.fits(row.problem, row.config, DEVICES.get(device, H100)))
 
 
 def _label(row: Row) -> str:
@@ -176,16 +174,13 @@ def pruned(kernel: Kernel, table: tuned.Table, spec: DeviceSpec) -> tuple[tuned.
     repeats = [row for row in rows(kernel, table) if row.config == kernel.module.default_config(row.problem, spec)]
     while True:
         dropped = [id(row.entry) for row in repeats]
-        groups = [
-            tuned.Group(static=group.static, entries=[entry for entry in group.entries if id(entry) not in dropped])
-            for group in table.groups
-        ]
+        kept = ((group.static, [entry for entry in group.entries if id(entry) not in dropped]) for group in table.groups)
+        groups = [tuned.Group(static=static, entries=entries) for static, entries in kept]
         needed = [row for row in repeats if _serves(kernel, groups, row.problem, spec) not in (None, row.config)]
         if not needed:
             break
         repeats = [row for row in repeats if row not in needed]
-    kept = [group for group in groups if group.entries]
-    return tuned.Table(header=table.header, groups=kept), len(repeats)
+    return tuned.Table(header=table.header, groups=[group for group in groups if group.entries]), len(repeats)
 
 
 def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: DeviceSpec) -> Any:

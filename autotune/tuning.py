@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from autotune import workers
+import torch
+
+from autotune import cases, workers
 from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
 from gdn import runtime
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import KernelCandidate, compiled, registry, source
-from gdn.testing import machine_code
+from gdn.testing import machine_code, timing
 
 HANG_S = 300  # limit of a candidate's check or timing, which includes the exact answer of its shape
 FINALISTS = 4
@@ -247,23 +249,17 @@ class GpuRunner:
 
     def __init__(self, kernel: Kernel, spec: DeviceSpec) -> None:
         self._kernel, self._spec = kernel, spec
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._last: tuple[str, Any] | None = None
 
     def _case(self, shape: Shape) -> Any:
-        import torch
-
-        from autotune import cases
-
         if self._last is None or self._last[0] != shape.name:
             self._last = None  # frees the inputs before the next are made
-            self._last = (shape.name, cases.make(shape, torch.device("cuda", torch.cuda.current_device()), self._spec))
+            self._last = (shape.name, cases.make(shape, self._device, self._spec))
         return self._last[1]
 
     def _prepared(self, shape: Shape, config: Any) -> Any:
-        import torch
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        return runtime.prepare(shape.problem, device, self._kernel.backend, config=config)
+        return runtime.prepare(shape.problem, self._device, self._kernel.backend, config=config)
 
     def check(self, shape: Shape, config: Any) -> float:
         with _watched():
@@ -271,15 +267,11 @@ class GpuRunner:
         return error
 
     def time_us(self, shape: Shape, config: Any) -> float:
-        from gdn.testing import timing
-
         with _watched():
             timed = timing.Timed(self._case(shape).launches(self._prepared(shape, config)))
             return statistics.median(timed.sample_us() for _ in range(7))
 
     def interleaved_us(self, shape: Shape, configs: Sequence[Any]) -> list[float]:
-        from gdn.testing import timing
-
         case = self._case(shape)
         return timing.interleaved_us([case.launches(self._prepared(shape, config)) for config in configs])
 
@@ -292,8 +284,6 @@ def _give_up() -> None:
 @contextmanager
 def _watched() -> Iterator[None]:
     """Raises DeviceLost where a candidate's failure broke the CUDA context; ends the process where a candidate hangs."""
-    import torch
-
     watchdog = threading.Timer(HANG_S, _give_up)
     watchdog.daemon = True
     watchdog.start()

@@ -57,13 +57,8 @@ class _Worker:
         self.process: SpawnProcess = context.Process(target=_serve, args=(function, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self.ready = False
+        self.ready, self.started = False, 0.0
         self.task: int | None = None
-        self.started = 0.0
-
-    def give(self, index: int, arguments: tuple[Any, ...]) -> None:
-        self.task, self.started = index, time.monotonic()
-        self.connection.send(arguments)
 
     def deadline(self, timeout_s: float) -> float:
         return self.started + (timeout_s if self.ready else START_S)
@@ -94,8 +89,8 @@ def run(
                 pool.append(_Worker(function))
             for worker in pool:
                 if worker.task is None and waiting:
-                    index = waiting.popleft()
-                    worker.give(index, tasks[index])
+                    worker.task, worker.started = waiting.popleft(), time.monotonic()
+                    worker.connection.send(tasks[worker.task])
             busy = [worker for worker in pool if worker.task is not None]
             rest_s = min(worker.deadline(timeout_s) for worker in busy) - time.monotonic()
             if stopped is not None:

@@ -22,7 +22,6 @@ Call = Callable[[], Outputs]
 class Peer:
     """One way to call a library."""
 
-    library: str
     variant: str  # setting of the library's own switches, "" = none
     norm: bool  # the L2 norm of q and k inside the call
     call: Call

@@ -41,8 +41,9 @@ class Call:
     limit: float = 1e-2  # largest accepted error
     result: Any = field(default=None, repr=False)
 
-    def run(self) -> None:
+    def run(self) -> Any:
         self.result = getattr(gdn, self.operator)(**self.arguments)
+        return self.result
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

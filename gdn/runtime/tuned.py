@@ -148,8 +148,8 @@ def _by_tune_key(path: Path, names: tuple[str, ...]) -> Mapping[str, list[Group]
     for group in _groups(path):
         if missing := [name for name in names if name not in group.static]:
             log.once(f"{path}: entries skipped: their problem has no {', '.join(missing)}")
-            continue
-        found.setdefault(static_text({name: group.static[name] for name in names}), []).append(group)
+        else:
+            found.setdefault(static_text({name: group.static[name] for name in names}), []).append(group)
     return found
 
 
