@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.peers.base import Peer, keys_first, operands
+from autotune.peers import Peer, keys_first, operands
 from gdn.problems import ChunkProblem
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autotune.peers.base import Call, Outputs, Peer, operands
+from autotune.peers import Call, Outputs, Peer, operands
 from gdn.problems import ChunkProblem, RecurrentProblem
 
 
