@@ -92,10 +92,10 @@ def compile_all(
     """
     left = {question.name: len(question.configs) for question in questions}
     failures: dict[str, str] = {}
-    asked = [(question, backend) for question in questions for backend in question.configs]
     for group in registry.KERNEL_BACKENDS[::-1]:  # a worker process holds one DSL; those of CuTe compile faster
-        mine = [question for question, backend in asked if backend == group]
-        tasks = [(_kernel(question, group), question.shape.problem, question.configs[group]) for question in mine]
+        mine = [question for question in questions if group in question.configs]
+        kernels = (tuning.kernels(question.shape.op, group)[0] for question in mine)
+        tasks = [(kernel, one.shape.problem, one.configs[group]) for kernel, one in zip(kernels, mine, strict=True)]
         for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
             on_done()
             name = mine[outcome.index].name
@@ -105,10 +105,6 @@ def compile_all(
             if deadline is not None and time.monotonic() > deadline:
                 break
     return {name: failures.get(name) for name, count in left.items() if not count or name in failures}
-
-
-def _kernel(question: Question, backend: str) -> tuning.Kernel:
-    return tuning.Kernel(question.shape.op, backend, registry.operator(question.shape.op).modules[backend])
 
 
 def judge(question: Question, timer: Timer, failure: str | None = None) -> Verdict:
@@ -128,15 +124,9 @@ def judge(question: Question, timer: Timer, failure: str | None = None) -> Verdi
     return verdict
 
 
-class GpuTimer:
+def gpu_times_us(spec: DeviceSpec, shape: Shape, configs: dict[str, Any]) -> dict[str, float]:
     """Times kernels on the current CUDA device, interleaved."""
-
-    def __init__(self, spec: DeviceSpec) -> None:
-        self._spec = spec
-
-    def __call__(self, shape: Shape, configs: dict[str, Any]) -> dict[str, float]:
-        device = torch.device("cuda", torch.cuda.current_device())
-        case = cases.make(shape, device, self._spec)
-        kernels = [runtime.prepare(shape.problem, device, backend, config=config) for backend, config in configs.items()]
-        times = timing.interleaved_us([case.launches(prepared) for prepared in kernels])
-        return dict(zip(configs, times, strict=True))
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = cases.make(shape, device, spec)
+    kernels = [runtime.prepare(shape.problem, device, backend, config=config) for backend, config in configs.items()]
+    return dict(zip(configs, timing.interleaved_us([case.launches(prepared) for prepared in kernels]), strict=True))

@@ -294,7 +294,7 @@ def choice(
         console.print(f"the kernels of {len(compiled) - len(broken)} of {len(questions)} calls are compiled")
         raise typer.Exit(1 if len(compiled) - len(broken) < len(questions) else 0)
     verdicts: list[Any] = []
-    timer = choices.GpuTimer(spec)
+    timer = partial(choices.gpu_times_us, spec)
     with _progress() as progress:
         task = progress.add_task("timing", total=len(questions))
         try:

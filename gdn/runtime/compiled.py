@@ -47,7 +47,6 @@ _DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
 class KernelModule(Protocol):
     """The part of a kernel module that is used here."""
 
-    __name__: str
     __file__: str
 
     def compile(self, problem: Any, config: Any) -> dict[str, bytes]: ...
@@ -88,16 +87,15 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
     """Returns the compiled kernel: from memory, from disk, or compiled now."""
     key = (op, backend, problem.static_key(), config)
     found = _loaded.get(key)
-    if found is None:
-        with _lock:
-            found = _loaded.get(key)
-            if found is None:
-                code = (*key[:3], type(config), *compiled_fields(config).items())
-                functions = _functions.get(code)
-                if functions is None:
-                    functions = _functions[code] = load(backend, ensure(op, backend, module, problem, config))
-                found = _loaded[key] = Compiled(functions, problem, config)
-    return found
+    if found is not None:
+        return found
+    with _lock:
+        if key not in _loaded:
+            code = (*key[:3], type(config), *compiled_fields(config).items())
+            if code not in _functions:
+                _functions[code] = load(backend, ensure(op, backend, module, problem, config))
+            _loaded[key] = Compiled(_functions[code], problem, config)
+        return _loaded[key]
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------
@@ -274,10 +272,9 @@ def is_whole(place: Path) -> bool:
 
 def runtime_library(backend: str) -> Path | None:
     """Shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
-    if backend == "tilelang":
-        # Not libtvm_runtime.so, on which it depends: the function that creates tensor maps for bulk copies is in this one.
-        candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
-    else:
+    # TileLang: not libtvm_runtime.so, on which it depends: the function that creates tensor maps for bulk copies is in this one.
+    candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
+    if backend != "tilelang":
         roots = _package_folders("nvidia_cutlass_dsl")
         # With the DSL only on PYTHONPATH, its inner folder may be all that is visible: <root>/dsl_packages/cutlass.
         roots += [folder.parent.parent for folder in _package_folders("cutlass")]
