@@ -166,10 +166,8 @@ def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> b
     """Restamps the entries of a kernel's tables; returns whether all are current afterwards."""
     current = True
     for path in tables.paths(folder, kernel):
-        found, name = (
-            tables.restamp(path, kernel, num_workers=num_workers, timeout_s=timeout_s),
-            f"{path.parent.name}/{path.name}",
-        )
+        found = tables.restamp(path, kernel, num_workers=num_workers, timeout_s=timeout_s)
+        name = f"{path.parent.name}/{path.name}"
         for why in found.left:
             console.print(f"{name}: stale: {why}", markup=False)
         count = tuned.read(path).num_entries()
@@ -253,7 +251,6 @@ def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal:
 
 
 def _versions(backend: str) -> dict[str, str]:
-
     found = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), **compiled.versions(backend)}
     return found | {"device": torch.cuda.get_device_name()}
 
@@ -470,6 +467,7 @@ def selection(
     demanded = agreement.DEMANDED
     headings = [agreement.BF16, agreement.BF16_OUT, agreement.FP8, agreement.FP8_EXACT]
     table = _table("keys", *headings)
+    table.columns[0].justify = "right"
     table.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
     table.add_section()
     failed = False

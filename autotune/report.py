@@ -94,9 +94,8 @@ class Shown:
 def read(path: Path) -> dict[str, list[Shown]]:
     """The rows of every table in a file, by operator."""
     found: dict[str, list[Shown]] = {}
-    for op, table in re.findall(
-        r"<!-- measured (\w+) -->\n(.*?)<!-- /measured \1 -->", path.read_text(encoding="utf-8"), re.DOTALL
-    ):
+    marked = re.compile(r"<!-- measured (\w+) -->\n(.*?)<!-- /measured \1 -->", re.DOTALL)
+    for op, table in marked.findall(path.read_text(encoding="utf-8")):
         for line in table.splitlines():
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             if len(cells) != 8 or cells[0] in ("shape", "---"):

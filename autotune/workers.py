@@ -120,7 +120,9 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
             message = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join()
-            return Outcome(index, None, f"worker process died ({_cause(worker.process.exitcode)})", seconds)
+            code = worker.process.exitcode
+            cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            return Outcome(index, None, f"worker process died ({cause})", seconds)
         if not worker.ready:
             worker.ready, worker.started = True, time.monotonic()
             return None
@@ -131,9 +133,3 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
         limit = f"took longer than {timeout_s:g} s" if worker.ready else f"its process did not start within {START_S:g} s"
         return Outcome(index, None, limit, seconds)
     return None
-
-
-def _cause(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return signal.Signals(-exit_code).name
-    return f"exit code {exit_code}"

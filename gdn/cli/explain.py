@@ -52,9 +52,8 @@ def explain_command(
 
 
 def _spec(device: str) -> DeviceSpec | None:
-    if device == "auto":
-        return devices.spec(torch.device("cuda")) if torch.cuda.is_available() else None
-    return _SPECS.get(device)
+    here = device == "auto" and torch.cuda.is_available()
+    return devices.spec(torch.device("cuda")) if here else _SPECS.get(device)
 
 
 @dataclass(frozen=True)
