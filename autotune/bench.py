@@ -3,7 +3,7 @@ answer and, if asked, other libraries' times.
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,23 +64,30 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
 
 def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
     """Times of every way of every library, on inputs that rotate like ours, and the failures."""
-    arguments = cases.tunable(shape.op).peer_arguments
-    if arguments is None:
+    if cases.tunable(shape.op).peer_arguments is None:
         return [], []
     device = torch.device("cuda", torch.cuda.current_device())
-    copies = timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes)
-    sets = [arguments(shape, device, 1 + copy) for copy in range(copies)]
-    # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
-    shared = {name: value.int() for name, value in sets[0].items() if name == "cu_seqlens"}
+    ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes), device)
     rows, failures = [], []
     for library in libraries:
         try:
-            for same in zip(*(peers.ways(library, shape.problem, one | shared) for one in sets), strict=True):
+            for same in ways_of(library):
                 way = same[0]
                 rows.append(peers.PeerRow(shape.op, shape.name, library, way.variant, way.norm, peers.time_us(same)))
         except Exception as failed:  # a library that is not there, or refuses the shape
             failures.append(f"{library}: {type(failed).__name__}: {failed}")
     return rows, failures
+
+
+def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
+    """Maps a library to its ways, each on `copies` sets of inputs."""
+    arguments = cases.tunable(shape.op).peer_arguments
+    assert arguments is not None
+    sets = [arguments(shape, device, 1 + copy) for copy in range(copies)]
+    # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
+    shared = {name: value.int() for name, value in sets[0].items() if name == "cu_seqlens"}
+    sets = [one | shared for one in sets]
+    return lambda library: list(zip(*(peers.ways(library, shape.problem, one) for one in sets), strict=True))
 
 
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:

@@ -249,8 +249,11 @@ class GpuRunner:
 
     def __init__(self, kernel: Kernel, spec: DeviceSpec) -> None:
         self._kernel, self._spec = kernel, spec
-        self._device = torch.device("cuda", torch.cuda.current_device())
         self._last: tuple[str, Any] | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
 
     def _case(self, shape: Shape) -> Any:
         if self._last is None or self._last[0] != shape.name:
