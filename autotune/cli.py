@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,7 +23,7 @@ from autotune import selection as agreement
 from autotune import shapes as shape_list
 from autotune.calls import calls as drawn_calls
 from autotune.journal import Journal
-from gdn.cli.plain import PlainErrors, print_json
+from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import H100, DeviceSpec
 from gdn.runtime import compiled, devices, env, registry, tuned
 
@@ -69,20 +68,6 @@ def _libraries(names: list[str] | None) -> list[str]:
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _table(first: str, *headings: str, left: tuple[str, ...] = (), caption: str | None = None) -> Table:
-    """A table of one line a row: the first column may fold, the others are numbers, but for those named in `left`."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
-    table.add_column(first, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, no_wrap=True, justify="left" if heading in left else "right")
-    return table
-
-
-def _section(table: Table, title: str) -> None:
-    table.add_section()
-    table.add_row(f"[bold]{title}[/]")
 
 
 def _keep(json_file: Path | None, found: dict[str, Any]) -> None:
@@ -312,20 +297,20 @@ def choice(
 
 def _choice_table(verdicts: list[Any]) -> Table:
     times = [f"{backend}, us" for backend in registry.KERNEL_BACKENDS]
-    table = _table("call", "chosen", "by", "tiles", *times, "of fastest", "", left=("chosen", "by", "tiles", ""))
+    made = table("call", "chosen", "by", "tiles", *times, "of fastest", "", left=("chosen", "by", "tiles", ""))
     for op in dict.fromkeys(verdict.question.shape.op for verdict in verdicts):
-        _section(table, op)
+        section(made, op)
         for verdict in (verdict for verdict in verdicts if verdict.question.shape.op == op):
             chosen = verdict.question.chosen
             name, cells = f"  {verdict.question.shape.name}", [chosen.backend, chosen.decided_by, chosen.config_source]
             if verdict.failure is not None:
-                table.add_row(name, *cells, "", "", "", "[red]failed[/]")
-                table.add_row(f"    [red]{escape(verdict.failure)}[/]")
+                made.add_row(name, *cells, "", "", "", "[red]failed[/]")
+                made.add_row(f"    [red]{escape(verdict.failure)}[/]")
                 continue
             known = [verdict.times_us.get(backend) for backend in registry.KERNEL_BACKENDS]
             cells += ["-" if time_us is None else f"{time_us:.1f}" for time_us in known]
-            table.add_row(name, *cells, f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]")
-    return table
+            made.add_row(name, *cells, f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]")
+    return made
 
 
 @app.command()
@@ -393,9 +378,9 @@ def _bench_table(found: dict[str, Any]) -> Table:
     """One section per operator; rates, configurations and every way of calling a peer are in the JSON."""
     peers = ("peer",) if found["peers"] else ()
     headings = ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers)
-    table = _table("shape", *headings, left=("backend", "tiles"))
+    made = table("shape", *headings, left=("backend", "tiles"))
     for op, rows in report.by_operator(found).items():
-        _section(table, op)
+        section(made, op)
         for row in rows:
             time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
             numbers = [time_text, *(f"{row[field]:.1f}" for field in ("burst_us", "floor_us"))]
@@ -403,8 +388,8 @@ def _bench_table(found: dict[str, Any]) -> Table:
             best = report.best_peer(found, row, norm=True)
             if best is not None:
                 numbers.append(f"{best[1]:.1f} {best[0]}")
-            table.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
-    return table
+            made.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
+    return made
 
 
 @app.command()
@@ -429,11 +414,11 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
     except KeyboardInterrupt:
         interrupted = True
     names = list(dict.fromkeys(one.who for one in found))
-    table = _table("inputs", *names, left=(*names,), caption="largest error of a head: o / final state")
+    made = table("inputs", *names, left=(*names,), caption="largest error of a head: o / final state")
     for case in dict.fromkeys(one.case for one in found):
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
-        table.add_row(case, *(errors.get(name, "-") for name in names))
-    console.print(table)
+        made.add_row(case, *(errors.get(name, "-") for name in names))
+    console.print(made)
     ratios = error_figures.ratios(found)
     beyond = [one for one in ratios if one.ratio > error_figures.LIMIT]
     for ratio in beyond or ratios[:1]:
@@ -466,10 +451,10 @@ def selection(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     demanded = agreement.DEMANDED
     headings = [agreement.BF16, agreement.BF16_OUT, agreement.FP8, agreement.FP8_EXACT]
-    table = _table("keys", *headings)
-    table.columns[0].justify = "right"
-    table.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
-    table.add_section()
+    made = table("keys", *headings)
+    made.columns[0].justify = "right"
+    made.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
+    made.add_section()
     failed = False
     with _progress() as progress:
         lengths = keys or list(agreement.KEYS)
@@ -477,11 +462,11 @@ def selection(
         for length in lengths:
             found = agreement.measure(length, rows, topk, device, backend)
             cells = [(found.shares[kind], found.shares[kind] < demanded.get(kind, 0.0)) for kind in headings]
-            table.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
+            made.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
             failed = failed or not found.passed
             agreements.append(found)
             progress.advance(task)
-    console.print(table)
+    console.print(made)
     if as_json:
         found_shares = [{"keys": one.keys, "shares": one.shares, "passed": one.passed} for one in agreements]
         print_json({"rows": rows, "topk": topk, "demanded": demanded, "contexts": found_shares, "passed": not failed})
@@ -506,11 +491,11 @@ def show(
         print_json([{"path": path, **tuned.read(path).model_dump(mode="json")} for path in paths])
         return
     for path in paths:
-        table = tuned.read(path)
-        header = table.header
+        content = tuned.read(path)
+        header = content.header
         title = f"{header.op}.{header.backend} on {header.device}, {', '.join(header.runs)}"
         shown = Table("sizes", "configuration", "time, us", "error", title=title, caption=str(path))
-        for group in table.groups:
+        for group in content.groups:
             shown.add_row(_listed(group.static), "", "", "", style="dim")
             for entry in group.entries:
                 error = f"{entry.error:.1e}" if entry.error is not None else "-"

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from gdn.cli.demo_block import DECODE, PREFILL, Block
 from gdn.cli.demo_measure import Row, measure
+from gdn.cli.plain import section, table
 from gdn.models import MODELS, ModelShape
 from gdn.runtime import env
 from gdn.testing.timing import measure_limits
@@ -98,15 +98,13 @@ def _plan(shape: ModelShape, tp: int, lengths: list[int], steps: int, fp8: bool)
 
 def _table(rows: list[Row]) -> Table:
     """One line per operator and phase: the timed run's time, the worst error of all runs."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("operator", "backend", "time, us", "of floor", "error", ""):
-        table.add_column(heading, no_wrap=True, justify="right" if heading in ("time, us", "of floor", "error") else "left")
+    made = table("operator", "backend", "time, us", "of floor", "error", "", left=("backend", ""))
+    made.columns[0].no_wrap = True
     for phase in dict.fromkeys(row.phase for row in rows):
-        table.add_section()
-        table.add_row(f"[bold]{phase}[/]")
+        section(made, phase)
         for operator in dict.fromkeys(row.operator for row in rows if row.phase == phase):
-            table.add_row(f"  {operator}", *_cells([row for row in rows if (row.phase, row.operator) == (phase, operator)]))
-    return table
+            made.add_row(f"  {operator}", *_cells([row for row in rows if (row.phase, row.operator) == (phase, operator)]))
+    return made
 
 
 def _cells(same: list[Row]) -> tuple[str, ...]:
