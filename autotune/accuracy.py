@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,25 +63,13 @@ def _over(error: float, best: float) -> float:
 
 def _problem(tokens: int) -> ChunkProblem:
     return inputs.chunk_problem(
-        num_q_heads=2,
-        num_k_heads=2,
-        num_v_heads=4,
-        head_k_dim=128,
-        head_v_dim=128,
-        dtype="bfloat16",
-        state_v_first=True,
-        num_tokens=tokens,
-        num_sequences=1,
-    )
+        num_q_heads=2, num_k_heads=2, num_v_heads=4, head_k_dim=128, head_v_dim=128, dtype="bfloat16", state_v_first=True,
+        num_tokens=tokens, num_sequences=1,
+    )  # fmt: skip
 
 
-def _plain(case: inputs.Case) -> Callable[[torch.device], dict[str, Any]]:
-    return lambda device: inputs.chunk_inputs(_problem(_TOKENS), device, 1, case=case)
-
-
-def _beta_one(device: torch.device) -> dict[str, Any]:
-    arguments = _plain("random")(device)
-    return arguments | {"beta": torch.ones_like(arguments["beta"])}
+def _plain(case: inputs.Case, device: torch.device) -> dict[str, Any]:
+    return inputs.chunk_inputs(_problem(_TOKENS), device, 1, case=case)
 
 
 def _slow_decay(device: torch.device) -> dict[str, Any]:
@@ -91,8 +80,13 @@ def _slow_decay(device: torch.device) -> dict[str, Any]:
     return arguments | {"g": -rates * (0.5 + noise)}
 
 
+def _beta_one(device: torch.device) -> dict[str, Any]:
+    arguments = _plain("random", device)
+    return arguments | {"beta": torch.ones_like(arguments["beta"])}
+
+
 CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
-    **{case: _plain(case) for case in inputs.CASES},
+    **{case: partial(_plain, case) for case in inputs.CASES},
     "beta_1": _beta_one,
     "slow_decay_131072": _slow_decay,
 }
@@ -122,15 +116,13 @@ def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[s
 def _calls(
     arguments: dict[str, Any], backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]
 ) -> list[tuple[str, bool, peers.Call]]:
-    def ours(backend: str) -> peers.Call:
-        def call() -> peers.Outputs:
-            out, state = gdn.chunk_gated_delta_rule(**arguments, backend=backend)
-            assert state is not None
-            return out[0], state
+    def ours(backend: str) -> peers.Outputs:
+        out, state = gdn.chunk_gated_delta_rule(**arguments, backend=backend)
+        assert state is not None
+        return out[0], state
 
-        return call
-
-    found = [(backend, False, ours(backend)) for backend in ([backend] if backend else registry.operator("chunk").modules)]
+    names = [backend] if backend else registry.operator("chunk").modules
+    found: list[tuple[str, bool, peers.Call]] = [(name, False, partial(ours, name)) for name in names]
     problem = _problem(arguments["q"].shape[1])
     for library in libraries:
         try:

@@ -55,19 +55,11 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
     return Row(
-        op=shape.op,
-        shape=shape.name,
-        backend=prepared.backend,
-        config=asdict(prepared.config),
-        config_source=prepared.choice.config_source,
-        time_us=time_us,
-        burst_us=timed.burst_us(),
-        floor_us=limits.floor_us(flops, num_bytes, dtype),
-        gbps=num_bytes / time_us / 1e3,
-        tflops=flops / time_us / 1e6,
-        captured=timed.captured,
-        error=error,
-    )
+        op=shape.op, shape=shape.name, backend=prepared.backend, config=asdict(prepared.config),
+        config_source=prepared.choice.config_source, time_us=time_us, burst_us=timed.burst_us(),
+        floor_us=limits.floor_us(flops, num_bytes, dtype), gbps=num_bytes / time_us / 1e3, tflops=flops / time_us / 1e6,
+        captured=timed.captured, error=error,
+    )  # fmt: skip
 
 
 def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
@@ -90,8 +82,7 @@ def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> t
 def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
     """Maps a library to its ways, each on `copies` sets of inputs."""
     arguments = cases.tunable(shape.op).peer_arguments
-    if arguments is None:
-        return lambda library: []
+    assert arguments is not None
     sets = [arguments(shape, device, 1 + copy) for copy in range(copies)]
     # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
     shared = {name: value.int() for name, value in sets[0].items() if name == "cu_seqlens"}
@@ -126,12 +117,11 @@ class Bench:
                 row = measure(shape, self._limits, self._spec, one)
             except Exception as failed:  # a broken kernel must not hide the others
                 failures.append((one or "auto", f"{type(failed).__name__}: {failed}"))
-            else:
-                if row is not None:
-                    self._rows.append(row)
-                else:
-                    failures.append((one or "auto", "no kernel serves it"))
-            torch.cuda.empty_cache()
+                continue
+            finally:
+                torch.cuda.empty_cache()
+            self._rows += [] if row is None else [row]
+            failures += [(one or "auto", "no kernel serves it")] if row is None else []
         timed, refused = measure_peers(shape, self._libraries, self._spec)
         self._peers += timed
         failures += [("peer", why) for why in refused]
@@ -143,12 +133,8 @@ class Bench:
     def found(self) -> dict[str, Any]:
         """Figures of the run, ready for JSON."""
         return {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": str(torch.__version__),
-            "gdn": gdn.__version__,
-            "limits": asdict(self._limits),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": torch.cuda.get_device_name(),
+            "torch": str(torch.__version__), "gdn": gdn.__version__, "limits": asdict(self._limits),
             "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in self._rows],
-            "peers": [asdict(row) for row in self._peers],
-            "failures": self._failures,
-        }
+            "peers": [asdict(row) for row in self._peers], "failures": self._failures,
+        }  # fmt: skip

@@ -63,44 +63,32 @@ def _chunk_calls(random: Random) -> Iterator[Shape]:
     yield _chunk([3000], **_heads(4, 4, num_q_heads=32))
     yield _chunk([1024] * 8, dtype="float16", state_dtype="bfloat16", index_dtype="int64")
     while True:
-        yield _chunk(_lengths(random, most=16384), **_chunk_fields(random))
-
-
-def _chunk_fields(random: Random) -> dict[str, Any]:
-    fields = _delta_rule_fields(random)
-    fields["has_mask"] = fields["has_initial_state"] and random.random() < 0.6
-    fields["has_checkpoints"] = fields["index_dtype"] is not None and random.random() < 0.15
-    return fields
+        lengths, fields = _lengths(random, most=16384), _delta_rule_fields(random)
+        fields["has_mask"] = fields["has_initial_state"] and random.random() < 0.6
+        fields["has_checkpoints"] = fields["index_dtype"] is not None and random.random() < 0.15
+        yield _chunk(lengths, **fields)
 
 
 def _delta_rule_fields(random: Random) -> dict[str, Any]:
     heads = [_heads(*one) for one in ((16, 32), (4, 8), (2, 4), (16, 64), (8, 24), (16, 48), (8, 8), (16, 16), (32, 32))]
     heads += [_heads(4, 4, num_q_heads=16), _heads(2, 2, num_q_heads=8)]
     tiles = {
-        **random.choice(heads),
-        **_dim(random.choice([128, 128, 128, 64])),
-        "dtype": random.choice(["bfloat16"] * 4 + ["float16"]),
-        "state_dtype": random.choice(["float32"] * 3 + ["bfloat16"]),
+        **random.choice(heads), **_dim(random.choice([128, 128, 128, 64])),
+        "dtype": random.choice(["bfloat16"] * 4 + ["float16"]), "state_dtype": random.choice(["float32"] * 3 + ["bfloat16"]),
         "state_v_first": random.random() < 0.6,
-    }
+    }  # fmt: skip
     if random.random() < 0.5:  # as engines call, but for what no tile depends on
         tiles = {name: _CHUNK[name] for name in tiles} | random.choice(heads[:2])
     pooled = random.random() < 0.75
     gate = random.choice(["bfloat16"] * 3 + ["float32"] * 2 + [None])
     beta = random.choice(["bfloat16"] * 3 + ["float32"] * 2)
     return {
-        **tiles,
-        "gate_dtype": gate,
-        "beta_dtype": beta,
-        "cu_seqlens_dtype": random.choice(["int32", "int64"]),
-        "index_dtype": random.choice(["int32", "int64"]) if pooled else None,
-        "use_qk_l2norm": random.random() < 0.7,
-        "use_gate": gate is not None and random.random() < 0.6,
-        "use_beta_sigmoid": random.random() < 0.6,
-        "has_initial_state": pooled or random.random() < 0.5,
-        "has_final_state": pooled or random.random() < 0.7,
+        **tiles, "gate_dtype": gate, "beta_dtype": beta, "cu_seqlens_dtype": random.choice(["int32", "int64"]),
+        "index_dtype": random.choice(["int32", "int64"]) if pooled else None, "use_qk_l2norm": random.random() < 0.7,
+        "use_gate": gate is not None and random.random() < 0.6, "use_beta_sigmoid": random.random() < 0.6,
+        "has_initial_state": pooled or random.random() < 0.5, "has_final_state": pooled or random.random() < 0.7,
         "has_final_indices": pooled and random.random() < 0.2,
-    }
+    }  # fmt: skip
 
 
 def _lengths(random: Random, most: int) -> list[int]:
@@ -108,8 +96,7 @@ def _lengths(random: Random, most: int) -> list[int]:
     if random.random() < 0.3:
         return random.choice([[1000], [4096], [8000], [16000], [1024] * 8, [4096] * 4])
     count = random.choice([1, 1, 1, 2, 4, 8, 16, 64])
-    total = max(count, round(2 ** random.uniform(7, 14)))
-    total = min(total, most)
+    total = min(max(count, round(2 ** random.uniform(7, 14))), most)
     if random.random() < 0.5:
         return [total // count] * count
     cuts = sorted(random.sample(range(1, total), count - 1)) if total > count else list(range(1, count))
@@ -122,9 +109,8 @@ def _chunk(lengths: list[int], **changes: Any) -> Shape:
 
 
 def _delta_rule_name(problem: ChunkProblem | RecurrentProblem, ragged: bool) -> str:
-    heads = f"{problem.num_k_heads}/{problem.num_v_heads}"
-    if problem.num_q_heads != problem.num_k_heads:
-        heads = f"{problem.num_q_heads}/{problem.num_k_heads} GQA"
+    grouped = problem.num_q_heads != problem.num_k_heads
+    heads = f"{problem.num_q_heads}/{problem.num_k_heads} GQA" if grouped else f"{problem.num_k_heads}/{problem.num_v_heads}"
     state = f"{_short(problem.state_dtype)} {'V' if problem.state_v_first else 'K'}-first"
     tokens = f"{problem.num_tokens} in {problem.num_sequences}{' ragged' if ragged else ''}"
     return f"{heads} x {problem.head_k_dim} {_short(problem.dtype)}, {state}, {tokens}, {_flags(problem)}"
@@ -206,14 +192,11 @@ def _logits_fields(random: Random) -> dict[str, Any]:
     fp8, usual = random.random() < 0.65, random.random() < 0.5
     return {
         "num_heads": random.choice([16, 32, 64] if usual else [4, 8, 16, 24, 32, 48, 64]),
-        "head_dim": 128 if usual else random.choice([128, 64]),
-        "dtype": "float8_e4m3fn" if fp8 else "bfloat16",
-        "has_k_scale": fp8 and random.random() < 0.85,
-        "weights_dtype": random.choice(["float32", "float32", "bfloat16", None]),
-        "relu": random.random() < 0.9,
-        "clean": random.random() < 0.7,
+        "head_dim": 128 if usual else random.choice([128, 64]), "dtype": "float8_e4m3fn" if fp8 else "bfloat16",
+        "has_k_scale": fp8 and random.random() < 0.85, "weights_dtype": random.choice(["float32", "float32", "bfloat16", None]),
+        "relu": random.random() < 0.9, "clean": random.random() < 0.7,
         "out_dtype": "float32" if usual else random.choice(["float32", "bfloat16"]),
-    }
+    }  # fmt: skip
 
 
 def _ragged(num_queries: int, num_keys: int, ranges: str = "causal", **changes: Any) -> Shape:
@@ -255,8 +238,6 @@ def _paged(batch: int, context: int, **changes: Any) -> Shape:
 
 
 _STREAMS: dict[str, Callable[[Random], Iterator[Shape]]] = {
-    "chunk": _chunk_calls,
-    "recurrent": _recurrent_calls,
-    "mqa_logits": _mqa_logits_calls,
+    "chunk": _chunk_calls, "recurrent": _recurrent_calls, "mqa_logits": _mqa_logits_calls,
     "paged_mqa_logits": _paged_mqa_logits_calls,
-}
+}  # fmt: skip

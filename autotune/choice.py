@@ -13,6 +13,7 @@ from gdn import runtime
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import Choice, compiled, registry
+from gdn.testing import timing
 
 WITHIN = 1.05  # times the fastest kernel's time: counts as equal
 WITHIN_US = 0.5  # or this much more: a call does not show it
@@ -57,15 +58,12 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         question = self.question
         found: dict[str, Any] = {
-            "op": question.shape.op,
-            "call": question.shape.name,
+            "op": question.shape.op, "call": question.shape.name,
             "problem": question.shape.problem.static_fields() | question.shape.problem.sizes(),
-            "chosen": question.chosen.backend,
-            "decided_by": question.chosen.decided_by,
+            "chosen": question.chosen.backend, "decided_by": question.chosen.decided_by,
             "config_source": question.chosen.config_source,
-            "configs": {backend: str(config) for backend, config in question.configs.items()},
-            "passed": self.passed,
-        }
+            "configs": {backend: str(config) for backend, config in question.configs.items()}, "passed": self.passed,
+        }  # fmt: skip
         if self.failure is not None:
             return found | {"failure": self.failure}
         return found | {"times_us": self.times_us, "ratio": self.ratio}
@@ -85,23 +83,19 @@ def compile_one(kernel: tuning.Kernel, problem: Problem, config: Any) -> None:
 
 
 def compile_all(
-    questions: Sequence[Question],
-    *,
-    num_workers: int,
-    timeout_s: float,
-    deadline: float | None = None,
+    questions: Sequence[Question], *, num_workers: int, timeout_s: float, deadline: float | None = None,
     on_done: Callable[[], None] = lambda: None,
-) -> dict[str, str | None]:
+) -> dict[str, str | None]:  # fmt: skip
     """Fills the disk cache. For each call that was reached: why a kernel of it did not compile, or None where all did.
 
     deadline: of time.monotonic(); a call of which a kernel was not reached by then is left out.
     """
     left = {question.name: len(question.configs) for question in questions}
     failures: dict[str, str] = {}
-    asked = [(question, backend) for question in questions for backend in question.configs]
     for group in registry.KERNEL_BACKENDS[::-1]:  # a worker process holds one DSL; those of CuTe compile faster
-        mine = [question for question, backend in asked if backend == group]
-        tasks = [(_kernel(question, group), question.shape.problem, question.configs[group]) for question in mine]
+        mine = [question for question in questions if group in question.configs]
+        kernels = (tuning.kernels(question.shape.op, group)[0] for question in mine)
+        tasks = [(kernel, one.shape.problem, one.configs[group]) for kernel, one in zip(kernels, mine, strict=True)]
         for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
             on_done()
             name = mine[outcome.index].name
@@ -111,10 +105,6 @@ def compile_all(
             if deadline is not None and time.monotonic() > deadline:
                 break
     return {name: failures.get(name) for name, count in left.items() if not count or name in failures}
-
-
-def _kernel(question: Question, backend: str) -> tuning.Kernel:
-    return tuning.Kernel(question.shape.op, backend, registry.operator(question.shape.op).modules[backend])
 
 
 def judge(question: Question, timer: Timer, failure: str | None = None) -> Verdict:
@@ -134,17 +124,9 @@ def judge(question: Question, timer: Timer, failure: str | None = None) -> Verdi
     return verdict
 
 
-class GpuTimer:
+def gpu_times_us(spec: DeviceSpec, shape: Shape, configs: dict[str, Any]) -> dict[str, float]:
     """Times kernels on the current CUDA device, interleaved."""
-
-    def __init__(self, spec: DeviceSpec) -> None:
-        self._spec = spec
-
-    def __call__(self, shape: Shape, configs: dict[str, Any]) -> dict[str, float]:
-        from gdn.testing import timing
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        case = cases.make(shape, device, self._spec)
-        kernels = [runtime.prepare(shape.problem, device, backend, config=config) for backend, config in configs.items()]
-        times = timing.interleaved_us([case.launches(prepared) for prepared in kernels])
-        return dict(zip(configs, times, strict=True))
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = cases.make(shape, device, spec)
+    kernels = [runtime.prepare(shape.problem, device, backend, config=config) for backend, config in configs.items()]
+    return dict(zip(configs, timing.interleaved_us([case.launches(prepared) for prepared in kernels]), strict=True))

@@ -4,20 +4,28 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from autotune import accuracy as error_figures
+from autotune import bench as benchmark
+from autotune import choice as choices
+from autotune import peers, plot, report, tables, tuning
+from autotune import selection as agreement
 from autotune import shapes as shape_list
-from gdn.cli.plain import PlainErrors, fail, print_json
+from autotune.calls import calls as drawn_calls
+from autotune.journal import Journal
+from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import H100, DeviceSpec
-from gdn.runtime import registry
+from gdn.runtime import compiled, devices, env, registry, tuned
 
 _JOURNALS = Path(".gdn-results") / "autotune"
 _COLUMNS = 160
@@ -33,51 +41,39 @@ ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose n
 Peers = Annotated[
     list[str] | None, typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; may be repeated.")
 ]
-
-
-def _fail(message: str) -> typer.Exit:
-    fail(message)
-    return typer.Exit(2)
-
-
-def _leave_stdout(as_json: bool) -> None:
-    """Sends progress and remarks to stderr where stdout is for JSON."""
-    console.stderr = as_json
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")]
+Workers = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
+TimeoutS = Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")]
+_ALL_BUT_ONE = max(1, (os.cpu_count() or 2) - 1)  # processes
 
 
 def _spec() -> DeviceSpec:
-    """Limits of this machine's Hopper GPU; exit code 2 where there is none."""
-    import torch
-
-    from gdn.runtime import devices
+    """Limits of this machine's Hopper GPU; ValueError where there is none."""
 
     if not torch.cuda.is_available():
-        raise _fail("This needs a Hopper (SM90) GPU, and torch sees none.")
+        raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
     spec, name = devices.describe(torch.device("cuda", torch.cuda.current_device()))
     if spec is None:
-        raise _fail(f"This needs a Hopper (SM90) GPU, got {name}.")
+        raise ValueError(f"This needs a Hopper (SM90) GPU, got {name}.")
     return spec
 
 
-def _shapes(op: str, pattern: str, measured: bool = False, tuned: bool = False) -> list[shape_list.Shape]:
-    try:
-        return shape_list.shapes(op, pattern, measured, tuned)
-    except ValueError as error:
-        raise _fail(str(error)) from error
-
-
 def _libraries(names: list[str] | None) -> list[str]:
-    from autotune import peers
-
     found = names or []
     if unknown := sorted(set(found) - set(peers.libraries())):
-        raise _fail(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
+        raise ValueError(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
     return found
 
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _keep(json_file: Path | None, found: dict[str, Any]) -> None:
+    """Writes the figures so far: a run that is cut off keeps what it has."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -90,8 +86,8 @@ def tune(
     budget_s: Annotated[float, typer.Option(min=1, help="Wall-clock seconds for each backend.")] = 1800,
     limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape, a sample.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of tables to write; the shipped ones if left out.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
+    workers: Workers = _ALL_BUT_ONE,
+    timeout_s: TimeoutS = 300,
     journals: Annotated[Path, typer.Option(help="Folder of the journals that an interrupted run resumes from.")] = _JOURNALS,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Enumerate and compile; needs no GPU.")] = False,
     restamp: Annotated[
@@ -107,14 +103,11 @@ def tune(
 
     An entry is stale once its kernel's source has changed; comments and formatting do not count.
     """
-    from autotune import tables, tuning
-    from gdn.runtime import tuned
-
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     if search and not stale:
-        raise _fail("search: expected with --stale (without it, every shape is searched anyway)")
+        raise ValueError("search: expected with --stale (without it, every shape is searched anyway)")
     if op is None and not (restamp or prune or stale):
-        raise _fail(f"op: expected one of {', '.join(shape_list.operators())}")
+        raise ValueError(f"op: expected one of {', '.join(shape_list.operators())}")
     kernels, folder = _kernels(op, backend), out or tuned.SHIPPED
     if restamp or prune:
         current = [_restamp(kernel, folder, workers, timeout_s) for kernel in kernels] if restamp else []
@@ -122,7 +115,7 @@ def tune(
             _prune(kernels, folder)
         if not stale:
             raise typer.Exit(0 if all(current) else 1)
-    known = [] if op is None else _shapes(op, "" if stale else shapes, tuned=True)
+    known = [] if op is None else shape_list.shapes(op, "" if stale else shapes, tuned=True)
     spec = H100 if compile_only else _spec()
     reports: list[dict[str, Any]] = []
     for kernel in kernels:
@@ -146,40 +139,29 @@ def tune(
 
 def _kernels(op: str | None, backend: str | None) -> list[Any]:
     """The kernels of an operator, or of all; of one backend where it is named."""
-    from autotune import tuning
-    from gdn.runtime import registry
-
-    try:
-        if op is not None:
-            return list(tuning.kernels(op, backend))
-        having = [one.name for one in registry.OPERATORS.values() if one.modules and backend in (None, *one.modules)]
-        found = [kernel for name in having for kernel in tuning.kernels(name, backend)]
-    except ValueError as error:
-        raise _fail(str(error)) from error
-    if not found:
-        raise _fail(f"backend: expected one of {', '.join(registry.KERNEL_BACKENDS)}, got {backend!r}")
-    return found
+    if op is not None:
+        return list(tuning.kernels(op, backend))
+    having = [one.name for one in registry.with_kernels() if backend in (None, *one.modules)]
+    if not having:
+        raise ValueError(f"backend: expected one of {', '.join(registry.KERNEL_BACKENDS)}, got {backend!r}")
+    return [kernel for name in having for kernel in tuning.kernels(name, backend)]
 
 
 def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> bool:
     """Restamps the entries of a kernel's tables; returns whether all are current afterwards."""
-    from autotune import tables
-    from gdn.runtime import tuned
-
     current = True
     for path in tables.paths(folder, kernel):
         found = tables.restamp(path, kernel, num_workers=num_workers, timeout_s=timeout_s)
+        name = f"{path.parent.name}/{path.name}"
         for why in found.left:
-            console.print(f"{path.parent.name}/{path.name}: stale: {why}", markup=False)
+            console.print(f"{name}: stale: {why}", markup=False)
         count = tuned.read(path).num_entries()
-        console.print(f"{path.parent.name}/{path.name}: {found.stamped} of {count} entries restamped, {len(found.left)} stale")
+        console.print(f"{name}: {found.stamped} of {count} entries restamped, {len(found.left)} stale")
         current = current and not found.left
     return current
 
 
 def _prune(kernels: list[Any], folder: Path) -> None:
-    from autotune import tables
-
     for kernel in kernels:
         for path in tables.paths(folder, kernel):
             count = tables.prune(path, kernel)
@@ -188,41 +170,29 @@ def _prune(kernels: list[Any], folder: Path) -> None:
 
 
 def _tune(
-    made: Any,
-    chosen: list[shape_list.Shape],
-    spec: DeviceSpec,
-    folder: Path,
-    journals: Path,
-    *,
-    budget_s: float,
-    num_workers: int,
-    timeout_s: float,
-    compile_only: bool,
-) -> dict[str, Any]:
+    made: Any, chosen: list[shape_list.Shape], spec: DeviceSpec, folder: Path, journals: Path, *, budget_s: float,
+    num_workers: int, timeout_s: float, compile_only: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Runs the plan of one kernel. complete: every shape has a winner (compile_only: every candidate compiled)."""
-    from autotune import tables, tuning
-    from autotune.journal import Journal
-
     kernel = made.kernel
     start, name = time.monotonic(), f"{kernel.op}.{kernel.backend}"
     for shape, why in made.refusals.items():
         console.print(f"{name} {shape}: not served: {why}", markup=False)
     with _progress() as progress:
         task = progress.add_task(f"{name}: compiling", total=len(made.candidates))
-        tuning.compile_all(
-            made,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            on_done=lambda _: progress.advance(task),
-            deadline=start + budget_s * (1 if compile_only else 0.5),  # the other half is for the GPU
-        )
+        # Half of the time is for the GPU.
+        deadline = start + budget_s * (1 if compile_only else 0.5)
+        advance = partial(progress.advance, task)
+        tuning.compile_all(made, num_workers=num_workers, timeout_s=timeout_s, on_done=lambda _: advance(), deadline=deadline)
     dropped = [one for one in made.candidates.values() if one.failure is not None]
     console.print(f"{name}: {len(made.candidates) - len(dropped)} of {len(made.candidates)} compiled")
     for one in dropped:
         console.print(f"  dropped {one.config}: {one.failure}", markup=False)
-    report: dict[str, Any] = {"op": kernel.op, "backend": kernel.backend, "candidates": len(made.candidates)}
-    report |= {"not_served": made.refusals, "winners": [], "table": None, "complete": not dropped}
-    report["dropped"] = [{"config": one.config, "why": one.failure} for one in dropped]
+    report: dict[str, Any] = {
+        "op": kernel.op, "backend": kernel.backend, "candidates": len(made.candidates), "not_served": made.refusals,
+        "winners": [], "table": None, "complete": not dropped,
+        "dropped": [{"config": one.config, "why": one.failure} for one in dropped],
+    }  # fmt: skip
     if compile_only:
         return report
     journal = Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
@@ -238,8 +208,6 @@ def _tune(
 
 def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal: Any, deadline: float) -> list[Any]:
     """Winners of the shapes that the kernel serves; after a lost device, those found before."""
-    from autotune import tuning
-
     winners: list[tuning.Winner] = []
     for shape in chosen:
         if shape.name not in made.configs:
@@ -268,10 +236,6 @@ def _search_all(made: Any, chosen: list[shape_list.Shape], runner: Any, journal:
 
 
 def _versions(backend: str) -> dict[str, str]:
-    import torch
-
-    from gdn.runtime import compiled
-
     found = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), **compiled.versions(backend)}
     return found | {"device": torch.cuda.get_device_name()}
 
@@ -285,33 +249,26 @@ def choice(
     ] = 900,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Fill the disk cache for --device; needs no GPU.")] = False,
     device: Annotated[str, typer.Option(help="With --compile-only: h100 or h200.")] = "h100",
-    workers: Annotated[int, typer.Option(min=1, help="Compiling processes.")] = max(1, (os.cpu_count() or 2) - 1),
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 300,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    workers: Workers = _ALL_BUT_ONE,
+    timeout_s: TimeoutS = 300,
+    json_file: JsonFile = None,
 ) -> None:
     """Time seeded calls of the operators of two kernels on both, and say whether the runtime takes the faster one.
 
     Each kernel runs with the tiles that the runtime would give it. Exit code 1 where the chosen one takes more than 1.05 times
     the fastest one's time and over 0.5 us more, or where one did not run.
     """
-    from autotune import calls as drawing
-    from autotune import choice as choosing
-    from autotune import tables
-
     start = time.monotonic()
     if compile_only and device not in tables.DEVICES:
-        raise _fail(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
+        raise ValueError(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
     spec = tables.DEVICES[device] if compile_only else _spec()
-    questions = [choosing.ask(shape, spec) for shape in drawing.calls(calls, seed)]
+    questions = [choices.ask(shape, spec) for shape in drawn_calls(calls, seed)]
     with _progress() as progress:
         task = progress.add_task("compiling", total=sum(len(question.configs) for question in questions))
-        compiled = choosing.compile_all(
-            questions,
-            num_workers=workers,
-            timeout_s=timeout_s,
-            deadline=start + budget_s * (1 if compile_only else 0.5),
+        compiled = choices.compile_all(
+            questions, num_workers=workers, timeout_s=timeout_s, deadline=start + budget_s * (1 if compile_only else 0.5),
             on_done=lambda: progress.advance(task),
-        )
+        )  # fmt: skip
     if compile_only:
         broken = {call: why for call, why in compiled.items() if why is not None}
         for call, why in broken.items():
@@ -319,18 +276,17 @@ def choice(
         console.print(f"the kernels of {len(compiled) - len(broken)} of {len(questions)} calls are compiled")
         raise typer.Exit(1 if len(compiled) - len(broken) < len(questions) else 0)
     verdicts: list[Any] = []
-    timer = choosing.GpuTimer(spec)
+    timer = partial(choices.gpu_times_us, spec)
     with _progress() as progress:
         task = progress.add_task("timing", total=len(questions))
         try:
             for question in (question for question in questions if question.name in compiled):
                 if time.monotonic() > start + budget_s:
                     break
-                verdicts.append(choosing.judge(question, timer, compiled[question.name]))
+                verdicts.append(choices.judge(question, timer, compiled[question.name]))
                 progress.advance(task)
-                if json_file is not None:  # after each call: a run that is cut off keeps what it has
-                    found = {"device": spec.key, "seed": seed, "calls": [verdict.as_dict() for verdict in verdicts]}
-                    json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                told = [verdict.as_dict() for verdict in verdicts]
+                _keep(json_file, {"device": spec.key, "seed": seed, "calls": told})
         except KeyboardInterrupt:
             pass
     failed = [verdict for verdict in verdicts if not verdict.passed]
@@ -340,31 +296,21 @@ def choice(
 
 
 def _choice_table(verdicts: list[Any]) -> Table:
-    from gdn.runtime import registry
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("call", overflow="fold")
-    for heading in ("chosen", "by", "tiles", *(f"{backend}, us" for backend in registry.KERNEL_BACKENDS), "of fastest", ""):
-        table.add_column(heading, no_wrap=True, justify="right" if heading.endswith(("us", "fastest")) else "left")
+    times = [f"{backend}, us" for backend in registry.KERNEL_BACKENDS]
+    made = table("call", "chosen", "by", "tiles", *times, "of fastest", "", left=("chosen", "by", "tiles", ""))
     for op in dict.fromkeys(verdict.question.shape.op for verdict in verdicts):
-        table.add_section()
-        table.add_row(f"[bold]{op}[/]")
+        section(made, op)
         for verdict in (verdict for verdict in verdicts if verdict.question.shape.op == op):
             chosen = verdict.question.chosen
-            cells = [chosen.backend, chosen.decided_by, chosen.config_source]
-            if verdict.failure is None:
-                cells += [_time_cell(verdict.times_us.get(backend)) for backend in registry.KERNEL_BACKENDS]
-                cells += [f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]"]
-            else:
-                cells += ["", "", "", "[red]failed[/]"]
-            table.add_row(f"  {verdict.question.shape.name}", *cells)
+            name, cells = f"  {verdict.question.shape.name}", [chosen.backend, chosen.decided_by, chosen.config_source]
             if verdict.failure is not None:
-                table.add_row(f"    [red]{escape(verdict.failure)}[/]")
-    return table
-
-
-def _time_cell(time_us: float | None) -> str:
-    return "-" if time_us is None else f"{time_us:.1f}"
+                made.add_row(name, *cells, "", "", "", "[red]failed[/]")
+                made.add_row(f"    [red]{escape(verdict.failure)}[/]")
+                continue
+            known = [verdict.times_us.get(backend) for backend in registry.KERNEL_BACKENDS]
+            cells += ["-" if time_us is None else f"{time_us:.1f}" for time_us in known]
+            made.add_row(name, *cells, f"{verdict.ratio:.2f}", "ok" if verdict.passed else "[red]slower[/]")
+    return made
 
 
 @app.command()
@@ -373,10 +319,9 @@ def bench(
     backend: Backend = None,
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
     write: Annotated[
-        bool,
-        typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it."),
+        bool, typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With --write: folder of tables; the shipped ones if left out.")] = None,
     with_peers: Peers = None,
@@ -387,56 +332,40 @@ def bench(
     Interrupted, it prints what it has by then, and writes no table.
     """
     if out is not None and not write:
-        raise _fail("out: expected with --write (without it, no table is written)")
+        raise ValueError("out: expected with --write (without it, no table is written)")
     if write and shapes:
-        raise _fail("write: expected without --shapes (a table has all shapes of its operator)")
+        raise ValueError("write: expected without --shapes (a table has all shapes of its operator)")
     if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise _fail(f"json: expected a file in a folder that exists, got {json_file}")
+        raise ValueError(f"json: expected a file in a folder that exists, got {json_file}")
+    every_shape = partial(shape_list.shapes, measured=bool(shapes), tuned=bool(shapes))
     operators = [op] if op is not None else shape_list.operators()
-    chosen: list[shape_list.Shape] = []
-    for name in operators:
-        if op is None and shapes:
-            known = shape_list.shapes(name, measured=True, tuned=True)
-            if not any(shapes in shape.name for shape in known):
-                continue
-        chosen += _shapes(name, shapes, measured=bool(shapes), tuned=bool(shapes))
+    if op is None and shapes:
+        operators = [name for name in operators if any(shapes in shape.name for shape in every_shape(name))]
+    chosen = [shape for name in operators for shape in every_shape(name, shapes)]
     libraries = _libraries(with_peers)
     spec = _spec()
-    from autotune import bench as measuring
-    from autotune import report
 
     if op is not None and backend is not None:
-        try:
-            measuring.backends(op, backend, every)
-        except ValueError as error:
-            raise _fail(str(error)) from error
+        benchmark.backends(op, backend, every)
     interrupted = False
     with _progress() as progress:
         task = progress.add_task("measuring the device's limits", total=len(chosen))
-        run = measuring.Bench(spec, backend, every, libraries)
+        run = benchmark.Bench(spec, backend, every, libraries)
         try:
             for shape in chosen:
                 progress.update(task, description=f"{shape.op} {shape.name}")
                 for failure in run.measure(shape):
                     progress.console.print(failure, markup=False)
                 progress.advance(task)
-                if json_file is not None:  # after each shape: a run that is cut off keeps what it has
-                    json_file.write_text(json.dumps(run.found, indent=1) + "\n", encoding="utf-8")
+                _keep(json_file, run.found)
         except KeyboardInterrupt:
             interrupted = True
     found = run.found
-    limits = found["limits"]
-    console.print(
-        f"{found['device']}, torch {found['torch']}: copy {limits['copy_gbps'] / 1e3:.2f} TB/s, "
-        f"bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
-    )
+    console.print(f"{found['device']}, torch {found['torch']}: {report.limits_in_words(found)}")
     console.print(_bench_table(found))
     if interrupted:
         raise typer.Exit(130)
     if write:
-        from autotune import plot
-        from gdn.runtime import tuned
-
         measured = (out or tuned.SHIPPED) / spec.key / "MEASURED.md"
         measured.parent.mkdir(parents=True, exist_ok=True)
         report.write_into(measured, report.markdown(found))
@@ -447,16 +376,11 @@ def bench(
 
 def _bench_table(found: dict[str, Any]) -> Table:
     """One section per operator; rates, configurations and every way of calling a peer are in the JSON."""
-    from autotune import report
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("shape", overflow="fold")
     peers = ("peer",) if found["peers"] else ()
-    for heading in ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("backend", "tiles") else "right")
+    headings = ("backend", "tiles", "time, us", "in bursts", "floor", "share", "error", *peers)
+    made = table("shape", *headings, left=("backend", "tiles"))
     for op, rows in report.by_operator(found).items():
-        table.add_section()
-        table.add_row(f"[bold]{op}[/]")
+        section(made, op)
         for row in rows:
             time_text = f"{row['time_us']:.1f}" + ("" if row["captured"] else " (no graph)")
             numbers = [time_text, *(f"{row[field]:.1f}" for field in ("burst_us", "floor_us"))]
@@ -464,8 +388,8 @@ def _bench_table(found: dict[str, Any]) -> Table:
             best = report.best_peer(found, row, norm=True)
             if best is not None:
                 numbers.append(f"{best[1]:.1f} {best[0]}")
-            table.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
-    return table
+            made.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
+    return made
 
 
 @app.command()
@@ -475,39 +399,35 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
     Exit code 1 where one of ours is beyond 1.2 times that of the best library, or a call failed. Interrupted, it prints what it
     has by then.
     """
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     libraries = _libraries(with_peers)
     if backend not in (None, *(known := registry.operator("chunk").modules)):
-        raise _fail(f"backend: expected one of {', '.join(known)}, got {backend!r}")
+        raise ValueError(f"backend: expected one of {', '.join(known)}, got {backend!r}")
     _spec()
-    from autotune import accuracy as measuring
 
     failures: list[str] = []
-    found: list[measuring.Error] = []
+    found: list[error_figures.Error] = []
     interrupted = False
     try:
-        for one in measuring.measure(backend, libraries, failures.append):
+        for one in error_figures.measure(backend, libraries, failures.append):
             found.append(one)
     except KeyboardInterrupt:
         interrupted = True
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption="largest error of a head: o / final state")
     names = list(dict.fromkeys(one.who for one in found))
-    for heading in ("inputs", *names):
-        table.add_column(heading, no_wrap=True)
+    made = table("inputs", *names, left=(*names,), caption="largest error of a head: o / final state")
     for case in dict.fromkeys(one.case for one in found):
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
-        table.add_row(case, *(errors.get(name, "-") for name in names))
-    console.print(table)
-    ratios = measuring.ratios(found)
-    beyond = [one for one in ratios if one.ratio > measuring.LIMIT]
+        made.add_row(case, *(errors.get(name, "-") for name in names))
+    console.print(made)
+    ratios = error_figures.ratios(found)
+    beyond = [one for one in ratios if one.ratio > error_figures.LIMIT]
     for ratio in beyond or ratios[:1]:
         console.print(f"{'beyond the limit' if beyond else 'largest'}: {ratio}", markup=False)
     for why in failures:
         console.print(why, markup=False)
     if as_json:
-        print_json(
-            {"errors": found, "ratios": ratios, "limit": measuring.LIMIT, "failures": failures, "complete": not interrupted}
-        )
+        figures = {"errors": found, "ratios": ratios, "limit": error_figures.LIMIT, "failures": failures}
+        print_json(figures | {"complete": not interrupted})
     if interrupted:
         raise typer.Exit(130)
     raise typer.Exit(1 if beyond or failures or not found else 0)
@@ -525,32 +445,28 @@ def selection(
 
     Without a GPU the reference is measured, which takes long at long contexts; --rows makes it shorter.
     """
-    import torch
 
-    from autotune import selection as measuring
-
-    _leave_stdout(as_json)
-    agreements: list[measuring.Agreement] = []
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
+    agreements: list[agreement.Agreement] = []
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    demanded = measuring.DEMANDED
-    headings = [measuring.BF16, measuring.BF16_OUT, measuring.FP8, measuring.FP8_EXACT]
-    for heading in ("keys", *headings):
-        table.add_column(heading, no_wrap=True, justify="right")
-    table.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
-    table.add_section()
+    demanded = agreement.DEMANDED
+    headings = [agreement.BF16, agreement.BF16_OUT, agreement.FP8, agreement.FP8_EXACT]
+    made = table("keys", *headings)
+    made.columns[0].justify = "right"
+    made.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
+    made.add_section()
     failed = False
     with _progress() as progress:
-        lengths = keys or list(measuring.KEYS)
+        lengths = keys or list(agreement.KEYS)
         task = progress.add_task("selecting", total=len(lengths))
         for length in lengths:
-            found = measuring.measure(length, rows, topk, device, backend)
+            found = agreement.measure(length, rows, topk, device, backend)
             cells = [(found.shares[kind], found.shares[kind] < demanded.get(kind, 0.0)) for kind in headings]
-            table.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
+            made.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
             failed = failed or not found.passed
             agreements.append(found)
             progress.advance(task)
-    console.print(table)
+    console.print(made)
     if as_json:
         found_shares = [{"keys": one.keys, "shares": one.shares, "passed": one.passed} for one in agreements]
         print_json({"rows": rows, "topk": topk, "demanded": demanded, "contexts": found_shares, "passed": not failed})
@@ -564,12 +480,10 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the tuned tables."""
-    from gdn.runtime import env, tuned
-
-    _leave_stdout(as_json)
+    console.stderr = as_json  # progress and remarks leave stdout to JSON
     op = registry.operator(op).name if op is not None else None
     if folder is not None and not folder.is_dir():
-        raise _fail(f"folder: expected a folder of tables, got {folder}")
+        raise ValueError(f"folder: expected a folder of tables, got {folder}")
     own = env.current().tuned_dir
     folders = [folder] if folder is not None else [*([own] if own is not None else []), tuned.SHIPPED]
     paths = [path for one in folders for path in sorted(one.glob("*/*.json")) if op in (None, path.name.split(".")[0])]
@@ -577,20 +491,22 @@ def show(
         print_json([{"path": path, **tuned.read(path).model_dump(mode="json")} for path in paths])
         return
     for path in paths:
-        table = tuned.read(path)
-        header = table.header
+        content = tuned.read(path)
+        header = content.header
         title = f"{header.op}.{header.backend} on {header.device}, {', '.join(header.runs)}"
         shown = Table("sizes", "configuration", "time, us", "error", title=title, caption=str(path))
-        for group in table.groups:
-            shown.add_row(", ".join(f"{name} {value}" for name, value in group.static.items()), "", "", "", style="dim")
+        for group in content.groups:
+            shown.add_row(_listed(group.static), "", "", "", style="dim")
             for entry in group.entries:
-                sizes = ", ".join(f"{name} {value}" for name, value in entry.sizes.items())
-                config = ", ".join(f"{name} {value}" for name, value in entry.config.items())
                 error = f"{entry.error:.1e}" if entry.error is not None else "-"
-                shown.add_row(sizes, config, f"{entry.time_us:.1f}", error)
+                shown.add_row(_listed(entry.sizes), _listed(entry.config), f"{entry.time_us:.1f}", error)
         console.print(shown)
     if not paths:
         console.print(f"No tuned table{f' of {op}' if op else ''} in {', '.join(map(str, folders))}.", markup=False)
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -29,7 +30,7 @@ from gdn.runtime import compiled, devices, env, prepare, registry, toolchain
 from gdn.testing import inputs, inputs_logits
 
 Call = Callable[[], object]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional, by name
+Arguments = dict[str, Any]
 
 _CALLS_BETWEEN_SYNCS = 50  # a full queue of launches would make the host wait for the device
 
@@ -50,58 +51,50 @@ class _EmptyFunctions(dict[str, Callable[..., Any]]):
     def __missing__(self, name: str) -> Callable[..., Any]:
         import tvm_ffi
 
-        function: Callable[..., Any] = tvm_ffi.get_global_func("testing.nop")
-        self[name] = function
-        return function
+        return self.setdefault(name, tvm_ffi.get_global_func("testing.nop"))
 
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
     """Inside, the CPU counts as an H100 whose kernels do nothing."""
 
-    def get(op: str, backend: str, module: Any, problem: Problem, config: Any) -> compiled.Compiled:
-        return compiled.Compiled(functions, problem, config)
-
     functions = _EmptyFunctions()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(devices, "describe", lambda device: (H100, "no device")))
-        stack.enter_context(mock.patch.object(toolchain, "missing", lambda backend: None))
-        stack.enter_context(mock.patch.object(compiled, "get", get))
-        stack.callback(env.reload)  # forgets the empty kernels
+    with (
+        mock.patch.object(devices, "describe", lambda device: (H100, "no device")),
+        mock.patch.object(toolchain, "missing", lambda backend: None),
+        mock.patch.object(compiled, "get", lambda op, backend, *key: compiled.Compiled(functions, key[1], key[2])),
+    ):
         env.reload()
-        yield
-
-
-_NOTHING: Arguments = ((), {})
+        try:
+            yield
+        finally:
+            env.reload()  # forgets the empty kernels
 
 
 def _delta_rule(op: str, lengths: tuple[int, ...], device: torch.device | None) -> tuple[Problem, Arguments]:
     """A small problem of chunk or recurrent, and its call's arguments on a device."""
     problem: Any = replace(_smallest(op), num_tokens=sum(lengths), num_sequences=len(lengths))
     if device is None:
-        return problem, _NOTHING
+        return problem, {}
     make: Any = {"chunk": inputs.chunk_inputs, "recurrent": inputs.recurrent_inputs}[op]
     out = torch.empty(1, sum(lengths), problem.num_state_heads, problem.head_v_dim, dtype=torch.bfloat16, device=device)
-    return problem, ((), make(problem, device, lengths=lengths, strided=True) | {"out": out})
+    return problem, make(problem, device, lengths=lengths, strided=True) | {"out": out}
 
 
 def _ragged(extra: int, device: torch.device | None) -> tuple[Problem, Arguments]:
     problem: Any = replace(_smallest("mqa_logits"), num_queries=128, num_keys=256 + extra, num_columns=256 + extra)
     if device is None:
-        return problem, _NOTHING
-    made = inputs_logits.make_mqa_inputs(problem, device)
+        return problem, {}
     out = torch.empty(problem.num_queries, problem.num_columns, device=device)
-    return problem, ((made.q, made.k, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke), {"k_scale": made.k_scale, "out": out})
+    return problem, vars(inputs_logits.make_mqa_inputs(problem, device)) | {"out": out}
 
 
 def _paged(extra: int, device: torch.device | None) -> tuple[Problem, Arguments]:
     problem: Any = replace(_smallest("paged_mqa_logits"), batch=8, max_context_len=256 + extra)
     if device is None:
-        return problem, _NOTHING
-    made = inputs_logits.make_paged_inputs(problem, device)
+        return problem, {}
     out = torch.empty(problem.batch * problem.next_n, problem.max_context_len, device=device)
-    pages = (made.q, made.cache, made.weights, made.context_lens, made.block_tables, problem.max_context_len)
-    return problem, (pages, {"out": out})
+    return problem, inputs_logits.make_paged_inputs(problem, device).arguments() | {"out": out}
 
 
 def _smallest(op: str) -> Any:
@@ -128,9 +121,7 @@ def problem_of(op: str) -> Problem:
 
 def call_of(op: str, device: torch.device, backend: str | None, extra: int = 0) -> Call:
     """One eager call of the public operator on small inputs."""
-    function = getattr(gdn, registry.operator(op).functions[0])
-    _, (tensors, named) = _CALLS[op](extra, device)
-    return lambda: function(*tensors, **named, backend=backend)
+    return partial(getattr(gdn, registry.operator(op).functions[0]), **_CALLS[op](extra, device)[1], backend=backend)
 
 
 def _times_us(calls: list[Call], device: torch.device) -> list[float]:
@@ -152,9 +143,7 @@ def _launch_us(op: str, device: torch.device, backend: str | None, call: Call) -
     assert prepared.launch is not None
     spied = replace(prepared, launch=lambda *tensors: handed.append(tensors))
     env.reload()  # no plan of this call: it must come through prepare
-    with contextlib.ExitStack() as stack:
-        for place in ("gdn.runtime.prepare",):
-            stack.enter_context(mock.patch(place, lambda *_: spied))
+    with mock.patch("gdn.runtime.prepare", lambda *_: spied):
         call()
     env.reload()
     launch, tensors = prepared.launch, handed[0]
@@ -186,19 +175,16 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
 ) -> None:
     """Measure what an eager call costs the host."""
-    console = Console()
     has_device = torch.cuda.is_available() and devices.spec(torch.device("cuda")) is not None
     device = torch.device("cuda", torch.cuda.current_device()) if has_device else torch.device("cpu")
-    rows = []
     with contextlib.nullcontext() if has_device else without_device():
-        for name in [op] if op is not None else OPERATORS:
-            rows.append(measure(name, device, backend))
+        rows = [measure(name, device, backend) for name in ([op] if op is not None else OPERATORS)]
     title = torch.cuda.get_device_name() if has_device else "no GPU: the launch itself is not in these figures"
     table = Table("operator", "backend", "repeated, us", "least, us", "of it launch, us", "first, us", title=title)
     for row in rows:
         figures = (row.repeated_us, row.repeated_least_us, row.launch_us, row.first_us)
         table.add_row(row.op, row.backend, *(f"{figure:.1f}" for figure in figures))
-    console.print(table)
+    Console().print(table)
     if json_file is not None:
         found = {"device": title, "torch": str(torch.__version__), "rows": [row.__dict__ for row in rows]}
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

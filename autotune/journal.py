@@ -27,9 +27,10 @@ class Journal:
     def __init__(self, path: Path, kernel_source: str) -> None:
         self.path, self._source = path, kernel_source
         self._records: dict[str, Record] = {}
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                self._take(line)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        self._before = "\n" if text and not text.endswith("\n") else ""  # an interruption may have cut the last line off
+        for line in text.splitlines():
+            self._take(line)
 
     def _take(self, line: str) -> None:
         try:
@@ -53,16 +54,8 @@ class Journal:
         line = {"source": self._source, "static": static, "sizes": dict(sizes), "config": dict(config), **vars(record)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            # An interruption may have cut the last line off: start on a new one.
-            file.write(("" if _ends_line(self.path) else "\n") + json.dumps(line) + "\n")
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
+            file.write(f"{self._before}{json.dumps(line)}\n")
+        self._before = ""
 
 
 def _key(static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:

@@ -47,9 +47,8 @@ def _panel(axis: Any, title: str, found: list[tuple[str, report.Shown]]) -> None
     peers = [(place, row) for place, (_, row) in zip(places, found, strict=True) if not math.isnan(row.peer_us)]
     if peers:
         values = [100 * row.floor_us / row.peer_us for _, row in peers]
-        axis.scatter(
-            values, [place for place, _ in peers], marker="D", s=30, color=_PEER, zorder=3, label="fastest other library"
-        )
+        where, label = [place for place, _ in peers], "fastest other library"
+        axis.scatter(values, where, marker="D", s=30, color=_PEER, zorder=3, label=label)
     for place, (_, row), share in zip(places, found, shares, strict=True):
         axis.text(max(share, 100) + 3, place, f"{row.time_us:.4g} us", va="center", fontsize=8)
     axis.set_yticks(places, names, fontsize=8)

@@ -13,19 +13,14 @@ _KERNEL = {"tilelang": "TileLang", "cute": "CuTe"}
 
 def markdown(found: Mapping[str, Any]) -> dict[str, str]:
     """Table of each operator: the device with its limits, then a row per shape. found: `bench.Bench.found`."""
-    limits = found["limits"]
-    heading = (
-        f"{found['device']}, {found['date']}, torch {found['torch']}; copy {limits['copy_gbps'] / 1e3:.2f} TB/s, bf16 "
-        f"{limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3) in the same run."
-    )
+    heading = f"{found['device']}, {found['date']}, torch {found['torch']}; {limits_in_words(found)} in the same run."
     tables = {}
     for op, rows in by_operator(found).items():
         lines = [
-            f"**{op}**: {heading}",
-            "",
+            f"**{op}**: {heading}", "",
             "| shape | kernel | us | in bursts | floor, us | share of floor | error | peers, us |",
             "|---|---|---|---|---|---|---|---|",
-        ]
+        ]  # fmt: skip
         for row in rows:
             cells = [
                 row["shape"], _KERNEL[row["backend"]], *(_time(row[field]) for field in ("time_us", "burst_us", "floor_us")),
@@ -34,6 +29,12 @@ def markdown(found: Mapping[str, Any]) -> dict[str, str]:
             lines.append("| " + " | ".join(cells) + " |")
         tables[op] = "\n".join(lines) + "\n"
     return tables
+
+
+def limits_in_words(found: Mapping[str, Any]) -> str:
+    limits = found["limits"]
+    copy = f"copy {limits['copy_gbps'] / 1e3:.2f} TB/s"
+    return f"{copy}, bf16 {limits['bf16_tflops']:.0f} and fp8 {limits['fp8_tflops']:.0f} TFLOP/s (8192^3)"
 
 
 def by_operator(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
@@ -52,12 +53,8 @@ def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> t
 
 
 def _peers(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    told = []
-    for norm, remark in ((True, ""), (False, " without the norm")):
-        best = best_peer(found, row, norm)
-        if best is not None:
-            told.append(f"{best[0]} {_time(best[1])}{remark}")
-    return ", ".join(told)
+    both = ((best_peer(found, row, norm), remark) for norm, remark in ((True, ""), (False, " without the norm")))
+    return ", ".join(f"{best[0]} {_time(best[1])}{remark}" for best, remark in both if best is not None)
 
 
 def _time(value: float) -> str:
@@ -97,9 +94,8 @@ class Shown:
 def read(path: Path) -> dict[str, list[Shown]]:
     """The rows of every table in a file, by operator."""
     found: dict[str, list[Shown]] = {}
-    for op, table in re.findall(
-        r"<!-- measured (\w+) -->\n(.*?)<!-- /measured \1 -->", path.read_text(encoding="utf-8"), re.DOTALL
-    ):
+    marked = re.compile(r"<!-- measured (\w+) -->\n(.*?)<!-- /measured \1 -->", re.DOTALL)
+    for op, table in marked.findall(path.read_text(encoding="utf-8")):
         for line in table.splitlines():
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             if len(cells) != 8 or cells[0] in ("shape", "---"):

@@ -85,15 +85,14 @@ class _Layer:
         self._keys, self._device = keys, device
         self._q, self._k, self._weights = normal(rows, _HEADS, _DIM), normal(keys, 1, _DIM), normal(rows, _HEADS)
         self._q_norm, self._k_norm = normal(_DIM, factor=0.1), normal(_DIM, factor=0.1)
-        powers = 10000.0 ** (torch.arange(_ROTARY // 2, device=device) / (_ROTARY // 2))
-        angle = torch.arange(keys, device=device)[:, None] / powers
-        self._table = torch.cat([angle.cos(), angle.sin()], dim=1)
         self._key_positions = torch.arange(keys, device=device)
+        angle = self._key_positions[:, None] / 10000.0 ** (torch.arange(_ROTARY // 2, device=device) / (_ROTARY // 2))
+        self._table = torch.cat([angle.cos(), angle.sin()], dim=1)
         self._q_positions = torch.full((rows,), keys - 1, device=device)
 
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
-        q = rope(rms_norm(self._q, self._q_norm, 1e-6, True), self._q_positions, self._table, _ROTARY)
-        k = rope(rms_norm(self._k, self._k_norm, 1e-6, True), self._key_positions, self._table, _ROTARY)
+        given = (self._q, self._q_norm, self._q_positions), (self._k, self._k_norm, self._key_positions)
+        q, k = (rope(rms_norm(x, norm, 1e-6, True), positions, self._table, _ROTARY) for x, norm, positions in given)
         return q, k, self._weights.float()
 
     def prepared(self, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

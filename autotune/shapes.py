@@ -19,9 +19,7 @@ def operators() -> list[str]:
 def shapes(op: str, pattern: str = "", measured: bool = False, tuned: bool = False) -> list[Shape]:
     """The operator's shapes whose name contains `pattern`, by default those that are both tuned and in the measured tables.
 
-    measured, tuned: also those that are only measured, only tuned.
-
-    ValueError where there is no such operator or shape.
+    measured, tuned: also those that are only measured, only tuned. ValueError where there is no such operator or shape.
     """
     if op not in operators():
         raise ValueError(f"op: expected one of {', '.join(operators())}, got {op!r}")

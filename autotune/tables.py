@@ -1,13 +1,14 @@
 """Maintenance of tuned tables: add winners, restamp entries of unchanged machine code, drop entries that repeat the default."""
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from autotune import shapes as shape_list
-from autotune import workers
+from autotune import tuning, workers
 from autotune.shapes import Shape
 from autotune.tuning import Kernel, Winner
 from gdn import runtime
@@ -15,7 +16,7 @@ from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import Problem
 from gdn.runtime import compiled, registry, tuned
-from gdn.testing import machine_code
+from gdn.testing import inputs, machine_code
 
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 
@@ -39,20 +40,13 @@ def rows(kernel: Kernel, table: tuned.Table) -> Iterator[Row]:
                 problem = kind(**group.static, **entry.sizes)
             except TypeError:
                 continue
-            yield Row(group, entry, problem, _config_now(kernel.module.Config, entry.config))
-
-
-def _config_now(config_type: type, values: dict[str, int | bool]) -> Any | None:
-    """The Config of an entry, without fields that no longer exist.
-
-    At run time an entry with such fields does not serve. Whether its tiles are the same without them, its machine code shows
-    (`restamp`).
-    """
-    names = {one.name for one in fields(config_type)}
-    try:
-        return config_type(**{name: value for name, value in values.items() if name in names})
-    except TypeError:  # a new field without a default
-        return None
+            # Without fields that the Config no longer has: at run time such an entry does not serve, and whether its tiles are
+            # the same without them, its machine code shows (`restamp`).
+            config_type, config = kernel.module.Config, None
+            names = {one.name for one in fields(config_type)}
+            with suppress(TypeError):  # a new field without a default
+                config = config_type(**{name: value for name, value in entry.config.items() if name in names})
+            yield Row(group, entry, problem, config)
 
 
 def paths(folder: Path, kernel: Kernel) -> list[Path]:
@@ -71,12 +65,8 @@ def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Seque
     path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
     today = datetime.date.today().isoformat()
     before = tuned.read(path) if path.is_file() else None
-    header = tuned.Header(
-        device=spec.key,
-        op=kernel.op,
-        backend=kernel.backend,
-        runs={**(before.header.runs if before is not None else {}), today: versions},
-    )
+    runs = {**(before.header.runs if before is not None else {}), today: versions}
+    header = tuned.Header(device=spec.key, op=kernel.op, backend=kernel.backend, runs=runs)
     groups = {tuned.static_text(group.static): group for group in (before.groups if before is not None else [])}
     for winner in winners:
         problem = winner.shape.problem
@@ -84,14 +74,10 @@ def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Seque
         group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
         kept = [entry for entry in group.entries if entry.sizes != problem.sizes()]
         entry = tuned.Entry(
-            sizes=problem.sizes(),
-            config=asdict(winner.config),
-            time_us=round(winner.time_us, 3),
-            error=float(f"{winner.error:.2e}"),
-            date=today,
-            kernel_source=kernel.source,
+            sizes=problem.sizes(), config=asdict(winner.config), time_us=round(winner.time_us, 3),
+            error=float(f"{winner.error:.2e}"), date=today, kernel_source=kernel.source,
             machine_code=code_of(kernel, problem, winner.config),
-        )
+        )  # fmt: skip
         group.entries = sorted([*kept, entry], key=lambda one: sorted(one.sizes.items()))
     table = tuned.Table(header=header, groups=list(groups.values()))
     tuned.write(path, pruned(kernel, table, spec)[0])
@@ -120,14 +106,7 @@ class Restamped:
     left: list[str] = field(default_factory=list)  # reason why each other entry stays stale
 
 
-def restamp(
-    path: Path,
-    kernel: Kernel,
-    *,
-    num_workers: int,
-    timeout_s: float,
-    on_done: Callable[[], None] = lambda: None,
-) -> Restamped:
+def restamp(path: Path, kernel: Kernel, *, num_workers: int, timeout_s: float) -> Restamped:
     """Compiles the stale entries of a table; those with the machine code that was timed then name the present source.
 
     Entries of the present source whose machine code was not recorded (no disassembler where they were timed) get it.
@@ -140,14 +119,10 @@ def restamp(
     found.left += [f"{_label(row)}: the kernel no longer takes {row.entry.config}" for row in stale if row not in legal]
     found.left += [f"{_label(row)}: its machine code was not recorded" for row in legal if row.entry.machine_code is None]
     known = [row for row in legal if row.entry.machine_code is not None]
-    same_code: dict[tuple[Any, ...], list[Row]] = {}
-    for row in known + [row for row in unrecorded if _is_legal(kernel, row, table.header.device)]:
-        key = (row.problem.static_key(), *compiled.compiled_fields(row.config).items())
-        same_code.setdefault(key, []).append(row)
-    kinds = list(same_code.values())
+    known += [row for row in unrecorded if _is_legal(kernel, row, table.header.device)]
+    kinds = tuning.by_code(known)
     tasks = [(kernel, kind[0].problem, kind[0].config) for kind in kinds]
     for outcome in workers.run(code_of, tasks, workers=num_workers, timeout_s=timeout_s):
-        on_done()
         for row in kinds[outcome.index]:
             if outcome.failure is not None:
                 found.left.append(f"{_label(row)}: did not compile: {outcome.failure}")
@@ -166,10 +141,8 @@ def restamp(
 
 
 def _is_legal(kernel: Kernel, row: Row, device: str) -> bool:
-    spec = DEVICES.get(device, H100)
-    if row.config is None or kernel.module.refusal(row.problem) is not None:
-        return False
-    return bool(kernel.module.fits(row.problem, row.config, spec))
+    served = row.config is not None and kernel.module.refusal(row.problem) is None
+    return served and bool(kernel.module.fits(row.problem, row.config, DEVICES.get(device, H100)))
 
 
 def _label(row: Row) -> str:
@@ -182,15 +155,12 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
         return []
     known = {shape.problem: shape for shape in shape_list.shapes(kernel.op, measured=True, tuned=True)}
     stale = [row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source]
-    unknown = (Shape(f"entry {number}: {_label(row)}", row.problem, _even(row.problem)) for number, row in enumerate(stale))
-    return [known.get(row.problem, shape) for row, shape in zip(stale, unknown, strict=True)]
-
-
-def _even(problem: Problem) -> tuple[int, ...]:
-    """Even lengths for a problem that has a number of tokens and a number of sequences; empty for others."""
-    sizes = problem.sizes()
-    total, count = sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0)
-    return tuple(total * (n + 1) // count - total * n // count for n in range(count))
+    shapes = []
+    for number, row in enumerate(stale):
+        sizes = row.problem.sizes()  # even lengths where the problem has tokens of sequences
+        lengths = inputs.even_lengths(sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0))
+        shapes.append(known.get(row.problem, Shape(f"entry {number}: {_label(row)}", row.problem, lengths)))
+    return shapes
 
 
 # --- repeats of the default ------------------------------------------------------------------------------------------
@@ -204,16 +174,13 @@ def pruned(kernel: Kernel, table: tuned.Table, spec: DeviceSpec) -> tuple[tuned.
     repeats = [row for row in rows(kernel, table) if row.config == kernel.module.default_config(row.problem, spec)]
     while True:
         dropped = [id(row.entry) for row in repeats]
-        groups = [
-            tuned.Group(static=group.static, entries=[entry for entry in group.entries if id(entry) not in dropped])
-            for group in table.groups
-        ]
+        kept = ((group.static, [entry for entry in group.entries if id(entry) not in dropped]) for group in table.groups)
+        groups = [tuned.Group(static=static, entries=entries) for static, entries in kept]
         needed = [row for row in repeats if _serves(kernel, groups, row.problem, spec) not in (None, row.config)]
         if not needed:
             break
         repeats = [row for row in repeats if row not in needed]
-    kept = [group for group in groups if group.entries]
-    return tuned.Table(header=table.header, groups=kept), len(repeats)
+    return tuned.Table(header=table.header, groups=[group for group in groups if group.entries]), len(repeats)
 
 
 def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: DeviceSpec) -> Any:

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from autotune import workers
+import torch
+
+from autotune import cases, workers
 from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
+from gdn import runtime
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import KernelCandidate, compiled, registry, source
-from gdn.testing import machine_code
+from gdn.testing import machine_code, timing
 
 HANG_S = 300  # limit of a candidate's check or timing, which includes the exact answer of its shape
 FINALISTS = 4
@@ -141,20 +144,21 @@ def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
     return [configs[index * len(configs) // wanted] for index in range(wanted)]
 
 
+def by_code(items: Iterable[Any]) -> list[list[Any]]:
+    """Items with a problem and a config, by machine code: configurations may differ in scalars of the launch alone."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for item in items:
+        key = (item.problem.static_key(), *compiled.compiled_fields(item.config).items())
+        found.setdefault(key, []).append(item)
+    return list(found.values())
+
+
 def compile_all(
-    made: Plan,
-    *,
-    num_workers: int,
-    timeout_s: float,
-    on_done: Callable[[Candidate], None] = lambda candidate: None,
+    made: Plan, *, num_workers: int, timeout_s: float, on_done: Callable[[Candidate], None] = lambda candidate: None,
     deadline: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Compiles every candidate into the disk cache and notes failures in it. deadline: on the clock of time.monotonic()."""
-    same_code: dict[tuple[Any, ...], list[Candidate]] = {}  # configurations may differ in scalars of the launch alone
-    for candidate in made.candidates.values():
-        key = (candidate.problem.static_key(), *compiled.compiled_fields(candidate.config).items())
-        same_code.setdefault(key, []).append(candidate)
-    groups = list(same_code.values())
+    groups = by_code(made.candidates.values())
     tasks = [(made.kernel, group[0].problem, group[0].config) for group in groups]
     reached = set()
     for outcome in workers.run(compile_one, tasks, workers=num_workers, timeout_s=timeout_s):
@@ -180,14 +184,9 @@ class Winner:
 
 
 def search(
-    made: Plan,
-    shape: Shape,
-    runner: Runner,
-    journal: Journal,
-    *,
-    deadline: float | None = None,
+    made: Plan, shape: Shape, runner: Runner, journal: Journal, *, deadline: float | None = None,
     on_done: Callable[[Any, Record], None] = lambda config, record: None,
-) -> Winner | None:
+) -> Winner | None:  # fmt: skip
     """Fastest correct configuration of a shape, None if there is none. Candidates in the journal are not run again."""
     static, sizes = shape.problem.static_key(), shape.problem.sizes()
     timed: list[tuple[Any, Record]] = []
@@ -205,8 +204,7 @@ def search(
         return None
 
     def first_time(item: tuple[Any, Record]) -> float:
-        assert item[1].time_us is not None
-        return item[1].time_us
+        return item[1].time_us or 0.0
 
     # The default is always timed again with the finalists: a clock that sank during the search must not decide.
     default = made.configs[shape.name][0]
@@ -253,23 +251,18 @@ class GpuRunner:
         self._kernel, self._spec = kernel, spec
         self._last: tuple[str, Any] | None = None
 
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
     def _case(self, shape: Shape) -> Any:
-        import torch
-
-        from autotune import cases
-
         if self._last is None or self._last[0] != shape.name:
             self._last = None  # frees the inputs before the next are made
-            self._last = (shape.name, cases.make(shape, torch.device("cuda", torch.cuda.current_device()), self._spec))
+            self._last = (shape.name, cases.make(shape, self._device, self._spec))
         return self._last[1]
 
     def _prepared(self, shape: Shape, config: Any) -> Any:
-        import torch
-
-        from gdn.runtime import prepare
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        return prepare(shape.problem, device, self._kernel.backend, config=config)
+        return runtime.prepare(shape.problem, self._device, self._kernel.backend, config=config)
 
     def check(self, shape: Shape, config: Any) -> float:
         with _watched():
@@ -277,15 +270,11 @@ class GpuRunner:
         return error
 
     def time_us(self, shape: Shape, config: Any) -> float:
-        from gdn.testing import timing
-
         with _watched():
             timed = timing.Timed(self._case(shape).launches(self._prepared(shape, config)))
             return statistics.median(timed.sample_us() for _ in range(7))
 
     def interleaved_us(self, shape: Shape, configs: Sequence[Any]) -> list[float]:
-        from gdn.testing import timing
-
         case = self._case(shape)
         return timing.interleaved_us([case.launches(self._prepared(shape, config)) for config in configs])
 
@@ -298,8 +287,6 @@ def _give_up() -> None:
 @contextmanager
 def _watched() -> Iterator[None]:
     """Raises DeviceLost where a candidate's failure broke the CUDA context; ends the process where a candidate hangs."""
-    import torch
-
     watchdog = threading.Timer(HANG_S, _give_up)
     watchdog.daemon = True
     watchdog.start()

@@ -57,13 +57,8 @@ class _Worker:
         self.process: SpawnProcess = context.Process(target=_serve, args=(function, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self.ready = False
+        self.ready, self.started = False, 0.0
         self.task: int | None = None
-        self.started = 0.0
-
-    def give(self, index: int, arguments: tuple[Any, ...]) -> None:
-        self.task, self.started = index, time.monotonic()
-        self.connection.send(arguments)
 
     def deadline(self, timeout_s: float) -> float:
         return self.started + (timeout_s if self.ready else START_S)
@@ -78,13 +73,9 @@ class _Worker:
 
 
 def run(
-    function: Callable[..., Any],
-    tasks: Sequence[tuple[Any, ...]],
-    *,
-    workers: int,
-    timeout_s: float,
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, workers: int, timeout_s: float,
     stopped: threading.Event | None = None,
-) -> Iterator[Outcome]:
+) -> Iterator[Outcome]:  # fmt: skip
     """function(*task) for every task, in spawned processes; outcomes in the order in which they finish.
 
     function is importable by name, tasks and values pickle. timeout_s bounds one task, not the start of its process. stopped:
@@ -98,8 +89,8 @@ def run(
                 pool.append(_Worker(function))
             for worker in pool:
                 if worker.task is None and waiting:
-                    index = waiting.popleft()
-                    worker.give(index, tasks[index])
+                    worker.task, worker.started = waiting.popleft(), time.monotonic()
+                    worker.connection.send(tasks[worker.task])
             busy = [worker for worker in pool if worker.task is not None]
             rest_s = min(worker.deadline(timeout_s) for worker in busy) - time.monotonic()
             if stopped is not None:
@@ -129,7 +120,9 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
             message = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join()
-            return Outcome(index, None, f"worker process died ({_cause(worker.process.exitcode)})", seconds)
+            code = worker.process.exitcode
+            cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            return Outcome(index, None, f"worker process died ({cause})", seconds)
         if not worker.ready:
             worker.ready, worker.started = True, time.monotonic()
             return None
@@ -140,9 +133,3 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
         limit = f"took longer than {timeout_s:g} s" if worker.ready else f"its process did not start within {START_S:g} s"
         return Outcome(index, None, limit, seconds)
     return None
-
-
-def _cause(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return signal.Signals(-exit_code).name
-    return f"exit code {exit_code}"

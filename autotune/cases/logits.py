@@ -6,131 +6,79 @@ from typing import Any
 
 import torch
 
-import gdn
-from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, launch_of
+from autotune.cases.base import SeededCase, Shape, Tunable, Work, WrongResult, example, params_of, resized
 from gdn.problems import MqaLogitsParams, PagedMqaLogitsParams
 from gdn.runtime import Prepared
 from gdn.testing import inputs_logits, oracle_logits
 
 
-class _LogitsCase:
+class _LogitsCase(SeededCase):
     """Base of both forms: a NaN-filled out, and the verdict on it."""
 
-    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
-        self._shape, self._device, self._copies = shape, device, copies
-        self._problem: Any = shape.problem
-
-    def _inputs(self, seed: int) -> Any:
-        raise NotImplementedError
-
-    def _params(self, made: Any) -> MqaLogitsParams | PagedMqaLogitsParams:
-        """Arguments of a launch with a NaN-filled out."""
-        raise NotImplementedError
-
-    def _call(self, made: Any, options: dict[str, Any]) -> Call:
-        """The public operator on one set of inputs."""
-        raise NotImplementedError
-
-    def _exact(self, made: Any) -> oracle_logits.ExactLogits:
-        raise NotImplementedError
-
-    def _out(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.full((rows, columns), torch.nan, dtype=getattr(torch, self._problem.out_dtype), device=self._device)
-
-    @cached_property
-    def _checked(self) -> Any:
-        return self._inputs(seed=0)
+    def _arguments(self, rows: int, columns: int, **own: Any) -> tuple[dict[str, Any], torch.Tensor]:
+        """Arguments of a call, and the out of a launch."""
+        problem, dtype = self._problem, getattr(torch, self._problem.out_dtype)
+        out = torch.full((rows, columns), torch.nan, dtype=dtype, device=self._device)
+        return own | {"relu": problem.relu, "clean_logits": problem.clean, "out_dtype": dtype}, out
 
     @cached_property
     def _expected(self) -> oracle_logits.ExactLogits:
-        return self._exact(self._checked)
-
-    @cached_property
-    def _timed(self) -> list[Any]:
-        return [self._inputs(seed=1 + copy) for copy in range(self._copies)]
+        raise NotImplementedError
 
     def check(self, prepared: Prepared) -> float:
-        params = self._params(self._checked)
-        launch_of(prepared, params)()
-        out = params.out
-        problem, expected = self._problem, self._expected
+        problem, expected, work = self._problem, self._expected, self._work(seed=0)
+        work.launch(prepared)()
+        out = work.params.out
         wrong = oracle_logits.logits_error(out, expected, fp8=problem.dtype == "float8_e4m3fn", clean=problem.clean)
         if wrong is not None:
             raise WrongResult(wrong)
-        seen = torch.where(expected.visible, out.double(), expected.values)
-        return oracle_logits.calc_diff(seen, expected.values)
-
-    def launches(self, prepared: Prepared) -> list[Call]:
-        return [launch_of(prepared, self._params(made)) for made in self._timed]
-
-    def public_calls(self, backend: str | None) -> list[Call]:
-        problem = self._problem
-        options: dict[str, Any] = {
-            "relu": problem.relu,
-            "clean_logits": problem.clean,
-            "out_dtype": getattr(torch, problem.out_dtype),
-            "backend": backend,
-        }
-        return [self._call(made, options) for made in self._timed]
+        return oracle_logits.calc_diff(torch.where(expected.visible, out.double(), expected.values), expected.values)
 
 
 class RaggedCase(_LogitsCase):
     """Prefill: a range of keys per query."""
 
-    def _inputs(self, seed: int) -> Any:
+    def _inputs(self, seed: int) -> inputs_logits.MqaInputs:
         return inputs_logits.make_mqa_inputs(self._problem, self._device, seed, ranges=self._shape.ranges)
 
-    def _exact(self, made: Any) -> oracle_logits.ExactLogits:
-        return oracle_logits.exact_mqa_logits(made, relu=self._problem.relu)
+    @cached_property
+    def _expected(self) -> oracle_logits.ExactLogits:
+        return oracle_logits.exact_mqa_logits(self._inputs(seed=0), relu=self._problem.relu)
 
-    def _params(self, made: Any) -> MqaLogitsParams:
-        out = self._out(self._problem.num_queries, self._problem.num_columns)
-        return MqaLogitsParams(made.q, made.k, made.k_scale, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke, out, scale=1.0)
-
-    def _call(self, made: Any, options: dict[str, Any]) -> Call:
+    def _work(self, seed: int) -> Work:
+        arguments, out = self._arguments(self._problem.num_queries, self._problem.num_columns, **vars(self._inputs(seed)))
         if self._problem.packed:
-            options = options | {"max_seqlen_k": self._problem.num_columns}
-        ragged = (made.q, made.k, made.weights, made.cu_seqlen_ks, made.cu_seqlen_ke)
-        return lambda: gdn.mqa_logits(*ragged, k_scale=made.k_scale, **options)
+            arguments["max_seqlen_k"] = self._problem.num_columns
+        params = params_of(MqaLogitsParams, arguments, out=out, scale=1.0, skip_rows_up_to=0)
+        return Work("mqa_logits", arguments, params)
 
 
 class PagedCase(_LogitsCase):
     """Decode: the keys are in cache pages."""
 
-    def _inputs(self, seed: int) -> Any:
+    def _inputs(self, seed: int) -> inputs_logits.PagedInputs:
         return inputs_logits.make_paged_inputs(self._problem, self._device, seed)
 
     @cached_property
-    def _timed(self) -> list[Any]:
-        made = [self._inputs(seed=1 + copy) for copy in range(self._copies)]
-        # The rows that the pages were made from serve the exact answer alone.
-        return [replace(one, rows=one.rows.new_empty(0), row_scales=None) for one in made]
+    def _expected(self) -> oracle_logits.ExactLogits:
+        return oracle_logits.exact_paged_mqa_logits(self._inputs(seed=0), relu=self._problem.relu)
 
-    def _exact(self, made: Any) -> oracle_logits.ExactLogits:
-        return oracle_logits.exact_paged_mqa_logits(made, relu=self._problem.relu)
-
-    def _params(self, made: Any) -> PagedMqaLogitsParams:
-        out = self._out(self._problem.batch * self._problem.next_n, self._problem.max_context_len)
+    def _work(self, seed: int) -> Work:
+        # Not the rows that the pages were made from, which serve the exact answer alone.
+        made, problem = self._inputs(seed), self._problem
+        arguments, out = self._arguments(problem.batch * problem.next_n, problem.max_context_len, **made.arguments())
         cache = made.cache.flatten(1)  # a view: only the pages may be apart in memory
-        return PagedMqaLogitsParams(made.q, cache, made.weights, made.context_lens, made.block_tables, out, scale=1.0)
-
-    def _call(self, made: Any, options: dict[str, Any]) -> Call:
-        paged = (made.q, made.cache, made.weights, made.context_lens, made.block_tables, made.max_context_len)
-        return lambda: gdn.paged_mqa_logits(*paged, **options)
+        params = params_of(PagedMqaLogitsParams, arguments, cache=cache, out=out, scale=1.0, skip_rows_up_to=0)
+        return Work("paged_mqa_logits", arguments, params)
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------------
 
 
 def _ragged(
-    num_queries: int,
-    num_keys: int,
-    num_heads: int,
-    ranges: str = "causal",
-    bf16: bool = False,
-    weights: bool = True,
+    num_queries: int, num_keys: int, num_heads: int, ranges: str = "causal", bf16: bool = False, weights: bool = True,
     clean: bool = True,
-) -> Shape:
+) -> Shape:  # fmt: skip
     """weights=False: no key scales either, as against the keys of groups. clean=False: the call of indexer_topk."""
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_keys}
     problem = example("mqa_logits", {"index_num_heads": num_heads}, fp8=not bf16, clean=clean, **sizes)
@@ -157,22 +105,11 @@ def _paged(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool
     return Shape(f"batch {batch}, context {context}, {num_heads} heads, next_n {next_n}, {kind}", problem)
 
 
-def _with(shape: Shape, **sizes: int) -> Shape:
-    problem: Any = shape.problem
-    return replace(shape, problem=replace(problem, **sizes))
-
-
 mqa_logits = Tunable(
     RaggedCase,
     shapes=(
-        _ragged(2048, 8192, 64, "full"),
-        _ragged(4096, 32768, 64),
-        _ragged(4096, 32768, 32),
-        _ragged(4096, 32768, 16),
-        _ragged(8192, 8192, 64),
-        _ragged(1024, 131072, 64),
-        _ragged(8192, 8192, 16, bf16=True),
-        _ragged(4096, 32768, 16, bf16=True),
+        _ragged(2048, 8192, 64, "full"), *(_ragged(4096, 32768, heads) for heads in (64, 32, 16)), _ragged(8192, 8192, 64),
+        _ragged(1024, 131072, 64), _ragged(8192, 8192, 16, bf16=True), _ragged(4096, 32768, 16, bf16=True),
         _ragged(4096, 8192, 4, weights=False),
     ),
     tuned_only=(
@@ -180,21 +117,15 @@ mqa_logits = Tunable(
         *(_ragged(queries, 32768, heads, clean=False) for heads in (16, 64) for queries in (2048, 4096)),
     ),
     useful_flops=_useful_flops,
-    small=lambda shape: _with(shape, num_queries=70, num_keys=130, num_columns=130),
-)
+    small=lambda shape: resized(shape, num_queries=70, num_keys=130, num_columns=130),
+)  # fmt: skip
 
 paged_mqa_logits = Tunable(
     PagedCase,
     shapes=(
-        _paged(32, 8192, 64),
-        _paged(64, 32768, 64),
-        _paged(64, 65536, 64),
-        _paged(64, 32768, 32),
-        _paged(128, 8192, 64, next_n=2),
-        _paged(1, 131072, 64),
-        _paged(64, 32768, 16),
-        _paged(64, 32768, 16, bf16=True),
+        _paged(32, 8192, 64), _paged(64, 32768, 64), _paged(64, 65536, 64), _paged(64, 32768, 32),
+        _paged(128, 8192, 64, next_n=2), _paged(1, 131072, 64), _paged(64, 32768, 16), _paged(64, 32768, 16, bf16=True),
     ),
     measured_only=(_paged(64, 65536, 16),),  # a cache as large as that of 64 heads
-    small=lambda shape: _with(shape, batch=3, max_context_len=150),
-)
+    small=lambda shape: resized(shape, batch=3, max_context_len=150),
+)  # fmt: skip

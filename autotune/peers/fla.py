@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.peers.base import Peer, keys_first, operands
+from autotune.peers import Peer, keys_first, operands
 from gdn.problems import ChunkProblem
 
 
@@ -15,4 +15,4 @@ def chunk(problem: ChunkProblem, arguments: Mapping[str, Any]) -> list[Peer]:
     """The prefill kernels with the norm. Where FlashQLA is installed, FLA calls that, unless FLA_FLASH_QLA=0 is set."""
     x = operands(problem, arguments)
     prefill = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return [Peer("FLA", "", True, keys_first(prefill, x, True, x.cu_seqlens.long()), False)]
+    return [Peer("", True, keys_first(prefill, x, True, x.cu_seqlens.long()), False)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autotune.peers.base import Call, Outputs, Peer, operands
+from autotune.peers import Call, Outputs, Peer, operands
 from gdn.problems import ChunkProblem, RecurrentProblem
 
 
@@ -31,7 +31,7 @@ def chunk(problem: ChunkProblem, arguments: Mapping[str, Any]) -> list[Peer]:
         return call
 
     splits = (("its split", "auto"), ("no split", False))
-    return [Peer("FlashInfer", name, norm, calls(norm, split), True) for norm in (True, False) for name, split in splits]
+    return [Peer(name, norm, calls(norm, split), True) for norm in (True, False) for name, split in splits]
 
 
 def recurrent(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> list[Peer]:
@@ -49,23 +49,19 @@ def recurrent(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> list[P
         out, pool = decode(**options)
         return out, pool
 
-    return [Peer("FlashInfer", "", True, call, True)]
+    return [Peer("", True, call, True)]
 
 
 def _served(problem: RecurrentProblem) -> bool:
     """Whether the library has a call that reads and writes the same: it scatters drafts over float32 pools alone."""
-    return (
-        problem.pooled
-        and problem.state_v_first
-        and problem.use_gate
-        and problem.use_beta_sigmoid
-        and problem.use_qk_l2norm
-        and problem.has_final_state
-        and not (problem.has_final_indices or problem.has_parent or problem.has_rounding)
-        and problem.num_tokens % problem.num_sequences == 0
-        and problem.write_every_token == (problem.num_tokens > problem.num_sequences)
-        and (problem.state_dtype == "float32" or not problem.write_every_token)
-    )
+    required = (
+        problem.pooled, problem.state_v_first, problem.use_gate, problem.use_beta_sigmoid, problem.use_qk_l2norm,
+        problem.has_final_state, not (problem.has_final_indices or problem.has_parent or problem.has_rounding),
+        problem.num_tokens % problem.num_sequences == 0,
+        problem.write_every_token == (problem.num_tokens > problem.num_sequences),
+        problem.state_dtype == "float32" or not problem.write_every_token,
+    )  # fmt: skip
+    return all(required)
 
 
 def decode_arguments(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,8 +83,5 @@ def decode_arguments(problem: RecurrentProblem, arguments: Mapping[str, Any]) ->
     read = slots[:, 0]
     if problem.has_accepted:
         read = slots.gather(1, arguments["num_accepted_tokens"][:batch, None].long() - 1)[:, 0]
-    return options | {
-        "initial_state_indices": read.contiguous(),
-        "ssm_state_indices": slots.int().contiguous(),
-        "disable_state_update": False,
-    }
+    written = {"ssm_state_indices": slots.int().contiguous(), "disable_state_update": False}
+    return options | {"initial_state_indices": read.contiguous()} | written

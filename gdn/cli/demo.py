@@ -2,19 +2,20 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gdn.cli.demo_block import DECODE, PREFILL, Block
+from gdn.cli.demo_measure import Row, measure
+from gdn.cli.plain import section, table
 from gdn.models import MODELS, ModelShape
-
-if TYPE_CHECKING:  # importing it imports torch: not for `gdn --help`
-    from gdn.cli.demo_measure import Row
+from gdn.runtime import env
+from gdn.testing.timing import measure_limits
 
 # Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and a long prompt.
 GPU_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
@@ -29,12 +30,6 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
 ) -> None:
     """Run a Qwen3-Next-shaped block (a GDN layer and a QSA indexer) and check every operator."""
-    import torch
-
-    from gdn.cli.demo_block import DECODE, PREFILL, Block
-    from gdn.cli.demo_measure import measure
-    from gdn.runtime import env
-
     console = Console()
     if model not in MODELS:
         raise typer.BadParameter(f"expected one of {', '.join(MODELS)}, got {model!r}", param_hint="--model")
@@ -52,8 +47,6 @@ def demo(
 
     limits = None
     if where.type == "cuda":
-        from gdn.testing.timing import measure_limits
-
         limits = measure_limits()
         console.print(
             f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, bf16 {limits.bf16_tflops:.0f}, "
@@ -61,7 +54,7 @@ def demo(
         )
     else:
         console.print("No GPU in use: the plain-torch reference runs, without timings.")
-    console.print("\n".join(_plan(shape, tp, lengths, steps, fp8, PREFILL, DECODE)), highlight=False)
+    console.print("\n".join(_plan(shape, tp, lengths, steps, fp8)), highlight=False)
 
     block = Block(shape, lengths, steps, fp8_indexer=fp8, device=where, seed=seed)
     started = time.perf_counter()
@@ -87,39 +80,34 @@ def demo(
     raise typer.Exit(1 if failed else 0)
 
 
-def _plan(
-    shape: ModelShape, tp: int, lengths: list[int], steps: int, fp8: bool, prefill: Sequence[str], decode: Sequence[str]
-) -> list[str]:
+def _plan(shape: ModelShape, tp: int, lengths: list[int], steps: int, fp8: bool) -> list[str]:
     """Lines that say what will run: the model's shapes, the batch, and the operators of each phase."""
     heads = f"{shape.num_k_heads} q and k heads of {shape.head_k_dim}, {shape.num_v_heads} v heads of {shape.head_v_dim}"
     rotated = f"{shape.index_num_heads} heads of {shape.index_head_dim}, {shape.index_rotary_dim} of them rotated"
-    tokens = ", ".join(map(str, lengths))
-    kind = "FP8" if fp8 else "bf16"
+    tokens, kind = ", ".join(map(str, lengths)), "FP8" if fp8 else "bf16"
     return [
         f"{shape.name}, one of {tp} tensor-parallel rank{'s' if tp > 1 else ''}, random weights; hidden size {shape.hidden_size}",
         f"  GDN layer: {heads}, convolution of width {shape.conv_width} over {shape.conv_dim} channels, float32 states",
         f"  indexer: {rotated}, top {shape.index_topk}, cache and logits in {kind} (VLLM_QSA_USE_FP8_INDEXER)",
         f"  prefill: {len(lengths)} prompts of {tokens} tokens in one ragged batch, every second one from a cached state",
-        f"    {', '.join(prefill)}",
+        f"    {', '.join(PREFILL)}",
         f"  decode: {steps} step{'s' if steps > 1 else ''} of one token for each sequence",
-        f"    {', '.join(decode)}",
+        f"    {', '.join(DECODE)}",
     ]
 
 
-def _table(rows: "list[Row]") -> Table:
+def _table(rows: list[Row]) -> Table:
     """One line per operator and phase: the timed run's time, the worst error of all runs."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("operator", "backend", "time, us", "of floor", "error", ""):
-        table.add_column(heading, no_wrap=True, justify="right" if heading in ("time, us", "of floor", "error") else "left")
+    made = table("operator", "backend", "time, us", "of floor", "error", "", left=("backend", ""))
+    made.columns[0].no_wrap = True
     for phase in dict.fromkeys(row.phase for row in rows):
-        table.add_section()
-        table.add_row(f"[bold]{phase}[/]")
+        section(made, phase)
         for operator in dict.fromkeys(row.operator for row in rows if row.phase == phase):
-            table.add_row(f"  {operator}", *_cells([row for row in rows if (row.phase, row.operator) == (phase, operator)]))
-    return table
+            made.add_row(f"  {operator}", *_cells([row for row in rows if (row.phase, row.operator) == (phase, operator)]))
+    return made
 
 
-def _cells(same: "list[Row]") -> tuple[str, ...]:
+def _cells(same: list[Row]) -> tuple[str, ...]:
     """Backend, time, share of floor, error and verdict of the calls of one operator."""
     worst = next((row for row in same if not row.passed), max(same, key=lambda row: row.error))
     timed = next((row for row in same if row.time_us is not None), None)

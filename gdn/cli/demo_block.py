@@ -5,7 +5,7 @@ yield one `Call` per operator, in the order a model runs them. A Call names the 
 so that the caller decides what to time and what to compare.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,7 @@ class Call:
     result: Any = field(default=None, repr=False)
 
     def run(self) -> Any:
-        function: Callable[..., Any] = getattr(gdn, self.operator)
-        self.result = function(**self.arguments)
+        self.result = getattr(gdn, self.operator)(**self.arguments)
         return self.result
 
 
@@ -59,27 +58,24 @@ class Block:
     ) -> None:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         self.model, self.lengths, self.device, self.fp8 = model, lengths, device, fp8_indexer
-        dtype = torch.bfloat16
         heads, value_heads, key_dim, value_dim = model.num_k_heads, model.num_v_heads, model.head_k_dim, model.head_v_dim
+        hidden, index_dim = model.hidden_size, model.index_head_dim
 
-        def normal(*shape: int, scale: float = 1.0, to: torch.dtype = dtype) -> torch.Tensor:
+        def normal(*shape: int, scale: float = 1.0, to: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return (torch.randn(*shape, generator=generator) * scale).to(device=device, dtype=to)
 
-        hidden = model.hidden_size
         self._normal = normal
         self.in_proj_qkvz = normal(2 * heads * key_dim + 2 * value_heads * value_dim, hidden, scale=hidden**-0.5)
         self.in_proj_ba = normal(2 * value_heads, hidden, scale=hidden**-0.5)
-        index_width = (model.index_num_heads + 1) * model.index_head_dim + model.index_num_heads
+        index_width = (model.index_num_heads + 1) * index_dim + model.index_num_heads
         self.index_proj = normal(index_width, hidden, scale=hidden**-0.5)
         self.conv_weight = normal(model.conv_dim, model.conv_width, scale=0.5)
         self.A_log = torch.rand(value_heads, generator=generator).mul(15).add(1).log().to(device)
         self.dt_bias = normal(value_heads, scale=0.5, to=torch.float32) - 4.0  # decays near 1, as trained models have
         self.norm_weight = 1 + normal(value_dim, scale=0.1, to=torch.float32)
-        self.q_norm = normal(model.index_head_dim, scale=0.1, to=torch.float32)
-        self.k_norm = normal(model.index_head_dim, scale=0.1, to=torch.float32)
+        self.q_norm, self.k_norm = (normal(index_dim, scale=0.1, to=torch.float32) for _ in range(2))
 
-        count = len(lengths)
-        longest = max(lengths) + decode_steps
+        count, longest = len(lengths), max(lengths) + decode_steps
         half = model.index_rotary_dim // 2
         angles = torch.arange(longest)[:, None] * 10000.0 ** (-torch.arange(half) / half)
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device=device, dtype=torch.float32)
@@ -94,9 +90,8 @@ class Block:
         for row, needed in enumerate(pages):
             table[row, :needed] = torch.tensor([order.pop() for _ in range(needed)])
         self.block_tables = table.to(device)
-        index_dim = model.index_head_dim
         shape = (sum(pages) + 1, PAGE_SIZE, 1, index_dim + 4 * fp8_indexer)
-        self.cache = torch.zeros(shape, dtype=torch.uint8 if fp8_indexer else dtype, device=device)
+        self.cache = torch.zeros(shape, dtype=torch.uint8 if fp8_indexer else torch.bfloat16, device=device)
         self.context = torch.zeros(count, dtype=torch.int32)
 
     # --- shared by both phases --------------------------------------------------------------------------------------
@@ -112,14 +107,10 @@ class Block:
 
     def _qkv_views(self, mixed_qkv: torch.Tensor) -> dict[str, torch.Tensor]:
         """q, k, v as strided views of the convolution's output, as one packed batch."""
-        model = self.model
-        key_width, tokens = model.num_k_heads * model.head_k_dim, mixed_qkv.shape[0]
-        q, k, v = mixed_qkv.split([key_width, key_width, model.num_v_heads * model.head_v_dim], dim=-1)
-        return dict(
-            q=q.view(1, tokens, model.num_k_heads, model.head_k_dim),
-            k=k.view(1, tokens, model.num_k_heads, model.head_k_dim),
-            v=v.view(1, tokens, model.num_v_heads, model.head_v_dim),
-        )
+        key_heads = (self.model.num_k_heads, self.model.head_k_dim)
+        heads = (key_heads, key_heads, (self.model.num_v_heads, self.model.head_v_dim))
+        parts = mixed_qkv.split([count * dim for count, dim in heads], dim=-1)
+        return {name: part[None].unflatten(2, shape) for name, part, shape in zip("qkv", parts, heads, strict=True)}
 
     def _gate_arguments(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
         return dict(
@@ -127,11 +118,6 @@ class Block:
             use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_SLOT,
             initial_state=self.states,
         )  # fmt: skip
-
-    def _delta_flops(self, tokens: int) -> int:
-        model = self.model
-        key_dim, value_dim = model.head_k_dim, model.head_v_dim
-        return tokens * model.num_v_heads * (2 * 64 * (2 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim)
 
     def _state_bytes(self) -> int:
         return 2 * len(self.lengths) * _bytes(self.states[0])
@@ -152,13 +138,9 @@ class Block:
             rotary_dim=model.index_rotary_dim, fp8=self.fp8,
         )  # fmt: skip
         return Call(
-            phase,
-            "prepare_indexer",
-            arguments,
-            mutated=("cache",),
-            floor_bytes=2 * _bytes(q, k, weights),
+            phase, "prepare_indexer", arguments, mutated=("cache",), floor_bytes=2 * _bytes(q, k, weights),
             limit=5e-2 if self.fp8 else 1e-2,
-        )
+        )  # fmt: skip
 
     def _topk(self, phase: str, logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> Call:
         arguments = dict(logits=logits, k=self.model.index_topk, row_starts=starts, row_ends=ends)
@@ -186,14 +168,12 @@ class Block:
         )  # fmt: skip
         yield (call := Call(phase, "causal_conv1d_fn", conv, ("conv_states",), floor_bytes=2 * _bytes(mixed_qkv)))
         views = self._qkv_views(call.result)
-        chunk = views | self._gate_arguments(a, b)
-        chunk |= dict(
-            output_final_state=True, cu_seqlens=cu_seqlens, state_indices=self.slots, has_initial_state=has_initial_state
-        )
+        chunk = views | self._gate_arguments(a, b) | dict(output_final_state=True, cu_seqlens=cu_seqlens)
+        chunk |= dict(state_indices=self.slots, has_initial_state=has_initial_state)
         floor = _bytes(views["q"], views["k"], views["v"], views["v"], a, b) + self._state_bytes()
-        yield (
-            call := Call(phase, "chunk_gated_delta_rule", chunk, ("initial_state",), floor, self._delta_flops(tokens), limit=3e-2)
-        )
+        key_dim, value_dim = model.head_k_dim, model.head_v_dim
+        flops = tokens * model.num_v_heads * (2 * 64 * (2 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim)
+        yield (call := Call(phase, "chunk_gated_delta_rule", chunk, ("initial_state",), floor, flops, limit=3e-2))
         yield self._norm(phase, call.result[0], z)
 
         yield (prepared := self._prepare_indexer(phase, hidden, positions))
@@ -236,10 +216,9 @@ class Block:
         )  # fmt: skip
         floor = 2 * _bytes(mixed_qkv) + 2 * count * _bytes(self.conv_states[0])
         yield (call := Call(phase, "causal_conv1d_update", conv, ("conv_state",), floor_bytes=floor))
+        cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device)
         recurrent = self._qkv_views(call.result) | self._gate_arguments(a, b)
-        recurrent |= dict(
-            cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=device), ssm_state_indices=self.slots,
-        )  # fmt: skip
+        recurrent |= dict(cu_seqlens=cu_seqlens, ssm_state_indices=self.slots)
         floor = _bytes(mixed_qkv, z, a, b) + self._state_bytes()
         yield (call := Call(phase, "fused_recurrent_gated_delta_rule", recurrent, ("initial_state",), floor))
         yield self._norm(phase, call.result[0], z)

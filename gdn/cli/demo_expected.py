@@ -14,7 +14,7 @@ from torch.nn import functional
 from gdn.cli.demo_block import Call
 from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 from gdn.testing.oracle import oracle_of
-from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits
+from gdn.testing.oracle_logits import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
 
 Tensor = torch.Tensor
 Pairs = list[tuple[Tensor, Tensor]]
@@ -57,26 +57,20 @@ def _windows(line: Tensor, weight: Tensor) -> Tensor:
     return _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0])
 
 
-def _conv_prefill(call: Call, before: Arguments) -> Pairs:
-    x, weight, states = before["x"], before["weight"], before["conv_states"].double()
-    bounds, slots = before["query_start_loc"].tolist(), before["cache_indices"].tolist()
+def _convolution(call: Call, before: Arguments) -> Pairs:
+    """A prompt of each sequence, or one token of each."""
+    is_prefill = call.operator == "causal_conv1d_fn"
+    pool, indices = ("conv_states", "cache_indices") if is_prefill else ("conv_state", "conv_state_indices")
+    x, weight, states, slots = before["x"], before["weight"], before[pool].double(), before[indices].tolist()
+    bounds = before["query_start_loc"].tolist() if is_prefill else range(len(slots) + 1)
     out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     for n, slot in enumerate(slots):
-        history = states[slot] if bool(before["has_initial_state"][n]) else torch.zeros_like(states[slot])
+        continues = not is_prefill or bool(before["has_initial_state"][n])
+        history = states[slot] if continues else torch.zeros_like(states[slot])
         line = torch.cat([history, x[bounds[n] : bounds[n + 1]].double().T], dim=1)
         out[bounds[n] : bounds[n + 1]] = _windows(line, weight).T
         states[slot] = line[:, -states.shape[2] :]
-    return [(call.result, out), (call.arguments["conv_states"], states)]
-
-
-def _conv_decode(call: Call, before: Arguments) -> Pairs:
-    x, weight, states = before["x"], before["weight"], before["conv_state"].double()
-    out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    for n, slot in enumerate(before["conv_state_indices"].tolist()):
-        line = torch.cat([states[slot], x[n, :, None].double()], dim=1)
-        out[n] = _windows(line, weight)[:, 0]
-        states[slot] = line[:, 1:]
-    return [(call.result, out), (call.arguments["conv_state"], states)]
+    return [(call.result, out), (call.arguments[pool], states)]
 
 
 def _delta_rule(call: Call, before: Arguments) -> Pairs:
@@ -122,8 +116,6 @@ def _cache_rows(cache: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _rows(keys: Tensor, slots: list[int]) -> Tensor:
     """keys[slots]; torch cannot index FP8 on every device."""
-    if keys.element_size() > 1:
-        return keys[slots]
     return keys.view(torch.uint8)[slots].view(keys.dtype)
 
 
@@ -178,43 +170,32 @@ def _gathered(call: Call, before: Arguments) -> Pairs:
 
 
 def _ragged_scores(call: Call, before: Arguments) -> Pairs:
+    given = {name: before[name] for name in ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke")}
     k, k_scale = before["k"], before["k_scale"]
     inputs = MqaInputs(
-        q=before["q"],
-        k=k if k.dim() == 3 else k[:, None],
-        k_scale=k_scale if k_scale is None or k_scale.dim() == 2 else k_scale[:, None],
-        weights=before["weights"],
-        cu_seqlen_ks=before["cu_seqlen_ks"],
-        cu_seqlen_ke=before["cu_seqlen_ke"],
-    )
-    exact = exact_mqa_logits(inputs, scale=before.get("scale", 1.0))
-    return [(call.result, exact.values.masked_fill(~exact.visible, -torch.inf))]
+        k=k if k.dim() == 3 else k[:, None], k_scale=k_scale if k_scale is None or k_scale.dim() == 2 else k_scale[:, None],
+        **given,
+    )  # fmt: skip
+    return _scores(call, exact_mqa_logits(inputs, scale=before.get("scale", 1.0)))
 
 
 def _paged_scores(call: Call, before: Arguments) -> Pairs:
-    cache, tables = before["cache"], before["block_tables"]
+    cache, tables, longest = before["cache"], before["block_tables"], before["max_context_len"]
     keys, scales = _cache_rows(cache)
-    lengths, longest = before["context_lens"].tolist(), before["max_context_len"]
-    batch, dim = len(lengths), keys.shape[1]
-    rows = torch.zeros(batch, longest, 1, dim, device=keys.device).to(keys.dtype)
-    row_scales = None if scales is None else torch.zeros(batch, longest, 1, device=keys.device)
+    lengths = before["context_lens"].tolist()
+    rows = torch.zeros(len(lengths), longest, 1, keys.shape[1], device=keys.device).to(keys.dtype)
+    row_scales = None if scales is None else torch.zeros(len(lengths), longest, 1, device=keys.device)
     for n, length in enumerate(lengths):
         slots = _slots(tables[n].tolist(), length, cache.shape[1])
         rows[n, :length, 0] = _rows(keys, slots)
         if row_scales is not None and scales is not None:
             row_scales[n, :length, 0] = scales[slots]
-    inputs = PagedInputs(
-        q=before["q"],
-        cache=cache,
-        weights=before["weights"],
-        context_lens=before["context_lens"],
-        block_tables=tables,
-        max_context_len=longest,
-        page_size=cache.shape[1],
-        rows=rows,
-        row_scales=row_scales,
-    )
-    exact = exact_paged_mqa_logits(inputs, scale=before.get("scale", 1.0))
+    given = {name: before[name] for name in ("q", "cache", "weights", "context_lens", "block_tables", "max_context_len")}
+    inputs = PagedInputs(**given, page_size=cache.shape[1], rows=rows, row_scales=row_scales)
+    return _scores(call, exact_paged_mqa_logits(inputs, scale=before.get("scale", 1.0)))
+
+
+def _scores(call: Call, exact: ExactLogits) -> Pairs:
     return [(call.result, exact.values.masked_fill(~exact.visible, -torch.inf))]
 
 
@@ -232,15 +213,8 @@ def _selected(call: Call, before: Arguments) -> Pairs:
 
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
-    "fused_qkvzba_split_reshape_cat": _split,
-    "causal_conv1d_fn": _conv_prefill,
-    "causal_conv1d_update": _conv_decode,
-    "chunk_gated_delta_rule": _delta_rule,
-    "fused_recurrent_gated_delta_rule": _delta_rule,
-    "rms_norm_gated": _gated_norm,
-    "prepare_indexer": _prepared,
-    "gather_indexer_cache": _gathered,
-    "mqa_logits": _ragged_scores,
-    "paged_mqa_logits": _paged_scores,
-    "topk_indices": _selected,
-}
+    "fused_qkvzba_split_reshape_cat": _split, "causal_conv1d_fn": _convolution, "causal_conv1d_update": _convolution,
+    "chunk_gated_delta_rule": _delta_rule, "fused_recurrent_gated_delta_rule": _delta_rule, "rms_norm_gated": _gated_norm,
+    "prepare_indexer": _prepared, "gather_indexer_cache": _gathered, "mqa_logits": _ragged_scores,
+    "paged_mqa_logits": _paged_scores, "topk_indices": _selected,
+}  # fmt: skip

@@ -35,15 +35,13 @@ class Row:
         return self.error <= self.limit  # NaN fails
 
 
-def _clone(call: Call) -> dict[str, Any]:
-    """The call's arguments, with private copies of the ones that it mutates."""
-    return {name: value.clone() if name in call.mutated else value for name, value in call.arguments.items()}
+def _private(call: Call, dense: bool) -> dict[str, Any]:
+    """The call's arguments, with private copies of those that it mutates; dense: of all dense tensors too.
 
-
-def _private(call: Call) -> dict[str, Any]:
-    """The call's arguments, with private copies of all dense tensors, so that calls in turn find no data in the L2 cache."""
+    With the dense ones, calls in turn find no data in the L2 cache.
+    """
     return {
-        name: value.clone() if isinstance(value, torch.Tensor) and (value.is_contiguous() or name in call.mutated) else value
+        name: value.clone() if name in call.mutated or (dense and torch.is_tensor(value) and value.is_contiguous()) else value
         for name, value in call.arguments.items()
     }
 
@@ -67,14 +65,14 @@ def measure(call: Call, limits: Limits | None) -> Row:
     function = getattr(gdn, call.operator)
     choice = gdn.explain(call.operator, **call.arguments)
     parts = getattr(choice, "parts", ()) or (choice,)  # a composed operator has parts
-    before = _clone(call)
+    before = _private(call, dense=False)
     call.run()
     errors = [_error(got, expected, call.operator in _SCORES) for got, expected in pairs(call, before)]
     error = max(errors, key=lambda error: error if error == error else float("inf"))  # NaN is the worst
     elapsed = floor = None
     if limits is not None:
         copies = copies_beyond_l2(call.floor_bytes, H100.l2_bytes, most=32)
-        sets = [_private(call) if copies > 1 else _clone(call) for _ in range(copies)]
+        sets = [_private(call, dense=copies > 1) for _ in range(copies)]
         elapsed = time_us(*[functools.partial(function, **arguments) for arguments in sets])
         floor = limits.floor_us(call.floor_flops, call.floor_bytes, call.flops_dtype)
     backend = "+".join(dict.fromkeys(part.backend for part in parts))

@@ -1,7 +1,6 @@
 """`gdn doctor`: checks that this machine has what the kernels need, and says what to install."""
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -54,13 +53,6 @@ def diagnose() -> list[Finding]:
     return [*findings, _switches(), _cache(), *_tables()]
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown version"
-
-
 def _python() -> Finding:
     text = ".".join(str(part) for part in sys.version_info[:3])
     return Finding("python", "ok" if sys.version_info >= (3, 11) else "fail", f"{text} (3.11 or newer is required)")
@@ -73,9 +65,10 @@ def _torch() -> Finding:
         return Finding("torch", "fail", f"not importable: {error}")
     if torch.version.cuda is None:
         return Finding("torch", "note", f"{torch.__version__}, built without CUDA: the reference runs")
+    version = f"{torch.__version__}, CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        return Finding("torch", "note", f"{torch.__version__}, CUDA {torch.version.cuda}, but it sees no GPU: the reference runs")
-    return Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}")
+        return Finding("torch", "note", f"{version}, but it sees no GPU: the reference runs")
+    return Finding("torch", "ok", version)
 
 
 def _gpu() -> list[Finding]:
@@ -94,10 +87,8 @@ def _gpu() -> list[Finding]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
             name = f"{_text(nvml.nvmlDeviceGetName(handle))}, SM{capability[0]}{capability[1]}"
-            if capability == (9, 0):
-                findings.append(Finding(f"GPU {index}", "ok", name))
-            else:
-                findings.append(Finding(f"GPU {index}", "note", f"{name}: the kernels are for SM90, the reference runs"))
+            level, remark = ("ok", "") if capability == (9, 0) else ("note", ": the kernels are for SM90, the reference runs")
+            findings.append(Finding(f"GPU {index}", level, name + remark))
         return findings
     except nvml.NVMLError as error:
         return [Finding("GPU", "note", f"the driver does not answer: {error}")]
@@ -115,8 +106,7 @@ def _dsls() -> list[Finding]:
         try:
             importlib.import_module(module)
         except Exception as error:  # an import of a large package may raise anything
-            text = f"{module} is not importable: {error}; install {distribution}"
-            findings.append(Finding(backend, "fail", text))
+            findings.append(Finding(backend, "fail", f"{module} is not importable: {error}; install {distribution}"))
             continue
         library = compiled.runtime_library(backend)
         if library is None:
@@ -125,28 +115,27 @@ def _dsls() -> list[Finding]:
             findings.append(Finding(backend, "ok", f"{distribution} {_version(distribution)}, {library}"))
     try:
         importlib.import_module("tvm_ffi")
-        findings.append(Finding("tvm-ffi", "ok", _version("apache-tvm-ffi")))
     except (ImportError, OSError) as error:
-        findings.append(Finding("tvm-ffi", "fail", f"not importable: {error}; install apache-tvm-ffi"))
-    return findings
+        return [*findings, Finding("tvm-ffi", "fail", f"not importable: {error}; install apache-tvm-ffi")]
+    return [*findings, Finding("tvm-ffi", "ok", _version("apache-tvm-ffi"))]
+
+
+def _version(distribution: str) -> str:
+    return compiled.installed_version(distribution) or "unknown version"
 
 
 def _nvcc() -> Finding:
     path = toolchain.nvcc()
-    if path is not None:
-        return Finding("nvcc", "ok", str(path))
-    text = (
+    missing = (
         "none on PATH, under CUDA_HOME or in the wheel: TileLang cannot compile (install tilelang[nvcc] or a CUDA toolkit); "
         "the CuTe backend works without it"
     )
-    return Finding("nvcc", "note", text)
+    return Finding("nvcc", "note", missing) if path is None else Finding("nvcc", "ok", str(path))
 
 
 def _host_compiler() -> Finding:
-    path = toolchain.host_compiler()
-    if path is not None:
-        return Finding("host compiler", "ok", str(path))
-    return Finding("host compiler", "fail", "no cc on PATH: kernels cannot be linked (install gcc or clang)")
+    path, missing = toolchain.host_compiler(), "no cc on PATH: kernels cannot be linked (install gcc or clang)"
+    return Finding("host compiler", "fail", missing) if path is None else Finding("host compiler", "ok", str(path))
 
 
 def _switches() -> Finding:
@@ -174,9 +163,7 @@ def _tables() -> list[Finding]:
     """Reads every table of the package and of GDN_TUNED_DIR."""
     findings = []
     own = env.current().tuned_dir
-    for label, folder in (("tuned tables", tuned.SHIPPED), ("GDN_TUNED_DIR", own)):
-        if folder is None:
-            continue
+    for label, folder in [("tuned tables", tuned.SHIPPED), *([("GDN_TUNED_DIR", own)] if own is not None else [])]:
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
             findings.append(Finding(label, "warn", f"{folder} {what}: it is not searched for tables"))

@@ -50,14 +50,11 @@ def report(switches: env.Switches) -> dict[str, Any]:
     """Every switch with its value, source and effect, as data."""
     listed = [
         {
-            "name": name,
-            "value": switches.value(name),
-            "default": declaration.default,
-            "source": "environment" if name in switches.given else "default",
-            "effect": declaration.effect,
+            "name": name, "value": switches.value(name), "default": declaration.default,
+            "source": "environment" if name in switches.given else "default", "effect": declaration.effect,
             "no_effect": env.no_effect(name),  # reason why it has no effect yet
             "takes": declaration.accepted,
         }
         for name, declaration in env.DECLARATIONS.items()
-    ]
+    ]  # fmt: skip
     return {"switches": listed, "precedence": PRECEDENCE, "left_to_the_serving_stack": sorted(env.SERVING_STACK_NAMES)}

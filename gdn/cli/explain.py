@@ -1,13 +1,22 @@
-"""`gdn explain`: the kernels and tiles that an operator would run on a model's shapes, without tensors, for any device."""
+"""`gdn explain`: the kernels and tiles that an operator would run on a model's shapes, without tensors, for any device.
 
-from typing import Annotated
+They are one kernel, or those of a composed operator's parts.
+"""
 
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+import torch
 import typer
 from rich.console import Console
 
 from gdn.cli.plain import print_json
 from gdn.device import H100, H200, DeviceSpec
-from gdn.models import MODELS
+from gdn.models import MODELS, ModelShape
+from gdn.problems import DTYPE_BYTES, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
+from gdn.runtime import Choice, devices, env, explain_problem, registry, select
 
 _SPECS = {"h100": H100, "h200": H200}
 
@@ -28,9 +37,6 @@ def explain_command(
         raise typer.BadParameter(f"expected one of {', '.join(MODELS)}, got {model!r}", param_hint="--model")
     if device not in ("auto", "cpu", *_SPECS):
         raise typer.BadParameter(f"expected auto, h100, h200 or cpu, got {device!r}", param_hint="--device")
-    from gdn.cli.explained import parts_of
-    from gdn.runtime import registry
-
     operator = registry.operator(op)
     function = op if op in operator.functions else next(iter(operator.functions), operator.name)
     spec = _spec(device)
@@ -46,10 +52,127 @@ def explain_command(
 
 
 def _spec(device: str) -> DeviceSpec | None:
-    if device == "auto":
-        import torch
+    here = device == "auto" and torch.cuda.is_available()
+    return devices.spec(torch.device("cuda")) if here else _SPECS.get(device)
 
-        from gdn.runtime import devices
 
-        return devices.spec(torch.device("cuda")) if torch.cuda.is_available() else None
-    return _SPECS.get(device)
+@dataclass(frozen=True)
+class Part:
+    """One kernel that a call runs, or the reference."""
+
+    choice: Choice
+    problem: Problem | None  # None where the operator has no kernel
+    phase: str | None = None  # prefill | decode, where the operator's switches distinguish them
+    notes: tuple[str, ...] = ()  # the composed operator's remarks on this part
+
+    def __str__(self) -> str:
+        text = str(self.choice)
+        lines = [text if self.phase is None else text.replace(":", f" ({self.phase}):", 1)]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines if self.problem is None else [*lines, f"  problem: {self.problem}"])
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON, under the names of `gdn.explain`'s result."""
+        one = self.problem
+        problem = None if one is None else {"op": one.op, **one.static_fields(), **one.sizes()}
+        return {
+            "op": self.choice.op, "phase": self.phase, "backend": self.choice.backend, "config": self.choice.config,
+            "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
+            "refusals": dict(self.choice.refusals), "notes": (*self.choice.notes, *self.notes), "problem": problem,
+        }  # fmt: skip
+
+
+def parts_of(
+    function: str, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str]
+) -> list[Part]:
+    """List the kernels of a public function or operator, in order; ValueError where such a call would raise it.
+
+    assignments: name=value of problem fields. An operator whose switches distinguish phases has one part per phase.
+    """
+    operator = registry.operator(function)
+    switches = env.current()
+    fp8 = switches.qsa_use_fp8_indexer or function.startswith("fp8_")
+    if operator.composed_of:
+        return _combined(operator, shape, spec, backend, assignments, fp8)
+    problem = operator.example(shape, fp8=fp8)
+    if problem is not None:
+        problem = override(problem, assignments)
+        return [Part(explain_problem(problem, spec, backend), problem)]
+    if assignments:
+        raise ValueError(f"fields: {operator.name} has no kernel yet, and so no fields to change, got {assignments[0]!r}")
+    phases = [preference.phase for preference in operator.preferences] or [None]
+    return [Part(select.choose_reference(operator.name, switches, backend, phase=phase), None, phase) for phase in phases]
+
+
+def _combined(
+    operator: registry.Operator, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str],
+    fp8: bool,
+) -> list[Part]:  # fmt: skip
+    """Logits and the selection that reads them, for as many rows at a time as the workspace holds."""
+    switches = env.current()
+    own = switches.backend_of.get(operator.name, "auto")
+    ordered_by = operator.switch if backend is None and own != "auto" else None
+    order = own if ordered_by is not None else backend
+    selected = [assignment for assignment in assignments if assignment.partition("=")[0] == "k"]
+    scored = [assignment for assignment in assignments if assignment not in selected]
+
+    scores, selection = (registry.operator(name).example(shape, fp8=fp8) for name in operator.composed_of)
+    assert isinstance(scores, MqaLogitsProblem | PagedMqaLogitsProblem) and isinstance(selection, TopkProblem)
+    # The selection reads nothing outside a row's range.
+    scores = override(dataclasses.replace(scores, clean=False), scored, also=("k",))
+    k = override(selection, selected).k
+    budget = switches.sparse_indexer_max_logits_mb * 2**20
+    if isinstance(scores, MqaLogitsProblem):
+        units, rows_each, width, starts = scores.num_queries, 1, scores.num_columns, selection.starts_dtype
+    else:
+        units, rows_each, width, starts = scores.batch, scores.next_n, scores.max_context_len, None
+    count, notes = units, []
+    if width <= k:
+        count, notes = 0, [f"not launched: a row of at most {k} keys lists them all"]
+    elif (block := _units_per_block(budget, 4 * width * rows_each)) < units:
+        count = block
+        workspace = f"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB={switches.sparse_indexer_max_logits_mb}"
+        notes = [f"{block * rows_each} of {units * rows_each} rows at a time ({workspace})"]
+    scores = dataclasses.replace(scores, **{"num_queries" if isinstance(scores, MqaLogitsProblem) else "batch": count})
+    rows = (count or units) * rows_each
+    selection = dataclasses.replace(selection, k=k, starts_dtype=starts, num_rows=rows, num_columns=width)
+    # A kernel backend is required for the logits only, the reference for both parts.
+    of_selection = "reference" if order == "reference" else None
+    return [
+        Part(explain_problem(scores, spec, order, ordered_by=ordered_by), scores, notes=tuple(notes)),
+        Part(explain_problem(selection, spec, of_selection, ordered_by=ordered_by if of_selection else None), selection),
+    ]
+
+
+def _units_per_block(budget: int, unit_bytes: int) -> int:
+    """Number of rows, or sequences, whose scores fit the workspace: at least one, above 128 a multiple of 128."""
+    count = max(1, budget // max(1, unit_bytes))
+    return count // 128 * 128 if count > 128 else count
+
+
+def override(problem: Any, assignments: Sequence[str], also: tuple[str, ...] = ()) -> Any:
+    """The problem with fields changed; ValueError for a field that it lacks or a value of another type.
+
+    also: names that the message lists besides the problem's own."""
+    declared = {f.name: f.type for f in dataclasses.fields(problem)}
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in declared:
+            raise ValueError(f"fields: expected name=value with a name of {', '.join((*declared, *also))}, got {assignment!r}")
+        changes[name] = _parse(name, declared[name], text)
+    return dataclasses.replace(problem, **changes)
+
+
+def _parse(name: str, kind: Any, text: str) -> Any:
+    word = text.lower()
+    if kind is bool and word in ("true", "false", "1", "0"):
+        return word in ("true", "1")
+    if kind is int and word.isdecimal():
+        return int(word)
+    if type(None) in get_args(kind) and word == "none":
+        return None
+    if kind not in (bool, int) and word in DTYPE_BYTES:
+        return word
+    expected = {bool: "true or false", int: "a whole number"}.get(kind, f"one of {', '.join(DTYPE_BYTES)}")
+    raise ValueError(f"{name}: expected {expected}, got {text!r}")

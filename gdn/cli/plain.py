@@ -1,14 +1,14 @@
-"""Output of all commands: errors as one line on stderr, and JSON on stdout."""
+"""Output of all commands: errors as one line on stderr, JSON on stdout, tables."""
 
-import dataclasses
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+import pydantic_core
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 from typer.core import TyperGroup
 
 from gdn.runtime import compiled, select
@@ -20,19 +20,11 @@ _MENDABLE = (ValueError, OSError, ImportError, select.MissingTunedEntry, compile
 class PlainErrors(TyperGroup):
     """Commands whose errors are one line on stderr and exit status 2; other exceptions are faults, with a traceback."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Runs a command and ends the process; without arguments, it prints the help."""
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
-            status = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+            status = super().main(given, prog_name, standalone_mode=False, **extra)
         except typer.Abort:
             sys.exit(130)
         except Exception as error:
@@ -61,16 +53,20 @@ def fail(message: str) -> None:
 
 def print_json(value: Any) -> None:
     """Prints a value as JSON on stdout: dataclasses as objects, paths as text, numbers that are none as null."""
-    typer.echo(json.dumps(_jsonable(value), indent=1, allow_nan=False))
+    plain = json.loads(pydantic_core.to_json(value, inf_nan_mode="null"))
+    typer.echo(json.dumps(plain, indent=1, allow_nan=False))
 
 
-def _jsonable(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
+def table(first: str, *headings: str, left: tuple[str, ...] = (), caption: str | None = None) -> Table:
+    """A table of one line a row: the first column may fold, the others are numbers, but for those named in `left`."""
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
+    made.add_column(first, overflow="fold")
+    for heading in headings:
+        made.add_column(heading, no_wrap=True, justify="left" if heading in left else "right")
+    return made
+
+
+def section(made: Table, title: str) -> None:
+    """Begins the rows under a title."""
+    made.add_section()
+    made.add_row(f"[bold]{title}[/]")

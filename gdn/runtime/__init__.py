@@ -24,16 +24,8 @@ from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
 __all__ = [
-    "Asked",
-    "Choice",
-    "Prepared",
-    "explain_problem",
-    "explaining",
-    "is_explaining",
-    "ordering",
-    "prepare",
-    "reference_only",
-]
+    "Asked", "Choice", "Prepared", "explain_problem", "explaining", "is_explaining", "ordering", "prepare", "reference_only",
+]  # fmt: skip
 
 _MEMO_LIMIT = 4096
 _ANY_CUDA = torch.device("cuda")  # without an index: the current device
@@ -88,10 +80,14 @@ class KernelCandidate:
             own = env.current().tuned_dir
             folders = (tuned.SHIPPED,) if own is None else (own, tuned.SHIPPED)
             tables = self._usable[key] = [self._usable_in(folder, problem, device) for folder in folders]
-        for usable in tables:
-            if near := near_enough(self.module, problem, usable):
-                return [self._as_tuned(found, distance) for distance, found in near]
-        return []
+        near = next(filter(None, (near_enough(self.module, problem, usable) for usable in tables)), [])
+        return [
+            select.Tuned(
+                found.config, found.sizes, found.entry.time_us, str(found.path), distance, found.static, found.others,
+                is_stale=self._is_stale(found.entry),
+            )
+            for distance, found in near
+        ]  # fmt: skip
 
     def _usable_in(self, folder: Path, problem: Problem, device: DeviceSpec) -> list[Found]:
         """Entries of a table that the kernel accepts for the problem's static fields; sizes play no role in this."""
@@ -101,22 +97,8 @@ class KernelCandidate:
             log.once(f"{path}: tuned with another version of {self.module_name}")
         return usable
 
-    def _as_tuned(self, found: Found, distance: float) -> select.Tuned:
-        entry = found.entry
-        return select.Tuned(
-            config=found.config,
-            sizes=found.sizes,
-            time_us=entry.time_us,
-            source=str(found.path),
-            distance=distance,
-            static=found.static,
-            others=found.others,
-            is_stale=self._is_stale(entry),
-        )
-
     def _is_stale(self, entry: Entry) -> bool:
-        current: str = source.source_hash(self.module.__file__)
-        return entry.kernel_source != current
+        return entry.kernel_source != source.source_hash(self.module.__file__)
 
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
         return self.module.default_config(problem, device)
@@ -140,11 +122,6 @@ def candidates(op: str) -> dict[str, KernelCandidate]:
     return {backend: KernelCandidate(op, backend, name) for backend, name in modules.items()}
 
 
-def _forget_tables() -> None:
-    tuned.forget()
-    candidates.cache_clear()  # with their usable entries
-
-
 @dataclass
 class Asked:
     """Record of the choices inside `explaining()`, in order: what would run, and for which problem."""
@@ -152,6 +129,7 @@ class Asked:
     answers: list[tuple[Choice, Problem | None]] = field(default_factory=list)
 
 
+_ordered_by: ContextVar[str | None] = ContextVar("gdn_ordered_by", default=None)
 _explaining: ContextVar[Asked | None] = ContextVar("gdn_explaining", default=None)
 is_explaining = _explaining.get  # not a Python function, since every eager call calls it
 
@@ -167,9 +145,6 @@ def explaining() -> Iterator[Asked]:
         _explaining.reset(token)
 
 
-_ordered_by: ContextVar[str | None] = ContextVar("gdn_ordered_by", default=None)
-
-
 @contextlib.contextmanager
 def ordering(switch: str | None) -> Iterator[None]:
     """In this context and thread, the `backend` of `prepare` comes from this switch; None = from the argument."""
@@ -180,10 +155,6 @@ def ordering(switch: str | None) -> Iterator[None]:
         _ordered_by.reset(token)
 
 
-def _launch_nothing(*_: Any) -> None:
-    pass
-
-
 def explain_problem(
     problem: Problem, spec: DeviceSpec | None, backend: str | None = None, *, ordered_by: str | None = None
 ) -> Choice:
@@ -191,8 +162,7 @@ def explain_problem(
 
     ordered_by: the switch of a composed operator that `backend` comes from; None = the argument.
     """
-    available, switches = candidates(problem.op), env.current()
-    return select.choose(problem, spec, available, switches, backend, device_name="none", ordered_by=ordered_by)
+    return select.choose(problem, spec, candidates(problem.op), env.current(), backend, device_name="none", ordered_by=ordered_by)
 
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}
@@ -210,12 +180,13 @@ def prepare(problem: Problem, device: torch.device, backend: str | None = None, 
     if asked is not None:
         choice = _choose(problem, device, backend, config)
         asked.answers.append((choice, problem))
-        return Prepared(choice.backend, choice.config, 0, _launch_nothing, choice)
+        return Prepared(choice.backend, choice.config, 0, lambda *_: None, choice)
     switches = env.current()
     if switches is not _memo_switches:
         with _memo_lock:
             _memo.clear()
-            _forget_tables()
+            tuned.forget()
+            candidates.cache_clear()  # with their usable entries
             _memo_switches = switches
     if device == _ANY_CUDA:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -241,21 +212,12 @@ def _prepare(problem: Problem, device: torch.device, backend: str | None, config
     launch = functools.partial(module.launch, kernel)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         launch = functools.partial(_launch_on, device.index, launch)
-    return Prepared(
-        backend=choice.backend,
-        config=choice.config,
-        workspace_bytes=module.workspace_bytes(problem, choice.config),
-        launch=launch,
-        choice=choice,
-    )
+    return Prepared(choice.backend, choice.config, module.workspace_bytes(problem, choice.config), launch, choice)
 
 
 def _launch_on(index: int, launch: Callable[..., None], *tensors: Any) -> None:
     """Launches on a device that may not be the current one: kernels run in the current device's context."""
-    if torch.cuda.current_device() == index:
-        launch(*tensors)
-        return
-    with torch.cuda.device(index):
+    with contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
         launch(*tensors)
 
 

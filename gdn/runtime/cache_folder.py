@@ -27,7 +27,10 @@ def distrust(root: Path, entry: Path) -> str | None:
     """Reason why an entry below a cache's root must not be loaded, naming the path; None if it may be, or does not exist."""
     folder = root
     try:
-        reason = _distrust_root(root)
+        if root.is_symlink():  # to another folder, unless the link is another user's
+            reason = _foreign(root, _status(root, False)) or _distrust(root, follow=True)
+        else:
+            reason = _distrust(root)
         for part in entry.relative_to(root).parts:
             folder = folder / part
             reason = reason or _distrust(folder)
@@ -38,11 +41,6 @@ def distrust(root: Path, entry: Path) -> str | None:
     except OSError as error:
         return f"{error.filename} cannot be examined ({error.strerror})"
     return reason
-
-
-def _distrust_root(root: Path) -> str | None:
-    """Reason to distrust the root, which may be a link to another folder unless the link is another user's."""
-    return _distrust(root) if not root.is_symlink() else _foreign(root, _status(root, False)) or _distrust(root, follow=True)
 
 
 def _distrust(path: Path, follow: bool = False) -> str | None:
@@ -99,14 +97,14 @@ def is_writable(folder: Path) -> bool:
 _scratch: dict[int, Path] = {}  # per process id: a forked child must not use a folder that its parent removes
 
 
-def has_scratch() -> bool:
-    """Whether this process has created its private folder."""
-    return os.getpid() in _scratch
+def existing_scratch() -> Path | None:
+    """The private folder of this process, where it has created one."""
+    return _scratch.get(os.getpid())
 
 
 def scratch() -> Path:
     """Private folder of this process, removed when it ends, for kernels that the cache cannot take."""
-    folder = _scratch.get(os.getpid())
+    folder = existing_scratch()
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="gdn-kernels-"))  # 0700
         folder = _scratch.setdefault(os.getpid(), folder)

@@ -47,7 +47,6 @@ _DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
 class KernelModule(Protocol):
     """The part of a kernel module that is used here."""
 
-    __name__: str
     __file__: str
 
     def compile(self, problem: Any, config: Any) -> dict[str, bytes]: ...
@@ -88,16 +87,15 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
     """Returns the compiled kernel: from memory, from disk, or compiled now."""
     key = (op, backend, problem.static_key(), config)
     found = _loaded.get(key)
-    if found is None:
-        with _lock:
-            found = _loaded.get(key)
-            if found is None:
-                code = (*key[:3], type(config), *compiled_fields(config).items())
-                functions = _functions.get(code)
-                if functions is None:
-                    functions = _functions[code] = load(backend, ensure(op, backend, module, problem, config))
-                found = _loaded[key] = Compiled(functions, problem, config)
-    return found
+    if found is not None:
+        return found
+    with _lock:
+        if key not in _loaded:
+            code = (*key[:3], type(config), *compiled_fields(config).items())
+            if code not in _functions:
+                _functions[code] = load(backend, ensure(op, backend, module, problem, config))
+            _loaded[key] = Compiled(_functions[code], problem, config)
+        return _loaded[key]
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------
@@ -108,19 +106,18 @@ def cache_dir() -> Path:
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
 
 
-@functools.cache
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None
 
 
 @functools.cache
 def versions(backend: str) -> dict[str, str]:
     """Versions of the packages that compile and load a kernel."""
     dsl = _DISTRIBUTIONS.get(backend, backend)
-    found = {name: _version(name) for name in ("apache-tvm-ffi", dsl)}
+    found = {name: installed_version(name) or "unknown" for name in ("apache-tvm-ffi", dsl)}
     if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library distinguishes versions
         library = runtime_library(backend)
         if library is not None:
@@ -137,15 +134,9 @@ def compiled_fields(config: Any) -> dict[str, Any]:
 def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> str:
     """Name of an entry: changes with everything that may change the machine code."""
     parts = {
-        "format": FORMAT,
-        "op": op,
-        "backend": backend,
-        "problem": problem.static_fields(),
-        "config": compiled_fields(config),
-        "source": source.source_hash(module.__file__),
-        "versions": versions(backend),
-        "target": TARGET,
-    }
+        "format": FORMAT, "op": op, "backend": backend, "problem": problem.static_fields(), "config": compiled_fields(config),
+        "source": source.source_hash(module.__file__), "versions": versions(backend), "target": TARGET,
+    }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -160,10 +151,9 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
 
     root = cache_dir()
-    if cache_folder.has_scratch():
-        private = cache_folder.scratch()
-        if cache_folder.distrust(private, private / name) is None and is_whole(private / name):
-            return private / name
+    private = cache_folder.existing_scratch()
+    if private is not None and cache_folder.distrust(private, private / name) is None and is_whole(private / name):
+        return private / name
     reason = cache_folder.distrust(root, root / name)
     if reason is None:
         if is_whole(root / name):
@@ -247,10 +237,7 @@ def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]
         if place.exists():  # a broken entry: folders are only moved to free names
             broken = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
             os.replace(place, broken)
-            if broken.is_dir():
-                shutil.rmtree(broken, ignore_errors=True)
-            else:
-                broken.unlink(missing_ok=True)
+            shutil.rmtree(broken, ignore_errors=True) if broken.is_dir() else broken.unlink(missing_ok=True)
         os.replace(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -272,13 +259,12 @@ def libraries_of(place: Path) -> dict[str, Path]:
 
 def is_whole(place: Path) -> bool:
     try:
-        libraries_of(place)
+        return bool(libraries_of(place))
     except FileNotFoundError:
         return False
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         log.once(f"broken cache entry, compiled again: {error}")
         return False
-    return True
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -286,10 +272,9 @@ def is_whole(place: Path) -> bool:
 
 def runtime_library(backend: str) -> Path | None:
     """Shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
-    if backend == "tilelang":
-        # Not libtvm_runtime.so, on which it depends: the function that creates tensor maps for bulk copies is in this one.
-        candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
-    else:
+    # TileLang: not libtvm_runtime.so, on which it depends: the function that creates tensor maps for bulk copies is in this one.
+    candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
+    if backend != "tilelang":
         roots = _package_folders("nvidia_cutlass_dsl")
         # With the DSL only on PYTHONPATH, its inner folder may be all that is visible: <root>/dsl_packages/cutlass.
         roots += [folder.parent.parent for folder in _package_folders("cutlass")]

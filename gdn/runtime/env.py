@@ -7,6 +7,7 @@ once, with the nearest known name. A switch that is set but not read by this ver
 
 import difflib
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,20 +20,15 @@ from gdn.runtime import log, registry
 PREFIXES = ("VLLM_GDN_", "VLLM_QSA_", "VLLM_DSA_", "GDN_")
 
 # Names that the serving stack, or builds of it, read themselves: ignored here.
-SERVING_STACK_NAMES = frozenset(
-    {
-        "VLLM_GDN_DECODE_KERNEL",
-        "VLLM_GDN_PREFILL_BACKEND",
-        "VLLM_QSA_EXACT_TOPK",
-        "VLLM_QSA_PREFILL_CP_USE_SPARSE_GATHER",
-        "VLLM_QSA_PREFILL_ONLY_INDEXER_USE_CP",
-    }
-)
+SERVING_STACK_NAMES = frozenset((
+    "VLLM_GDN_DECODE_KERNEL", "VLLM_GDN_PREFILL_BACKEND", "VLLM_QSA_EXACT_TOPK", "VLLM_QSA_PREFILL_CP_USE_SPARSE_GATHER",
+    "VLLM_QSA_PREFILL_ONLY_INDEXER_USE_CP",
+))  # fmt: skip
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _BACKEND_VALUES = MappingProxyType({name: name for name in ("auto", *registry.BACKENDS)})
-_ATTENTION_VALUES = MappingProxyType({**_BACKEND_VALUES, "triton": "tilelang", "pai-fa3": "cute", "fa2": "auto", "fa3": "auto"})
+_ATTENTION = MappingProxyType({**_BACKEND_VALUES, "triton": "tilelang", "pai-fa3": "cute", "fa2": "auto", "fa3": "auto"})
 
 
 @dataclass(frozen=True)
@@ -60,13 +56,8 @@ class Declaration:
         word = text.strip().lower()
         if self.kind == "bool" and word in _TRUE + _FALSE:
             return word in _TRUE
-        if self.kind == "int":
-            try:
-                number = int(word)
-            except ValueError:
-                number = -1
-            if number >= 0:
-                return number
+        if self.kind == "int" and re.fullmatch(r"[+-]?\d+(_\d+)*", word) and int(word) >= 0:
+            return int(word)
         if self.kind == "choice" and word in self.values:
             return self.values[word]
         if self.kind == "path":
@@ -80,6 +71,10 @@ def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str
 
 
 _CONTEXT_PARALLEL = "gdn.layers.SparseAttention with a process group"
+
+
+def _attention(phase: str) -> str:
+    return f"sparse attention of {phase}: preferred backend (triton = tilelang, pai-fa3 = cute, fa2 and fa3 = auto)"
 
 
 def _words(*words: str) -> dict[str, str]:
@@ -101,32 +96,21 @@ class Switches:
         "VLLM_QSA_PREFILL_USE_TL_INDEXER", "bool", None, "prefill logits: 1 prefers TileLang, 0 CuTe; unset: tuned fastest"
     )
     qsa_decode_use_tl_indexer: bool | None = _switch(
-        "VLLM_QSA_DECODE_USE_TL_INDEXER", "bool", None,
-        "paged decode logits: 1 prefers TileLang, 0 CuTe; unset: tuned fastest",
-    )  # fmt: skip
-    qsa_prefill_attn_backend: str = _switch(
-        "VLLM_QSA_PREFILL_ATTN_BACKEND", "choice", "auto",
-        "sparse attention of prefill: preferred backend (triton = tilelang, pai-fa3 = cute, fa2 and fa3 = auto)",
-        _ATTENTION_VALUES,
-    )  # fmt: skip
-    qsa_decode_attn_backend: str = _switch(
-        "VLLM_QSA_DECODE_ATTN_BACKEND", "choice", "auto",
-        "sparse attention of decode: preferred backend (triton = tilelang, pai-fa3 = cute, fa2 and fa3 = auto)",
-        _ATTENTION_VALUES,
-    )  # fmt: skip
+        "VLLM_QSA_DECODE_USE_TL_INDEXER", "bool", None, "paged decode logits: 1 prefers TileLang, 0 CuTe; unset: tuned fastest"
+    )
+    qsa_prefill_attn_backend: str = _switch("VLLM_QSA_PREFILL_ATTN_BACKEND", "choice", "auto", _attention("prefill"), _ATTENTION)
+    qsa_decode_attn_backend: str = _switch("VLLM_QSA_DECODE_ATTN_BACKEND", "choice", "auto", _attention("decode"), _ATTENTION)
     qsa_prefill_use_cp: bool = _switch(
         "VLLM_QSA_PREFILL_USE_CP", "bool", False, "context parallel for QSA prefill, where a process group is given",
         awaits=_CONTEXT_PARALLEL,
     )  # fmt: skip
     dsa_context_parallel_threshold: int = _switch(
-        "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "int", 16384,
-        "tokens: sequences longer than this go context parallel",
+        "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "int", 16384, "tokens: sequences longer than this go context parallel",
         awaits=_CONTEXT_PARALLEL,
     )  # fmt: skip
     dsa_dense_prefill_threshold: int = _switch(
         "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "int", 2048,
-        "tokens: sequences (context + new) shorter than this attend densely",
-        awaits="gdn.layers.SparseAttention",
+        "tokens: sequences (context + new) shorter than this attend densely", awaits="gdn.layers.SparseAttention",
     )  # fmt: skip
     sparse_indexer_max_logits_mb: int = _switch(
         "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "int", 512,
@@ -205,12 +189,8 @@ def parse(environ: Mapping[str, str]) -> Switches:
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Unknown names with one of this project's prefixes -> the nearest known name, or None."""
     known = [*DECLARATIONS, *SERVING_STACK_NAMES]
-    found: dict[str, str | None] = {}
-    for name in sorted(environ):
-        if name.startswith(PREFIXES) and name not in DECLARATIONS and name not in SERVING_STACK_NAMES:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            found[name] = nearest[0] if nearest else None
-    return found
+    unknown = (name for name in sorted(environ) if name.startswith(PREFIXES) and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None) for name in unknown}
 
 
 def toolkit_home() -> Path | None:

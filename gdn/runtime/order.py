@@ -33,35 +33,28 @@ def _is_rounded_batch(problem: Problem) -> bool:
 
 STATEMENTS: tuple[Statement, ...] = (
     Statement(
-        "chunk",
-        _CUTE_FIRST,
+        "chunk", _CUTE_FIRST,
         "H100, 2026-11-22, tuned medians: TileLang takes 1.11 to 1.47 times as long, on all 12 shapes of the benchmark",
     ),
     Statement(
-        "recurrent",
-        ("tilelang", "cute"),
+        "recurrent", ("tilelang", "cute"),
         "H100, 2026-11-22, one token each, defaults: CuTe takes 1.05 to 1.09 times as long at 32 to 512 sequences of 32 heads",
-        "stochastic rounding, one token a sequence, 1024 states or more",
-        _is_rounded_batch,
+        "stochastic rounding, one token a sequence, 1024 states or more", _is_rounded_batch,
     ),
     # TileLang is faster by 0.17 us of 2.6 (one sequence, 8 heads), and by 1 to 3.4 % on float32 pools of 128 or more sequences.
     # There the tables decide, with times of both kernels; the difference is too small to generalise to other devices.
     Statement(
-        "recurrent",
-        _CUTE_FIRST,
-        "H100, 2026-11-21, tuned medians: TileLang takes 0.94 to 1.21 times as long, over 26 shapes",
+        "recurrent", _CUTE_FIRST, "H100, 2026-11-21, tuned medians: TileLang takes 0.94 to 1.21 times as long, over 26 shapes"
     ),
     Statement(
-        "mqa_logits",
-        _CUTE_FIRST,
+        "mqa_logits", _CUTE_FIRST,
         "H100, 2026-11-21, tuned medians: TileLang takes 1.23 to 1.8 times as long, on every shape measured",
     ),
     Statement(
-        "paged_mqa_logits",
-        _CUTE_FIRST,
+        "paged_mqa_logits", _CUTE_FIRST,
         "H100, 2026-11-21, tuned medians: TileLang takes 1.02 to 1.15 times as long, on all 8 shapes",
     ),
-)
+)  # fmt: skip
 
 
 def statement(problem: Problem) -> Statement | None:

@@ -76,9 +76,6 @@ def _modules(name: str, *backends: str) -> dict[str, str]:
 
 
 _BLADNN = Preference("VLLM_GDN_USE_BLADNN", {"true": "cute", "false": "tilelang"})
-_PREFILL_INDEXER = Preference("VLLM_QSA_PREFILL_USE_TL_INDEXER", {"true": "tilelang", "false": "cute"})
-_DECODE_INDEXER = Preference("VLLM_QSA_DECODE_USE_TL_INDEXER", {"true": "tilelang", "false": "cute"})
-_ATTENTION = {backend: backend for backend in BACKENDS}
 
 
 def _family(name: str) -> Family:
@@ -106,32 +103,25 @@ _OPERATORS = (
     Operator("gather_indexer_cache", _INDEXER, ("gather_indexer_cache",), _modules("indexer.gather_indexer_cache", "cute")),
     Operator("expand_topk_groups", _INDEXER, ("expand_topk_groups",), _modules("indexer.expand_topk_groups", "cute")),
     Operator(
-        "mqa_logits",
-        _LOGITS,
-        ("mqa_logits", "fp8_mqa_logits"),
-        _modules("mqa_logits.ragged", "cute", "tilelang"),
-        (_PREFILL_INDEXER,),
+        "mqa_logits", _LOGITS, ("mqa_logits", "fp8_mqa_logits"), _modules("mqa_logits.ragged", "cute", "tilelang"),
+        (Preference("VLLM_QSA_PREFILL_USE_TL_INDEXER", {"true": "tilelang", "false": "cute"}),),
     ),
     Operator(
-        "paged_mqa_logits",
-        _LOGITS,
-        ("paged_mqa_logits", "fp8_paged_mqa_logits"),
+        "paged_mqa_logits", _LOGITS, ("paged_mqa_logits", "fp8_paged_mqa_logits"),
         _modules("mqa_logits.paged", "cute", "tilelang"),
-        (_DECODE_INDEXER,),
+        (Preference("VLLM_QSA_DECODE_USE_TL_INDEXER", {"true": "tilelang", "false": "cute"}),),
     ),
     Operator("topk", _TOPK, ("topk_indices",), _modules("topk", "cute")),
     Operator("indexer_topk", None, ("indexer_topk",), composed_of=("mqa_logits", "topk")),
     Operator("paged_indexer_topk", None, ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(
-        "sparse_attention",
-        None,
-        ("sparse_attention",),
-        preferences=(
-            Preference("VLLM_QSA_PREFILL_ATTN_BACKEND", _ATTENTION, "prefill"),
-            Preference("VLLM_QSA_DECODE_ATTN_BACKEND", _ATTENTION, "decode"),
+        "sparse_attention", None, ("sparse_attention",),
+        preferences=tuple(
+            Preference(f"VLLM_QSA_{phase.upper()}_ATTN_BACKEND", {backend: backend for backend in BACKENDS}, phase)
+            for phase in ("prefill", "decode")
         ),
     ),
-)
+)  # fmt: skip
 
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _OPERATORS}
 

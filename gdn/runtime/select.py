@@ -22,16 +22,9 @@ from gdn.runtime.env import Switches
 
 # Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {
-    "num_tokens": 8192,
-    "num_sequences": 64,
-    "num_queries": 4096,
-    "num_keys": 32768,
-    "num_columns": 32768,
-    "batch": 64,
-    "max_context_len": 32768,
-    "num_rows": 4096,
-    "k": 2048,
-}
+    "num_tokens": 8192, "num_sequences": 64, "num_queries": 4096, "num_keys": 32768, "num_columns": 32768, "batch": 64,
+    "max_context_len": 32768, "num_rows": 4096, "k": 2048,
+}  # fmt: skip
 # For an operator whose configuration splits long sequences: one long sequence, so that it is split at all.
 _INVARIANT_SIZES_OF = {"chunk": {"num_tokens": 32768, "num_sequences": 1}}
 
@@ -138,33 +131,6 @@ def _requests(
     return found
 
 
-def _conflicts(requests: Sequence[Request]) -> list[str]:
-    """One note per switch that a stronger switch contradicts."""
-    by_switch = [request for request in requests if request.text]
-    return [
-        f"{by_switch[0].text} ({by_switch[0].backend}) overrides {request.text} ({request.backend})"
-        for request in by_switch[1:]
-        if request.backend != by_switch[0].backend
-    ]
-
-
-def _general_refusal(problem: Problem, spec: DeviceSpec | None, device_name: str) -> list[str]:
-    """Reasons for which every kernel refuses."""
-    reasons = []
-    if spec is None:
-        reasons.append(f"requires an SM90 (Hopper) GPU, got {device_name}")
-    dtype = getattr(problem, "dtype", None)
-    if dtype in ("float32", "float64") and problem.op != "topk":  # logits are float32
-        reasons.append(f"requires 16-bit or FP8 inputs, got {dtype}")
-    return reasons
-
-
-def _invariant(problem: Problem) -> Problem:
-    known = INVARIANT_SIZES | _INVARIANT_SIZES_OF.get(problem.op, {})
-    sizes = {name: known.get(name, 4096) for name in problem.sizes()}
-    return dataclasses.replace(problem, **sizes)  # type: ignore[type-var]
-
-
 def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
     """Backend with the fastest table entry, or None where the tables cannot rank the backends.
 
@@ -187,7 +153,10 @@ class CandidateFilter:
 
     def __init__(self, problem: Problem, spec: DeviceSpec | None, available: Mapping[str, Candidate], device_name: str) -> None:
         self.problem, self.available = problem, available
-        self.general = _general_refusal(problem, spec, device_name)
+        self.general = [] if spec is not None else [f"requires an SM90 (Hopper) GPU, got {device_name}"]
+        dtype = getattr(problem, "dtype", None)
+        if dtype in ("float32", "float64") and problem.op != "topk":  # logits are float32
+            self.general.append(f"requires 16-bit or FP8 inputs, got {dtype}")
         self.refusals: dict[str, str] = {}
         self._accepted: set[str] = set()
 
@@ -206,22 +175,15 @@ class CandidateFilter:
             reasons += [own] if own is not None else []
         if reasons:
             self.refusals[backend] = "; ".join(reasons)
-            return False
-        self._accepted.add(backend)
-        return True
+        else:
+            self._accepted.add(backend)
+        return not reasons
 
 
 def choose(
-    problem: Problem,
-    spec: DeviceSpec | None,
-    available: Mapping[str, Candidate],
-    switches: Switches,
-    backend: str | None = None,
-    *,
-    config: Any = None,
-    device_name: str = "no SM90 device",
-    ordered_by: str | None = None,
-) -> Choice:
+    problem: Problem, spec: DeviceSpec | None, available: Mapping[str, Candidate], switches: Switches,
+    backend: str | None = None, *, config: Any = None, device_name: str = "no SM90 device", ordered_by: str | None = None,
+) -> Choice:  # fmt: skip
     """Chooses the backend and the tiles of `problem` on `spec` (None = no Hopper GPU).
 
     available: the operator's kernel backends. backend: the argument of the public function, or the value of the switch
@@ -232,9 +194,18 @@ def choose(
         raise ValueError(f"backend: expected {' or '.join(registry.KERNEL_BACKENDS)} with a config, got {backend!r}")
     op = registry.operator(problem.op)
     requests = _requests(op, switches, backend, getattr(problem, "phase", None), ordered_by)
-    conflicts, unmet = _conflicts(requests), []
+    asking = [request for request in requests if request.text]
+    conflicts = [  # one note per switch that a stronger switch contradicts
+        f"{asking[0].text} ({asking[0].backend}) overrides {weaker.text} ({weaker.backend})"
+        for weaker in asking[1:]
+        if weaker.backend != asking[0].backend
+    ]
+    unmet: list[str] = []
     candidates = CandidateFilter(problem, spec, available, device_name)
-    tune_problem = _invariant(problem) if switches.batch_invariant else problem
+    tune_problem: Problem = problem
+    if switches.batch_invariant:
+        known = INVARIANT_SIZES | _INVARIANT_SIZES_OF.get(op.name, {})
+        tune_problem = dataclasses.replace(problem, **{name: known.get(name, 4096) for name in problem.sizes()})  # type: ignore[type-var]
 
     @functools.cache
     def entries(name: str) -> Sequence[Tuned]:
@@ -272,17 +243,10 @@ def choose(
             config, config_source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
         notes += [found for found in (note, available[chosen].note(problem)) if found]
     return Choice(
-        op=op.name,
-        backend=chosen,
-        config=config,
-        config_source=config_source,
-        decided_by=decided_by,
-        refusals=tuple(candidates.refusals.items()),
-        notes=tuple(notes),
-        switches=tuple(request.text for request in requests if request.text),
-        conflicts=tuple(conflicts),
-        unmet=tuple(unmet),
-    )
+        op=op.name, backend=chosen, config=config, config_source=config_source, decided_by=decided_by,
+        refusals=tuple(candidates.refusals.items()), notes=tuple(notes),
+        switches=tuple(request.text for request in asking), conflicts=tuple(conflicts), unmet=tuple(unmet),
+    )  # fmt: skip
 
 
 def _configure(
@@ -318,6 +282,4 @@ class _NoKernel(Problem):
 def choose_reference(op: str, switches: Switches, backend: str | None = None, *, phase: str | None = None) -> Choice:
     """Choice for an operator that has no kernel: the reference, or ValueError where another backend is required."""
     choice = choose(_NoKernel(registry.operator(op).name, phase), None, {}, switches, backend)
-    if choice.decided_by == _NO_GPU:
-        return dataclasses.replace(choice, decided_by=_NOT_YET)
-    return choice
+    return dataclasses.replace(choice, decided_by=_NOT_YET) if choice.decided_by == _NO_GPU else choice

@@ -28,12 +28,9 @@ Taken = tuple[str, str]  # a leaf, and the name taken from it
 def source_hash(file: str) -> str:
     """SHA-256 over all sources that decide a kernel's machine code."""
     modules = _closure(*_place(Path(file).resolve()))
-    digest = hashlib.sha256()
-    for name in sorted(modules):
-        digest.update(f"{name} {modules[name].normal}\n".encode())
-    for text in _definitions({taken for module in modules.values() for taken in module.taken}):
-        digest.update(f"{text}\n".encode())
-    return digest.hexdigest()
+    lines = [f"{name} {modules[name].normal}" for name in sorted(modules)]
+    lines += _definitions({taken for module in modules.values() for taken in module.taken})
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def forget() -> None:
@@ -85,8 +82,7 @@ def _closure(kernel: str, base: Path) -> dict[str, _Module]:
         # Without a package, modules next to the kernel's belong to it.
         if name in found or (inside and name.partition(".")[0] != package):
             continue
-        path = _path(name, base)
-        if path is None:
+        if (path := _path(name, base)) is None:
             continue
         module = found[name] = _module(name, path)
         parts = name.split(".")
@@ -205,15 +201,10 @@ def _spell(node: ast.AST, words: list[str]) -> None:
         if name in _ASIDE or (value in (None, []) and not isinstance(node, ast.Constant)):
             continue  # empty; a newer Python has fields that an older one lacks
         words.append(name)
-        if isinstance(value, ast.AST):
-            _spell(value, words)
-        elif isinstance(value, list):
-            words.append("[")
-            for one in value:
-                if isinstance(one, ast.AST):
-                    _spell(one, words)
-                else:
-                    words.append(repr(one))
-            words.append("]")
-        else:
-            words.append(repr(value))
+        words += ["["] if isinstance(value, list) else []
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, ast.AST):
+                _spell(one, words)
+            else:
+                words.append(repr(one))
+        words += ["]"] if isinstance(value, list) else []

@@ -12,17 +12,14 @@ def nvcc() -> Path | None:
     home = env.toolkit_home()
     if home is not None:
         return _executable(home / "bin" / "nvcc")
-    on_path = shutil.which("nvcc")
-    if on_path is not None:
+    if (on_path := shutil.which("nvcc")) is not None:
         return Path(on_path)
     try:
         files = importlib.metadata.files("nvidia-cuda-nvcc") or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    for file in files:
-        if file.name == "nvcc":
-            return _executable(Path(str(file.locate())))
-    return _executable(Path("/usr/local/cuda/bin/nvcc"))
+    in_wheel = (Path(str(file.locate())) for file in files if file.name == "nvcc")
+    return _executable(next(in_wheel, Path("/usr/local/cuda/bin/nvcc")))
 
 
 def _executable(path: Path) -> Path | None:

@@ -148,8 +148,8 @@ def _by_tune_key(path: Path, names: tuple[str, ...]) -> Mapping[str, list[Group]
     for group in _groups(path):
         if missing := [name for name in names if name not in group.static]:
             log.once(f"{path}: entries skipped: their problem has no {', '.join(missing)}")
-            continue
-        found.setdefault(static_text({name: group.static[name] for name in names}), []).append(group)
+        else:
+            found.setdefault(static_text({name: group.static[name] for name in names}), []).append(group)
     return found
 
 
@@ -171,10 +171,7 @@ def distance(a: Mapping[str, int], b: Mapping[str, int]) -> float:
 
 def build_config(config_type: type, values: Mapping[str, int | bool]) -> Any | None:
     """Config of an entry, or None where its fields are not the kernel's."""
-    expected = {f.name for f in dataclasses.fields(config_type)}
-    if expected != set(values):
-        return None
-    return config_type(**values)
+    return config_type(**values) if {f.name for f in dataclasses.fields(config_type)} == set(values) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,11 @@ arguments of the public operator (and of the reference and the oracle); `chunk_t
 into the arguments of a kernel's launch.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,10 +26,7 @@ Case = Literal[
     "large_norm",  # |q| = |k| = 1e3; meant for problems with the norm inside
     "zero_norm",  # every other token has q = k = 0
 ]
-CASES: tuple[Case, ...] = (
-    "random", "no_decay", "total_decay", "mixed_decay", "correlated_90", "correlated_99", "equal_keys", "large_norm", "zero_norm",
-)  # fmt: skip
-
+CASES: tuple[Case, ...] = get_args(Case)
 
 _DEFAULT_FIELDS: dict[str, Any] = {
     "num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16, "dtype": "float32",
@@ -66,25 +65,16 @@ def chunk_inputs(problem: ChunkProblem, device: torch.device | str = "cpu", seed
 
     Every slot of the pool that no sequence reads is NaN, and the rows of padding are NaN in q, k, v, g and beta.
     """
-    given = InputOptions(**options)
-    null_slot = given.null_slot
-    gen = _Generator(problem, device, seed)
-    lengths = _lengths(problem.num_tokens, problem.num_sequences, given.lengths)
-    arguments = gen.tokens(lengths, given.case, given.strided, given.padded_tokens)
-    arguments["output_final_state"] = problem.has_final_state
-    count = len(lengths)
+    gen = _Generator(problem, device, seed, InputOptions(**options))
+    arguments, count = gen.tokens() | {"output_final_state": problem.has_final_state}, len(gen.lengths)
     if problem.pooled:
-        num_checkpoints = 2 if problem.has_checkpoints else 0
-        groups = 1 + int(problem.has_final_indices) + num_checkpoints
-        slots = gen.slots(count * groups, null_slot).view(groups, count)
-        slots[0, list(given.null_sequences)] = null_slot
-        arguments["initial_state"] = gen.pool(slots[0], null_slot, count * groups + null_slot + 3, given.slot_gap)
-        arguments["state_indices"] = slots[0].to(gen.index_dtype)
-        arguments["null_slot"] = null_slot
+        groups = 1 + int(problem.has_final_indices) + (2 if problem.has_checkpoints else 0)
+        slots = gen.slots(groups, count)
+        arguments |= gen.pool(slots[0], count * groups) | {"state_indices": slots[0].to(gen.index_dtype)}
         if problem.has_final_indices:
             arguments["final_state_indices"] = slots[1].to(gen.index_dtype)
         if problem.has_checkpoints:
-            reach = torch.tensor([length // 64 * 64 for length in lengths], dtype=torch.int32, device=gen.device)
+            reach = torch.tensor([length // 64 * 64 for length in gen.lengths], dtype=torch.int32, device=gen.device)
             arguments["checkpoint_offsets"] = torch.stack([reach.clamp(max=64), reach], dim=1)
             repeated = reach <= 64  # one offset twice would write two slots with one state: legal, but 0 covers "none"
             arguments["checkpoint_offsets"][repeated, 1] = 0
@@ -97,40 +87,30 @@ def chunk_inputs(problem: ChunkProblem, device: torch.device | str = "cpu", seed
 
 
 def recurrent_inputs(
-    problem: RecurrentProblem,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    *,
-    num_columns: int | None = None,
+    problem: RecurrentProblem, device: torch.device | str = "cpu", seed: int = 0, *, num_columns: int | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments of gdn.fused_recurrent_gated_delta_rule, made like those of `chunk_inputs`.
 
     num_columns: columns of 2-D indices; None = tokens of the longest sequence. options: the fields of InputOptions.
     """
     given = InputOptions(**options)
-    null_slot = given.null_slot
-    gen = _Generator(problem, device, seed)
-    lengths = _lengths(problem.num_tokens, problem.num_sequences, given.lengths)
-    arguments = gen.tokens(lengths, given.case, given.strided, given.padded_tokens)
-    count = len(lengths)
+    gen = _Generator(problem, device, seed, given)
+    arguments, count = gen.tokens(), len(gen.lengths)
     if problem.pooled:
-        columns = max([1, *lengths]) if num_columns is None else num_columns
+        columns = max([1, *gen.lengths]) if num_columns is None else num_columns
         columns = columns if problem.write_every_token else 1
         groups = 1 + int(problem.has_final_indices)
-        slots = gen.slots(groups * count * columns, null_slot).view(groups, count, columns)
-        slots[0, list(given.null_sequences)] = null_slot
+        slots = gen.slots(groups, count, columns)
         accepted = torch.ones(count, dtype=torch.int32, device=gen.device)
         if problem.has_accepted:
             accepted = torch.arange(count, dtype=torch.int32, device=gen.device) % columns + 1
             arguments["num_accepted_tokens"] = accepted
         read = slots[0].gather(1, (accepted.long() - 1)[:, None])[:, 0]
-        arguments["initial_state"] = gen.pool(read, null_slot, groups * count * columns + null_slot + 3, given.slot_gap)
-        shaped = slots if problem.write_every_token else slots[:, :, 0]
-        arguments["ssm_state_indices"] = shaped[0].to(gen.index_dtype)
-        arguments["null_slot"] = null_slot
+        shaped = (slots if problem.write_every_token else slots[:, :, 0]).to(gen.index_dtype)
+        arguments |= gen.pool(read, groups * count * columns) | {"ssm_state_indices": shaped[0]}
         if problem.has_final_indices:
-            arguments["final_state_indices"] = shaped[1].to(gen.index_dtype)
+            arguments["final_state_indices"] = shaped[1]
         arguments["disable_state_update"] = not problem.has_final_state
     else:
         arguments["output_final_state"] = problem.has_final_state
@@ -138,53 +118,45 @@ def recurrent_inputs(
             arguments["initial_state"] = gen.states(count)
     if problem.has_parent:
         # The parent of node i is i // 2 - 1: -1, -1, 0, 0, 1, 1, ... a binary tree with two roots.
-        parents = [i // 2 - 1 for length in lengths for i in range(length)] + [-1] * given.padded_tokens
+        parents = [i // 2 - 1 for length in gen.lengths for i in range(length)] + [-1] * given.padded_tokens
         arguments["parent_token"] = torch.tensor(parents, dtype=torch.int32, device=gen.device)
     if problem.has_rounding:
         arguments["rounding_seed"] = torch.tensor([0x1234_5678_9ABC + seed], dtype=torch.int64, device=gen.device)
     return arguments
 
 
-def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None) -> ChunkParams:
+def params_of(kind: Callable[..., Any], arguments: Mapping[str, Any], **own: Any) -> Any:
+    """Params of a launch: `own`, and from the operator's arguments the fields of the same name; None where neither has one."""
+    return kind(**{name: own.get(name, arguments.get(name)) for name in kind._fields})  # type: ignore[attr-defined]
+
+
+def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None = None) -> ChunkParams:
     """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
-    final_state, out = _targets(problem, arguments)
-    given: dict[str, Any] = {name: arguments.get(name) for name in ChunkParams._fields}
-    return ChunkParams(
-        **given
-        | {
-            "final_state": final_state,
-            "out": out,
-            "workspace": workspace if workspace is not None and workspace.numel() else None,
-            "scale": problem.head_k_dim**-0.5,
-            "null_slot": arguments.get("null_slot", -1),
-        }
-    )
+    workspace = workspace if workspace is not None and workspace.numel() else None
+    found: ChunkParams = params_of(ChunkParams, arguments, workspace=workspace, **_targets(problem, arguments))
+    return found
 
 
 def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> RecurrentParams:
-    """The arguments of a recurrent kernel's launch, with a NaN-filled out; the pool is the one in arguments."""
-    final_state, out = _targets(problem, arguments)
-    given: dict[str, Any] = {name: arguments.get(name) for name in RecurrentParams._fields}
-    own = {
-        "state_indices": arguments.get("ssm_state_indices"), "final_state": None if problem.pooled else final_state, "out": out,
-        "scale": problem.head_k_dim**-0.5, "null_slot": arguments.get("null_slot", -1),
-    }  # fmt: skip
-    return RecurrentParams(**given | own)
-
-
-_PER_TOKEN = ("q", "k", "v", "g", "beta")
-
-
-def _targets(problem: DeltaRuleProblem, arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """final_state and out of a launch; new tensors are full of NaN, so that an element that is never written shows."""
-    v = arguments["v"]
-    out = torch.full((1, v.shape[1], problem.num_state_heads, problem.head_v_dim), torch.nan, dtype=v.dtype, device=v.device)
-    if not problem.has_final_state:
-        return None, out
+    """The Params of a launch, with a NaN-filled out; the pool is the one in arguments."""
+    own = _targets(problem, arguments) | {"state_indices": arguments.get("ssm_state_indices")}
     if problem.pooled:
-        return arguments["initial_state"], out
-    shape = (arguments["cu_seqlens"].shape[0] - 1, *_state_shape(problem))
-    return torch.full(shape, torch.nan, dtype=torch.float32, device=v.device), out
+        own["final_state"] = None
+    found: RecurrentParams = params_of(RecurrentParams, arguments, **own)
+    return found
+
+
+def _targets(problem: DeltaRuleProblem, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Outputs and scalars of a launch; new tensors are full of NaN, so that an element that is never written shows."""
+    v, state = arguments["v"], None
+    if problem.has_final_state and problem.pooled:
+        state = arguments["initial_state"]
+    elif problem.has_final_state:
+        shape = (arguments["cu_seqlens"].shape[0] - 1, *_state_shape(problem))
+        state = torch.full(shape, torch.nan, dtype=torch.float32, device=v.device)
+    out = torch.full((1, v.shape[1], problem.num_state_heads, problem.head_v_dim), torch.nan, dtype=v.dtype, device=v.device)
+    scalars = {"scale": problem.head_k_dim**-0.5, "null_slot": arguments.get("null_slot", -1)}
+    return {"final_state": state, "out": out, **scalars}
 
 
 def _state_shape(problem: DeltaRuleProblem) -> tuple[int, int, int]:
@@ -192,19 +164,20 @@ def _state_shape(problem: DeltaRuleProblem) -> tuple[int, int, int]:
     return (problem.num_state_heads, *((v_dim, k_dim) if problem.state_v_first else (k_dim, v_dim)))
 
 
-def _lengths(num_tokens: int, num_sequences: int, lengths: Sequence[int] | None) -> list[int]:
-    if lengths is not None:
-        return list(lengths)
-    return [num_tokens * (n + 1) // num_sequences - num_tokens * n // num_sequences for n in range(num_sequences)]
+def even_lengths(total: int, count: int) -> tuple[int, ...]:
+    """Tokens of each sequence, as even as they can be."""
+    return tuple(total * (n + 1) // count - total * n // count for n in range(count))
 
 
 class _Generator:
-    def __init__(self, problem: DeltaRuleProblem, device: torch.device | str, seed: int) -> None:
-        self.problem = problem
-        self.device = torch.device(device)
+    def __init__(
+        self, problem: ChunkProblem | RecurrentProblem, device: torch.device | str, seed: int, options: InputOptions
+    ) -> None:
+        self.problem, self.options, self.device = problem, options, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.dtype: torch.dtype = getattr(torch, problem.dtype)
         self.index_dtype: torch.dtype = getattr(torch, problem.index_dtype or "int32")
+        even = options.lengths is None
+        self.lengths = list(even_lengths(problem.num_tokens, problem.num_sequences) if even else options.lengths or ())
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.device)
@@ -212,11 +185,11 @@ class _Generator:
     def uniform(self, low: float, high: float, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self.generator, device=self.device) * (high - low) + low
 
-    def tokens(self, lengths: Sequence[int], case: Case, strided: bool, padded_tokens: int) -> dict[str, Any]:
-        p = self.problem
-        live = sum(lengths)
-        total = live + padded_tokens
-        offsets = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+    def tokens(self) -> dict[str, Any]:
+        """Arguments with a row per token, and the flags of the call."""
+        p, case, strided = self.problem, self.options.case, self.options.strided
+        live = sum(self.lengths)
+        total = live + self.options.padded_tokens
         q = self.normal(live, p.num_q_heads, p.head_k_dim)
         k = self._keys(live, case)
         v = self.normal(live, p.num_v_heads, p.head_v_dim)
@@ -225,16 +198,14 @@ class _Generator:
         if case == "zero_norm":
             q[::2] = 0
             k[::2] = 0
-        q, k, v = (self._padded(x, total).to(self.dtype) for x in (q, k, v))
+        q, k, v = (self._padded(x, total).to(getattr(torch, p.dtype)) for x in (q, k, v))
         if strided:
             q, k, v = _slices_of_one_buffer(q, k, v)
         arguments: dict[str, Any] = {
             "q": q[None], "k": k[None], "v": v[None],
-            "cu_seqlens": offsets.to(self.device, getattr(torch, p.cu_seqlens_dtype)),
-            "state_v_first": p.state_v_first,
-            "use_qk_l2norm_in_kernel": p.use_qk_l2norm,
-            "use_gate_in_kernel": p.use_gate,
-            "use_beta_sigmoid_in_kernel": p.use_beta_sigmoid,
+            "cu_seqlens": torch.tensor([0, *accumulate(self.lengths)]).to(self.device, getattr(torch, p.cu_seqlens_dtype)),
+            "state_v_first": p.state_v_first, "use_qk_l2norm_in_kernel": p.use_qk_l2norm,
+            "use_gate_in_kernel": p.use_gate, "use_beta_sigmoid_in_kernel": p.use_beta_sigmoid,
         }  # fmt: skip
         if p.gate_dtype is not None:
             g = self._padded(self._gate(live, case, arguments), total).to(getattr(torch, p.gate_dtype))
@@ -256,8 +227,7 @@ class _Generator:
 
     def _gate(self, live: int, case: Case, arguments: dict[str, Any]) -> torch.Tensor:
         """[live, HS]: the log decay, or a raw gate (with its A_log and dt_bias put into arguments)."""
-        p = self.problem
-        heads = p.num_state_heads
+        p, heads = self.problem, self.problem.num_state_heads
         a = self.normal(live, heads)
         if p.use_gate:
             arguments["A_log"] = self.uniform(0.5, 8.0, heads).log()
@@ -266,10 +236,8 @@ class _Generator:
                 arguments["A_log"] = torch.zeros(heads, device=self.device)
                 a = torch.full_like(a, 52.0 if case == "total_decay" else -40.0)
             return a
-        if case == "no_decay":
-            return torch.zeros_like(a)
-        if case == "total_decay":
-            return torch.full_like(a, -50.0)
+        if case in ("no_decay", "total_decay"):
+            return torch.full_like(a, 0.0 if case == "no_decay" else -50.0)
         if case == "mixed_decay":
             forgets = (torch.arange(live, device=self.device) % 3 == 0)[:, None]
             return torch.where(forgets, -50.0, 0.0).expand_as(a).clone()
@@ -289,21 +257,24 @@ class _Generator:
         state = 0.3 * self.normal(count, *_state_shape(self.problem))
         return state.to(getattr(torch, self.problem.state_dtype))
 
-    def slots(self, count: int, null_slot: int) -> torch.Tensor:
-        """Distinct live slots, none of them the last slot (which nobody owns) or null."""
+    def slots(self, groups: int, *shape: int) -> torch.Tensor:
+        """Distinct live slots [groups, *shape], none of them the last slot (which nobody owns); null where options say so."""
+        count = groups * math.prod(shape)
         order = torch.randperm(count + 1, generator=self.generator, device=self.device)
-        return torch.add(order[:count], null_slot + 1)
+        slots = torch.add(order[:count], self.options.null_slot + 1).view(groups, *shape)
+        slots[0, list(self.options.null_sequences)] = self.options.null_slot
+        return slots
 
-    def pool(self, read_slots: torch.Tensor, null_slot: int, num_slots: int, gap: int) -> torch.Tensor:
-        """Random states in the slots that are read, NaN everywhere else, between the slots too."""
-        shape = _state_shape(self.problem)
-        inner = shape[0] * shape[1] * shape[2]
-        dtype: torch.dtype = getattr(torch, self.problem.state_dtype)
-        buffer = torch.full((max(num_slots, 1), inner + gap), torch.nan, dtype=dtype, device=self.device)
+    def pool(self, read_slots: torch.Tensor, count: int) -> dict[str, Any]:
+        """A pool of `count` slots and two more: random states where it is read, NaN elsewhere and between the slots."""
+        shape, null_slot = _state_shape(self.problem), self.options.null_slot
+        inner, dtype = math.prod(shape), getattr(torch, self.problem.state_dtype)
+        size = (max(count + null_slot + 3, 1), inner + self.options.slot_gap)
+        buffer = torch.full(size, torch.nan, dtype=dtype, device=self.device)
         pool: torch.Tensor = buffer[:, :inner].unflatten(1, shape)
         live = read_slots[read_slots > null_slot]
         pool[live] = self.states(live.shape[0])
-        return pool
+        return {"initial_state": pool, "null_slot": null_slot}
 
 
 def _slices_of_one_buffer(*parts: torch.Tensor) -> list[torch.Tensor]:

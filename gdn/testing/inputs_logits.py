@@ -5,6 +5,7 @@ Everything that no row may see is NaN: keys outside every range, the rest of a s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,6 +35,11 @@ class PagedInputs:
     page_size: int
     rows: torch.Tensor  # [B, longest, kv_heads, D]: content of the pages, in key order
     row_scales: torch.Tensor | None  # [B, longest, kv_heads] float32
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of gdn.paged_mqa_logits."""
+        names = ("q", "cache", "weights", "context_lens", "block_tables", "max_context_len")
+        return {name: getattr(self, name) for name in names}
 
 
 def _randn(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
@@ -88,16 +94,12 @@ def key_ranges(kind: str, num_queries: int, num_keys: int, generator: torch.Gene
         pair = torch.randint(low, max(low, high) + 1, (2, num_queries), generator=generator, device=device)
         start, end = pair.min(dim=0).values, pair.max(dim=0).values
         if kind == "hard":
-            case = row % 7
             middle = num_keys // 2
-            start = start.where(case != 0, torch.full_like(row, middle))  # empty: ks == ke
-            end = end.where(case != 0, torch.full_like(row, middle))
-            start = start.where(case != 1, torch.zeros_like(row))  # everything
-            end = end.where(case != 1, torch.full_like(row, num_keys))
-            start = start.where(case != 2, torch.full_like(row, num_keys))  # ks > ke
-            end = end.where(case != 2, torch.full_like(row, num_keys // 3))
-            end = end.where(case != 3, torch.full_like(row, num_keys + 1000))  # ke > Nk
-            start = start.where(case != 4, torch.full_like(row, -5))  # ks < 0
+            # Empty (ks == ke), everything, ks > ke, ke > Nk, ks < 0; None = as drawn.
+            hard = ((middle, middle), (0, num_keys), (num_keys, num_keys // 3), (None, num_keys + 1000), (-5, None))
+            for case, (first, last) in enumerate(hard):
+                start = start if first is None else start.masked_fill(row % 7 == case, first)
+                end = end if last is None else end.masked_fill(row % 7 == case, last)
     elif kind == "sequences":
         count = max(1, min(4, num_queries))
         sequence = row * count // max(1, num_queries)
@@ -134,13 +136,9 @@ def make_mqa_inputs(
 
 
 def make_paged_inputs(
-    problem: PagedMqaLogitsProblem,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    page_pad_bytes: int = 0,
-    spare_pages: int = 3,
-) -> PagedInputs:
+    problem: PagedMqaLogitsProblem, device: torch.device | str = "cpu", seed: int = 0,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None, page_pad_bytes: int = 0, spare_pages: int = 3,
+) -> PagedInputs:  # fmt: skip
     """Inputs of `gdn.paged_mqa_logits` for one problem.
 
     lengths: per sequence, or with per_draft_lengths per sequence and draft; None = all max_context_len. The cache holds
@@ -161,17 +159,17 @@ def make_paged_inputs(
 
     pages_each = -(-longest // page_size)
     used = batch * pages_each
+    total = used + spare_pages
     value_bytes = page_size * kv_heads * dim * rows.element_size()
     page_bytes = value_bytes + (page_size * kv_heads * 4 if problem.has_k_scale else 0)
     stride = page_bytes + page_pad_bytes
-    storage = torch.full((used + spare_pages, stride), 0xFF, dtype=torch.uint8, device=device)  # 0xFF.. is NaN in every dtype
-    order = torch.randperm(used + spare_pages, generator=generator, device=device)[:used].view(batch, pages_each)
-    guard = torch.ones(used + spare_pages, dtype=torch.bool, device=device).index_fill_(0, order.flatten(), False)
+    storage = torch.full((total, stride), 0xFF, dtype=torch.uint8, device=device)  # 0xFF.. is NaN in every dtype
+    order = torch.randperm(total, generator=generator, device=device)[:used].view(batch, pages_each)
+    guard = torch.ones(total, dtype=torch.bool, device=device).index_fill_(0, order.flatten(), False)
     guard_page = int(guard.nonzero()[0]) if spare_pages else 0
     block_tables = torch.full((batch, pages_each + 2), guard_page, dtype=torch.int32, device=device)[:, : pages_each + 1]
     for sequence in range(batch):
-        visible = int(context_lens[sequence].max()) if batch else 0
-        visible = min(max(visible, 0), longest)
+        visible = min(max(int(context_lens[sequence].max()), 0), longest)
         pages = -(-visible // page_size)
         if pages == 0:
             continue
@@ -186,11 +184,7 @@ def make_paged_inputs(
             scales[:visible] = row_scales[sequence, :visible]
             content[:, value_bytes:] = scales.view(pages, page_size * kv_heads).view(torch.uint8)
         storage[own, :page_bytes] = content
-    if problem.has_k_scale:
-        row = dim + 4
-        cache = storage.as_strided((used + spare_pages, page_size, kv_heads, row), (stride, kv_heads * row, row, 1))
-    else:
-        typed = storage.view(rows.dtype)
-        unit = stride // rows.element_size()
-        cache = typed.as_strided((used + spare_pages, page_size, kv_heads, dim), (unit, kv_heads * dim, dim, 1))
+    # Rows of bytes with a scale after the values, or of values.
+    row, typed = (dim + 4, storage) if problem.has_k_scale else (dim, storage.view(rows.dtype))
+    cache = typed.as_strided((total, page_size, kv_heads, row), (typed.stride(0), kv_heads * row, row, 1))
     return PagedInputs(q, cache, weights, context_lens, block_tables, longest, page_size, rows, row_scales)

@@ -34,11 +34,8 @@ _ATTRIBUTE_REGISTERS = 0x2F
 _CODE_OF_FAMILY = 0x09  # in .nv.compat, which has the same layout: 1 where the code is for one architecture only, like sm_90a
 _ABI_WITH_COMPAT = 8  # ABI version of CUDA 13's cubins, whose target is read here
 _INSTRUCTION_BYTES = 16
-_CONSTANTS = (
-    ".nv.constant2",
-    ".nv.constant3",
-    ".nv.global.init",
-)  # banks with constants of the code; bank 0 holds the arguments of the launch
+# Banks with constants of the code; bank 0 holds the arguments of the launch.
+_CONSTANTS = (".nv.constant2", ".nv.constant3", ".nv.global.init")
 
 _ARGUMENT = re.compile(r"c\[0x0\]\[[^]]*\]")  # an operand: an argument of the launch, by its place
 _ENCODING = re.compile(r"/\* 0x[0-9a-f]+ \*/")
@@ -64,12 +61,8 @@ class MachineCode:
     def count(self, pattern: str) -> int:
         """Instructions of a mnemonic and, after dots, modifiers in any place: "LDG.128" counts "LDG.E.128.CONSTANT"."""
         mnemonic, *modifiers = pattern.split(".")
-        total = 0
-        for opcode, occurrences in self.instructions.items():
-            head, *parts = opcode.split(".")
-            if head == mnemonic and all(modifier in parts for modifier in modifiers):
-                total += occurrences
-        return total
+        split = ((opcode.split("."), occurrences) for opcode, occurrences in self.instructions.items())
+        return sum(occurrences for (head, *parts), occurrences in split if head == mnemonic and {*modifiers} <= {*parts})
 
     @property
     def spills(self) -> int:
@@ -81,8 +74,8 @@ class MachineCode:
 class Undecoded:
     """A kernel function whose instructions are not counted yet: `decoded` counts those of many at once."""
 
-    kernel: MachineCode  # without instructions, where there is code
-    code: bytes  # empty where they are counted already
+    kernel: MachineCode  # without instructions
+    code: bytes
 
 
 @dataclass(frozen=True)
@@ -110,9 +103,8 @@ class _Cubin:
             raise MachineCodeError(f"cubin at byte {start} is cut off: needs {end} bytes, has {len(file) - start}")
         self.bytes = file[start : start + end]
         names = headers[names_index][4]
-        self.sections = [
-            _Section(self._text(names + header[0]), header[1], header[4], header[5], header[6]) for header in headers
-        ]
+        kept = ((self._text(names + name), kind, at, size, link) for name, kind, _, _, at, size, link, *_ in headers)
+        self.sections = [_Section(*fields) for fields in kept]
 
     def _text(self, offset: int) -> str:
         return self.bytes[offset : self.bytes.index(b"\0", offset)].decode()
@@ -126,8 +118,7 @@ class _Cubin:
             raise MachineCodeError(f"cubin has no section {name}")
         return found
 
-    def content(self, name: str) -> bytes:
-        section = self.section(name)
+    def content(self, section: _Section) -> bytes:
         return self.bytes[section.offset : section.offset + section.size]
 
     def kernels(self) -> list[str]:
@@ -150,17 +141,11 @@ class _Cubin:
             yield code, size, value
             at += len(value or b"")
 
-    def attributes(self, section_name: str) -> Iterator[tuple[int, bytes]]:
-        """(code, value) of an .nv.info section; entries whose value sits in the header are skipped, none is needed."""
-        for code, _, value in self.entries(section_name):
-            if value is not None:
-                yield code, value
-
     def per_kernel(self, code: int) -> dict[str, int]:
         """Kernel name -> value of an attribute that .nv.info keeps as (symbol, value) pairs."""
         symbols = self.symbols()
-        pairs = (struct.unpack("<II", value) for found, value in self.attributes(".nv.info") if found == code)
-        return {symbols[symbol]: value for symbol, value in pairs}
+        values = (value for found, _, value in self.entries(".nv.info") if found == code and value is not None)
+        return {symbols[symbol]: number for symbol, number in (struct.unpack("<II", value) for value in values)}
 
 
 def _cubins(library: bytes) -> Iterator[_Cubin]:
@@ -187,43 +172,39 @@ def nvdisasm() -> Path:
     return Path(found)
 
 
-def _disassemble(cubin: _Cubin) -> tuple[str, dict[str, Counter[str]]]:
-    """The target and the opcodes of each kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin.bytes)
+def _run_nvdisasm(code: bytes, *options: str) -> str:
+    """Text of a cubin or, with `-b`, of bare machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(code)
         file.flush()
         # Without the analysis of the data flow, which takes a third of the time and adds no instruction.
-        done = subprocess.run([str(nvdisasm()), "-c", "-ndf", file.name], capture_output=True, text=True)
+        done = subprocess.run([str(nvdisasm()), *options, "-ndf", file.name], capture_output=True, text=True)
     if done.returncode != 0:
         raise MachineCodeError(f"nvdisasm failed: {done.stderr.strip()}")
-    target = re.search(r"^\s*\.target\s+(\w+)", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def _target_by_nvdisasm(cubin: _Cubin) -> str:
+    target = re.search(r"^\s*\.target\s+(\w+)", _run_nvdisasm(cubin.bytes, "-c"), re.MULTILINE)
     if target is None:
         raise MachineCodeError("nvdisasm names no target")
-    opcodes: dict[str, Counter[str]] = {}
-    current: Counter[str] = Counter()
-    for line in done.stdout.splitlines():
-        if line.startswith("\t.section\t.text."):
-            name = line.split()[1].split(",")[0].removeprefix(".text.").strip('"')
-            current = opcodes.setdefault(name, Counter())
-        elif (instruction := _INSTRUCTION.match(line)) is not None:
-            current[instruction[2]] += 1
-    return target[1], opcodes
+    return target[1]
 
 
-def _target(cubin: _Cubin) -> str | None:
-    """Target under nvdisasm's name; None where the cubin has another format than CUDA 13's."""
-    compat = cubin.find(".nv.compat")
-    if cubin.bytes[8] != _ABI_WITH_COMPAT or compat is None:
-        return None
+def _target(cubin: _Cubin) -> str:
+    """Target under nvdisasm's name; read without it where the cubin has CUDA 13's format, since a start of it takes long."""
+    family = None
+    if cubin.bytes[8] == _ABI_WITH_COMPAT and cubin.find(".nv.compat") is not None:
+        family = next((value for code, value, _ in cubin.entries(".nv.compat") if code == _CODE_OF_FAMILY), None)
+    if family not in (0, 1):
+        return _target_by_nvdisasm(cubin)
     (flags,) = struct.unpack_from("<I", cubin.bytes, 48)
-    entries = cubin.entries(".nv.compat")
-    family = next((value for code, value, _ in entries if code == _CODE_OF_FAMILY), None)
-    return {0: f"sm_{flags >> 8 & 0xFF}", 1: f"sm_{flags >> 8 & 0xFF}a"}.get(family if family is not None else -1)
+    return f"sm_{flags >> 8 & 0xFF}{'a' if family else ''}"
 
 
 def _max_threads(cubin: _Cubin, kernel: str) -> int:
-    for code, value in cubin.attributes(f".nv.info.{kernel}"):
-        if code in (_ATTRIBUTE_MAX_THREADS, _ATTRIBUTE_REQUIRED_THREADS):
+    for code, _, value in cubin.entries(f".nv.info.{kernel}"):
+        if code in (_ATTRIBUTE_MAX_THREADS, _ATTRIBUTE_REQUIRED_THREADS) and value is not None:
             x, y, z = struct.unpack_from("<III", value)
             return int(x * y * z)
     raise MachineCodeError(f"{kernel}: the cubin states no maximum of threads")
@@ -237,12 +218,7 @@ def _required(kernel: str, what: str, figures: dict[str, int]) -> int:
 
 def kernels(library: bytes) -> list[MachineCode]:
     """Every kernel function in the cubins of a shared library, in file order; at least one."""
-    return [found.kernel for found in _read(library, may_wait=False)]
-
-
-def undecoded(library: bytes) -> list[Undecoded]:
-    """`kernels` without the instructions, which `decoded` counts for many: a start of the disassembler takes long."""
-    return _read(library, may_wait=True)
+    return decoded(undecoded(library))
 
 
 def code_hash(libraries: Sequence[bytes]) -> str:
@@ -256,41 +232,30 @@ def code_hash(libraries: Sequence[bytes]) -> str:
         registers = cubin.per_kernel(_ATTRIBUTE_REGISTERS)
         for name in cubin.kernels():
             figures = f"{_required(name, 'register count', registers)} {_max_threads(cubin, name)}".encode()
-            text = _disassemble_code(cubin.content(f".text.{name}"), _target(cubin) or _disassemble(cubin)[0])
+            text = _disassemble(cubin.content(cubin.section(f".text.{name}")), _target(cubin))
             parts.append(b"text " + figures + b" " + _ARGUMENT.sub("c[0x0]", text).encode())
-        parts += [b"data " + cubin.content(one.name) for one in cubin.sections if one.name.startswith(_CONSTANTS)]
+        parts += [b"data " + cubin.content(one) for one in cubin.sections if one.name.startswith(_CONSTANTS)]
     if not parts:
         raise MachineCodeError("the libraries hold no cubin")
     digests = sorted(hashlib.sha256(part).hexdigest() for part in parts)  # the order in the file follows names
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _read(library: bytes, *, may_wait: bool) -> list[Undecoded]:
+def undecoded(library: bytes) -> list[Undecoded]:
+    """`kernels` without the instructions, which `decoded` counts for many: a start of the disassembler takes long."""
     found: list[Undecoded] = []
     for cubin in _cubins(library):
-        registers = cubin.per_kernel(_ATTRIBUTE_REGISTERS)
-        frames = cubin.per_kernel(_ATTRIBUTE_FRAME_SIZE)
-        target = _target(cubin) if may_wait else None
-        waits = target is not None
-        opcodes: dict[str, Counter[str]] = {}
-        if target is None:
-            target, opcodes = _disassemble(cubin)
+        registers, frames = cubin.per_kernel(_ATTRIBUTE_REGISTERS), cubin.per_kernel(_ATTRIBUTE_FRAME_SIZE)
         for name in cubin.kernels():
-            if not waits and not opcodes.get(name):
-                raise MachineCodeError(f"{name}: nvdisasm shows no instruction")
-            text = cubin.section(f".text.{name}")
             shared = cubin.find(f".nv.shared.{name}")
             kernel = MachineCode(
-                name=name,
-                target=target,
-                registers=_required(name, "register count", registers),
-                max_threads=_max_threads(cubin, name),
-                stack_bytes=_required(name, "stack frame", frames),
+                name=name, target=_target(cubin), registers=_required(name, "register count", registers),
+                max_threads=_max_threads(cubin, name), stack_bytes=_required(name, "stack frame", frames),
                 # A kernel without static shared memory has no such section.
                 static_shared_bytes=max(0, shared.size - _RESERVED_SHARED_BYTES) if shared is not None else 0,
-                instructions=opcodes.get(name, Counter()),
-            )
-            found.append(Undecoded(kernel, cubin.bytes[text.offset : text.offset + text.size] if waits else b""))
+                instructions=Counter(),
+            )  # fmt: skip
+            found.append(Undecoded(kernel, cubin.content(cubin.section(f".text.{name}"))))
     if not found:
         raise MachineCodeError("the library holds no cubin")
     return found
@@ -299,34 +264,25 @@ def _read(library: bytes, *, may_wait: bool) -> list[Undecoded]:
 def decoded(kernels: Sequence[Undecoded]) -> list[MachineCode]:
     """In the same order, with one run of the disassembler for each target."""
     counted: dict[int, Counter[str]] = {}
-    for target in dict.fromkeys(one.kernel.target for one in kernels if one.code):
-        places = [at for at, one in enumerate(kernels) if one.code and one.kernel.target == target]
+    for target in dict.fromkeys(one.kernel.target for one in kernels):
+        places = [at for at, one in enumerate(kernels) if one.kernel.target == target]
         counted |= zip(places, _count([kernels[at].code for at in places], target), strict=True)
-    found = []
     for at, one in enumerate(kernels):
-        if one.code and sum(counted[at].values()) != len(one.code) // _INSTRUCTION_BYTES:
+        if not one.code or sum(counted[at].values()) != len(one.code) // _INSTRUCTION_BYTES:
             raise MachineCodeError(f"{one.kernel.name}: nvdisasm does not show every instruction")
-        found.append(replace(one.kernel, instructions=counted[at]) if one.code else one.kernel)
-    return found
+    return [replace(one.kernel, instructions=counted[at]) for at, one in enumerate(kernels)]
 
 
-def _disassemble_code(code: bytes, target: str) -> str:
+def _disassemble(code: bytes, target: str) -> str:
     """Every instruction with its address and operands, a line each."""
-    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        file.write(code)
-        file.flush()
-        command = [str(nvdisasm()), "-b", target.replace("sm_", "SM"), "-ndf", file.name]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise MachineCodeError(f"nvdisasm failed: {done.stderr.strip()}")
-    return _ENCODING.sub("", done.stdout)
+    return _ENCODING.sub("", _run_nvdisasm(code, "-b", target.replace("sm_", "SM")))
 
 
 def _count(codes: Sequence[bytes], target: str) -> list[Counter[str]]:
     """The opcodes of each piece of machine code."""
     ends = list(accumulate(len(code) for code in codes))
     opcodes: list[Counter[str]] = [Counter() for _ in codes]
-    for line in _disassemble_code(b"".join(codes), target).splitlines():
+    for line in _disassemble(b"".join(codes), target).splitlines():
         if (instruction := _INSTRUCTION.match(line)) is not None:
             opcodes[bisect_right(ends, int(instruction[1], 16))][instruction[2]] += 1
     return opcodes

@@ -24,33 +24,14 @@ class DeltaRuleResult:
 
 
 def oracle_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    state_v_first: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    state_indices: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
-    parent_token: Tensor | None = None,
-    disable_state_update: bool = False,
-    null_slot: int = -1,
-    **ignored: Any,
-) -> DeltaRuleResult:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, state_indices: Tensor | None = None, ssm_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
+    final_state_indices: Tensor | None = None, checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None,
+    parent_token: Tensor | None = None, disable_state_update: bool = False, null_slot: int = -1, **ignored: Any,
+) -> DeltaRuleResult:  # fmt: skip
     """Computes a call of either operator from its arguments by name (those without an effect on values are ignored).
 
     With indices (1-D or 2-D, under either name) the result's state is the pool afterwards in float64, its untouched rows
@@ -59,21 +40,16 @@ def oracle_delta_rule(
     """
     indices = ssm_state_indices if state_indices is None else state_indices
     f64 = torch.float64
-    batch, length, _, k_dim = q.shape
-    v_dim = v.shape[-1]
-    heads = max(q.shape[2], v.shape[2])
+    (batch, length, _, k_dim), v_dim, heads = q.shape, v.shape[-1], max(q.shape[2], v.shape[2])
     factor = k_dim**-0.5 if scale is None else scale
 
     def flat(x: Tensor) -> Tensor:
         """[B, T, heads, D] -> [B * T, HS, D] in float64, heads shared by their groups."""
-        x = x.to(f64).reshape(batch * length, x.shape[2], x.shape[3])
-        source = torch.arange(heads, device=x.device) // (heads // x.shape[1])
-        return x[:, source]
+        return x.to(f64).flatten(0, 1).repeat_interleave(heads // x.shape[2], dim=1)
 
     qs, ks, vs = flat(q), flat(k), flat(v)
     if use_qk_l2norm_in_kernel:
-        qs = qs / torch.sqrt((qs * qs).sum(-1, keepdim=True) + 1e-6)
-        ks = ks / torch.sqrt((ks * ks).sum(-1, keepdim=True) + 1e-6)
+        qs, ks = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (qs, ks))
     qs = qs * factor
 
     alpha = torch.ones(batch * length, heads, dtype=f64, device=q.device)
@@ -90,21 +66,17 @@ def oracle_delta_rule(
         if use_beta_sigmoid_in_kernel:
             b = 1 / (1 + torch.exp(-b))
 
-    if cu_seqlens is None:
-        offsets = [n * length for n in range(batch + 1)]
-    else:
-        offsets = [int(x) for x in cu_seqlens.cpu()]
+    offsets = [n * length for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     num_sequences = len(offsets) - 1
 
     def stored(state: Tensor) -> Tensor:
         return state.transpose(-1, -2) if state_v_first else state
 
+    inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
+    result = torch.zeros(num_sequences, heads, *inner, dtype=f64, device=q.device)
     if indices is not None:
         assert initial_state is not None
         result = initial_state.to(f64).clone()
-    else:
-        inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
-        result = torch.zeros(num_sequences, heads, *inner, dtype=f64, device=q.device)
     source_states = None if initial_state is None else initial_state.to(f64)
     written: set[int] = set()
 
@@ -113,10 +85,9 @@ def oracle_delta_rule(
             result[slot] = stored(state)
             written.add(slot)
 
-    index_rows = None if indices is None else indices.cpu().reshape(indices.shape[0], -1).tolist()
-    target_rows = index_rows
-    if final_state_indices is not None:
-        target_rows = final_state_indices.cpu().reshape(final_state_indices.shape[0], -1).tolist()
+    index_rows = None if indices is None else indices.reshape(indices.shape[0], -1).tolist()
+    targets = indices if final_state_indices is None else final_state_indices
+    target_rows = None if targets is None else targets.reshape(targets.shape[0], -1).tolist()
     per_token = indices is not None and indices.dim() == 2
 
     # Per token and head, vectors and numbers as matrices of one row.
@@ -127,21 +98,17 @@ def oracle_delta_rule(
     for n in range(num_sequences):
         first, last = offsets[n], max(offsets[n], offsets[n + 1])
         column = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
-        is_live = last > first
-        slot = n
+        is_live, slot = last > first, n
         if index_rows is not None:
             in_range = 0 <= column < len(index_rows[n])
             slot = index_rows[n][column] if in_range else null_slot
             is_live = is_live and slot > null_slot
         live.append(is_live)
-        starts_from_zero = has_initial_state is not None and not bool(has_initial_state[n])
         if index_rows is not None and not is_live:
             continue
-        if source_states is None or starts_from_zero:
-            start = torch.zeros(heads, k_dim, v_dim, dtype=f64, device=q.device)
-        else:
+        start = torch.zeros(heads, k_dim, v_dim, dtype=f64, device=q.device)
+        if source_states is not None and (has_initial_state is None or bool(has_initial_state[n])):
             start = stored(source_states[slot])
-
         state = start
         nodes: list[Tensor] = []
         for t in range(first, last):

@@ -24,6 +24,16 @@ class ExactLogits:
     magnitude: torch.Tensor  # [rows, columns] float64: the same sum over absolute values
     visible: torch.Tensor  # [rows, columns] bool
 
+    @classmethod
+    def nothing(cls, rows: int, columns: int, device: torch.device) -> "ExactLogits":
+        values = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+        return cls(values, torch.zeros_like(values), torch.zeros_like(values, dtype=torch.bool))
+
+    def put(self, row: int, first: int, score: torch.Tensor, size: torch.Tensor) -> None:
+        """One row's visible scores, from column `first`."""
+        columns = slice(first, first + len(score))
+        self.values[row, columns], self.magnitude[row, columns], self.visible[row, columns] = score, size, True
+
 
 def calc_diff(got: torch.Tensor, want: torch.Tensor) -> float:
     """1 - 2 <x, y> / (|x|^2 + |y|^2) in float64: 0 for equal tensors, about half the squared relative error for close ones."""
@@ -43,11 +53,10 @@ def _dense(
         key = k[:, head // (num_heads // num_kv_heads)]
         product = q[:, head] @ key.T
         if relu:
-            product = torch.where(product > 0, product, torch.zeros_like(product))
+            product = product.relu()
         size = q[:, head].abs() @ key.abs().T
         if weights is not None:
-            product = product * weights[:, head, None]
-            size = size * weights[:, head, None].abs()
+            product, size = product * weights[:, head, None], size * weights[:, head, None].abs()
         total += product
         magnitude += size
     return total * scale, magnitude * abs(scale)
@@ -63,9 +72,7 @@ def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True
     k = k.nan_to_num(0.0)  # poisoned keys lie outside every range
     weights = inputs.weights.double() if inputs.weights is not None else None
     columns = num_keys if max_seqlen_k is None else max_seqlen_k
-    values = torch.zeros(num_rows, columns, dtype=torch.float64, device=q.device)
-    magnitude = torch.zeros_like(values)
-    visible = torch.zeros(num_rows, columns, dtype=torch.bool, device=q.device)
+    exact = ExactLogits.nothing(num_rows, columns, q.device)
     ranges = list(zip(inputs.cu_seqlen_ks.tolist(), inputs.cu_seqlen_ke.tolist(), strict=True))
     block = max(1, 2**24 // max(1, num_keys))
     for low in range(0, num_rows, block):
@@ -78,19 +85,15 @@ def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True
                 continue
             first = 0 if max_seqlen_k is not None else start
             count = min(end - start, columns - first)
-            values[row, first : first + count] = score[row - low, start : start + count]
-            magnitude[row, first : first + count] = size[row - low, start : start + count]
-            visible[row, first : first + count] = True
-    return ExactLogits(values, magnitude, visible)
+            exact.put(row, first, score[row - low, start : start + count], size[row - low, start : start + count])
+    return exact
 
 
 def exact_paged_mqa_logits(inputs: PagedInputs, *, scale: float = 1.0, relu: bool = True) -> ExactLogits:
     """Exact paged logits from the rows that the generator put into the pages (not read back from the cache)."""
     batch, next_n = inputs.q.shape[:2]
     columns = inputs.max_context_len
-    values = torch.zeros(batch * next_n, columns, dtype=torch.float64, device=inputs.q.device)
-    magnitude = torch.zeros_like(values)
-    visible = torch.zeros(batch * next_n, columns, dtype=torch.bool, device=inputs.q.device)
+    exact = ExactLogits.nothing(batch * next_n, columns, inputs.q.device)
     lengths = inputs.context_lens.tolist()
     limit = min(columns, inputs.block_tables.shape[1] * inputs.page_size)
     for sequence in range(batch):
@@ -108,11 +111,8 @@ def exact_paged_mqa_logits(inputs: PagedInputs, *, scale: float = 1.0, relu: boo
         weights = inputs.weights[rows].double() if inputs.weights is not None else None
         score, size = _dense(inputs.q[sequence].double(), k, weights, scale, relu)
         for draft, length in enumerate(per_draft):
-            row = sequence * next_n + draft
-            values[row, :length] = score[draft, :length]
-            magnitude[row, :length] = size[draft, :length]
-            visible[row, :length] = True
-    return ExactLogits(values, magnitude, visible)
+            exact.put(sequence * next_n + draft, 0, score[draft, :length], size[draft, :length])
+    return exact
 
 
 def logits_error(got: torch.Tensor, exact: ExactLogits, *, fp8: bool, clean: bool = True) -> str | None:

@@ -70,9 +70,7 @@ class Timed:
     def _ready(self, rounds: int) -> tuple[Call, bool]:
         """Function that runs every call `rounds` times, and whether it replays a graph."""
         graph = self._capture(rounds)
-        if graph is not None:
-            return graph.replay, True
-        return functools.partial(self._run, rounds), False
+        return (functools.partial(self._run, rounds), False) if graph is None else (graph.replay, True)
 
     def _run(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -158,8 +156,8 @@ def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
 
 def measure_limits() -> Limits:
     """Copy bandwidth and matmul rates that the current device sustains now. Takes 8 GiB of its memory for a moment."""
-    bf16_tflops, fp8_tflops = _matmul_tflops()
-    return Limits(copy_gbps=_copy_gbps(), bf16_tflops=bf16_tflops, fp8_tflops=fp8_tflops)
+    matmuls = _matmul_tflops()
+    return Limits(_copy_gbps(), *matmuls)
 
 
 def _copy_gbps() -> float:

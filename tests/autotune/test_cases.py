@@ -1,15 +1,17 @@
 """What the tuner runs: the public calls are the problems of the shapes, and the verdict knows right from wrong."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import gdn
 from autotune import bench, cases, shapes
 from gdn import reference
 from gdn.device import H100
-from gdn.runtime import Prepared, explaining
+from gdn.runtime import Prepared, explaining, registry
 from gdn.testing import timing
 from tests.ops import indexer_kernels
 
@@ -61,12 +63,12 @@ def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
     )  # fmt: skip
 
 
-def _mqa(tensors: tuple[Any, ...], problem: Any) -> None:
+def _mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
     q, k, k_scale, weights, starts, ends, out, scale, _ = tensors
     reference.mqa_logits(q, k, weights, starts, ends, k_scale=k_scale, scale=scale, out=out)
 
 
-def _paged(tensors: tuple[Any, ...], problem: Any) -> None:
+def _paged_mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
     q, cache, weights, context_lens, block_tables, out, scale, _ = tensors
     pages = cache.unflatten(1, (problem.page_size, problem.num_kv_heads, -1))
     reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
@@ -104,12 +106,12 @@ def _gating(tensors: tuple[Any, ...], problem: Any) -> None:
         out.copy_(part)
 
 
-def _norm(tensors: tuple[Any, ...], problem: Any) -> None:
+def _rms_norm_gated(tensors: tuple[Any, ...], problem: Any) -> None:
     x, z, weight, out, eps = tensors
     out.copy_(reference.rms_norm_gated(x, z, weight, eps))
 
 
-def _decode(tensors: tuple[Any, ...], problem: Any) -> None:
+def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
     *given, slots, accepted, offsets, _, out, scale, eps, null_slot = tensors
     # As the kernel: nothing between the steps is rounded.
     qkv, z, b, a, windows, weight, bias, *rest = [
@@ -123,35 +125,21 @@ def _decode(tensors: tuple[Any, ...], problem: Any) -> None:
     out.copy_(o.view(out.shape))
 
 
-_BY_OP: dict[str, Callable[[tuple[Any, ...], Any], None]] = {
-    "chunk": _chunk,
-    "recurrent": _recurrent,
-    "mqa_logits": _mqa,
-    "paged_mqa_logits": _paged,
-    "topk": _topk,
-    "conv1d": _conv1d,
-    "conv1d_update": _conv1d_update,
-    "gdn_decode": _decode,
-    "split": _split,
-    "gating": _gating,
-    "rms_norm_gated": _norm,
-    "prepare_indexer": lambda tensors, problem: indexer_kernels.prepare_indexer(problem, *tensors),
-    "quantize_fp8": lambda tensors, problem: indexer_kernels.quantize_fp8(problem, *tensors),
-    "write_indexer_cache": lambda tensors, problem: indexer_kernels.write_indexer_cache(problem, *tensors),
-    "gather_indexer_cache": lambda tensors, problem: indexer_kernels.gather_indexer_cache(problem, *tensors),
-    "compress_indexer_keys": lambda tensors, problem: indexer_kernels.compress_indexer_keys(problem, *tensors),
-    "expand_topk_groups": lambda tensors, problem: indexer_kernels.expand_topk_groups(problem, *tensors),
-}
-_OUT = {
-    "chunk": 15, "recurrent": 15, "mqa_logits": 6, "paged_mqa_logits": 5, "topk": 3, "conv1d": 9, "conv1d_update": 8, "split": 3,
-    "gdn_decode": 15, "gating": 5, "rms_norm_gated": 3,
-    "prepare_indexer": 9, "quantize_fp8": 1, "write_indexer_cache": 1,
-    "gather_indexer_cache": 3, "compress_indexer_keys": 1, "expand_topk_groups": 2,
-}  # fmt: skip
+def _stand_in(op: str) -> Callable[[tuple[Any, ...], Any], None]:
+    """The reference in a kernel's place: a function of this module, or of the indexer's stand-ins, under the operator's name."""
+    of_indexer = getattr(indexer_kernels, op, None)
+    if of_indexer is None:
+        found: Callable[[tuple[Any, ...], Any], None] = globals()[f"_{op}"]
+        return found
+    return lambda tensors, problem: of_indexer(problem, *tensors)
 
 
-def _out_of(op: str, tensors: tuple[Any, ...]) -> torch.Tensor:
-    out: torch.Tensor = tensors[_OUT[op]]
+def _out_of(op: str, params: Any) -> torch.Tensor:
+    """A tensor that the launch writes: out, else the first that is no argument of the call, else what is updated in place."""
+    arguments = inspect.signature(getattr(gdn, registry.operator(op).functions[0])).parameters
+    new = [name for name in params._fields if name == "out" or name not in arguments and name not in ("cu_seqlens", "eps")]
+    name = "out" if "out" in new else next((name for name in (*new, "ring", "cache") if name in params._fields), "")
+    out: torch.Tensor = getattr(params, name)
     return out[0] if op in ("chunk", "recurrent") else out  # which have a batch dimension
 
 
@@ -159,8 +147,8 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
     """A "kernel" that is the reference, and afterwards does what spoil does."""
 
     def launch(*tensors: Any) -> None:
-        tensors = tensors[0] if hasattr(tensors[0], "_fields") else tensors
-        _BY_OP[shape.op](tensors, shape.problem)
+        (tensors,) = tensors  # the operator's Params
+        _stand_in(shape.op)(tensors, shape.problem)
         spoil(tensors)
 
     choice: Any = None
@@ -222,14 +210,15 @@ def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None
     def spoil(tensors: tuple[Any, ...]) -> None:
         tensors[3][-1, -1, -1] += 1
 
-    with pytest.raises(cases.WrongResult, match="the pool is not the reference's"):
+    with pytest.raises(cases.WrongResult, match="conv_states? is not the reference's"):
         case.check(_prepared(shape, spoil))
 
 
-_STEPS = ["conv1d", "conv1d_update", "split", "gating", "rms_norm_gated"]
+_FAMILIES = ("autotune.cases.steps", "autotune.cases.indexer")
+_STEPS = [one.name for one in registry.with_kernels() if one.family is not None and one.family.cases in _FAMILIES]
 
 
-@pytest.mark.parametrize("op", [*_STEPS, *(kernel.__name__ for kernel in indexer_kernels.KERNELS)])
+@pytest.mark.parametrize("op", _STEPS)
 def test_the_floor_of_the_steps_is_their_bytes(op: str) -> None:
     for shape in shapes.shapes(op):
         assert bench.useful_flops(shape) == 0 and shape.problem.bytes_moved() > 0

@@ -11,8 +11,7 @@ import pytest
 import torch
 import tvm_ffi
 
-from autotune.cases import decode
-from autotune.cases.base import Shape
+from autotune.cases import Shape, decode
 from gdn.device import H100
 from gdn.problems import Problem
 from gdn.runtime import compiled
@@ -68,7 +67,6 @@ def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
 def test_decode(form: str, tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
     problem, lengths = (MAIN, (1, 1)) if form == "single" else (DRAFTS, (3, 3))
-    case = decode.DecodeCase(Shape(form, problem, lengths), torch.device("cpu"), 1)
-    params = case._params(case._arguments(seed=0))
+    params = decode.DecodeCase(Shape(form, problem, lengths), torch.device("cpu"), 1)._work(seed=0).params
     with pytest.raises(RuntimeError, match="(?i)cuda"):
         launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)

@@ -178,10 +178,10 @@ def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch:
     source.forget()
     keys.add(key(module=module))
     compiled.versions.cache_clear()
-    monkeypatch.setattr(compiled, "_version", lambda distribution: "99")
+    monkeypatch.setattr(compiled, "installed_version", lambda distribution: "99")
     keys.add(key(module=module))
     compiled.versions.cache_clear()
-    monkeypatch.setattr(compiled, "_version", lambda distribution: "unknown")
+    monkeypatch.setattr(compiled, "installed_version", lambda distribution: "unknown")
     for count in (1, 2):  # no metadata: the runtime library's size tells versions apart
         compiled.versions.cache_clear()
         (tmp_path / "library.so").write_bytes(b"x" * count)
