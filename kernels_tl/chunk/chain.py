@@ -65,6 +65,7 @@ def store_outputs(out, staged, piece, num_full_chunks):
             steps.store_chunk(staged.out[0], out, piece, token)
         else:
             steps.store_chunk(staged.out[1], out, piece, token)
+        T.tma_store_wait(0)
         T.barrier_arrive(staged.out_empty[step % 2])
 
 

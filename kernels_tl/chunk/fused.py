@@ -44,14 +44,7 @@ from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk import state_chain as steps
-from kernels_tl.chunk.constants import (
-    CHUNK,
-    DIAGONAL_PITCH,
-    HALF,
-    NUM_VECTORS,
-    TILE_R,
-    TILE_Z,
-)
+from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, NUM_VECTORS, TILE_R, TILE_Z
 from kernels_tl.chunk.inverse import inverse_role
 from kernels_tl.chunk.makers import CHAINS, MAKER_TILES, STAGES, MakerWork, allocate_makers, allocate_ring, feed_makers, gate_role
 from kernels_tl.chunk.product import product_role
@@ -121,6 +114,7 @@ def store_outputs(out, shared, chain, num_full_chunks):
     for step in T.serial(num_full_chunks):
         T.barrier_wait(shared.out_full, step & 1)
         steps.store_chunk(shared.out, out, chain, chain.token_begin + step * CHUNK)
+        T.tma_store_wait(0)
         T.barrier_arrive(shared.out_empty)
 
 

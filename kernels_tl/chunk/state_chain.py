@@ -321,7 +321,6 @@ def begin_chain(shared, piece, registers):
 
 @T.macro
 def store_chunk(staged, out, piece, token):
-    """The staged output of a full chunk, until it has been read."""
+    """The staged output of a full chunk."""
     columns = slice(piece.column_begin, piece.column_begin + PANEL)
     bulk_store(staged, out[token : token + CHUNK, piece.head, columns])
-    T.tma_store_wait(0)
