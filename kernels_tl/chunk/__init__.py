@@ -31,6 +31,7 @@ Workspace: tiles [slots, HS, 1 + K / 64, 64, 64] of the tokens' dtype (R, then Z
 """
 
 import functools
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,12 +41,13 @@ from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_tl.chunk import cost_model
 from kernels_tl.chunk.chain import BLOCK_REGISTERS, STAGES, chain
+from kernels_tl.chunk.constants import CHUNK, NUM_VECTORS, TRANSITION_DTYPE
 from kernels_tl.chunk.fused import FUSED_BYTES, FUSED_REGISTERS, fused
 from kernels_tl.chunk.makers import CHAINS, MOST_MAKERS
 from kernels_tl.chunk.prepare import prepare
 from kernels_tl.chunk.segments import starts, summaries
 from kernels_tl.chunk.state_chain import PANEL
-from kernels_tl.chunk.types import CHUNK, NUM_VECTORS, TRANSITION_DTYPE, num_slots, num_tiles
+from kernels_tl.chunk.types import num_slots, num_tiles
 from kernels_tl.common import build
 
 _HEAD_DIMS = (64, 128)
@@ -163,147 +165,61 @@ def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     config = _variants(config)[-1]  # the one launch needs none
     if _in_one_launch(problem, config):
         return 0
-    heads, tokens, sequences = problem.num_state_heads, problem.num_tokens, problem.num_sequences
-    size = num_slots(tokens, sequences) * heads * (_tile_bytes(problem) + _VECTOR_BYTES)
-    if config.split_chunks:
-        size += num_slots(tokens, sequences, config.split_chunks) * heads * (_start_bytes(problem) + _transition_bytes(problem))
-    return size
+    sizes, heads = (problem.num_tokens, problem.num_sequences), problem.num_state_heads
+    parts = _parts(problem, config)
+    return sum(num_slots(*sizes, chunks) * heads * math.prod(shape) * DTYPE_BYTES[dtype] for dtype, chunks, shape in parts)
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
-    problem = compiled.problem
-    p, cu_seqlens = params, params.cu_seqlens
-    num_tokens, num_sequences = p.q.shape[1], cu_seqlens.shape[0] - 1
-    q, k, v, out = p.q[0], p.k[0], p.v[0], p.out[0]
-    # cu_seqlens stands in for absent tensors, which the compiled code does not read.
-    g, beta = (cu_seqlens if x is None else x[0] for x in (p.g, p.beta))
-    A_log, dt_bias = (x if problem.use_gate and p.g is not None else cu_seqlens for x in (p.A_log, p.dt_bias))
-    optional = (p.initial_state, p.state_indices, p.has_initial_state, p.final_state, p.final_state_indices)
-    optional += (p.checkpoint_offsets, p.checkpoint_slots)
-    present = [cu_seqlens if x is None else x for x in optional]
-    initial_state, state_indices, has_initial_state, final_state, final_state_indices = present[:5]
-    checkpoint_offsets, checkpoint_slots = present[5:]
-    workspace, scale, null_slot = p.workspace, p.scale, p.null_slot
+    p, problem, functions, present = params, compiled.problem, compiled.functions, build.arguments
+    q, k, v, out, cu_seqlens, null_slot = p.q[0], p.k[0], p.v[0], p.out[0], p.cu_seqlens, p.null_slot
+    gates = present(*(x if x is None else x[0] for x in (p.g, p.beta)), *((p.A_log, p.dt_bias) if p.g is not None else ()))
+    initial = present(p.initial_state, p.state_indices, p.has_initial_state)
+    final, checkpoints = present(p.final_state, p.final_state_indices), present(p.checkpoint_offsets, p.checkpoint_slots)
     for config in _variants(compiled.config):
+        split_chunks, longest = config.split_chunks, config.split_if_longest_exceeds
         if _in_one_launch(problem, config):
-            compiled.functions["chunk_fused"](
-                q,
-                k,
-                v,
-                g,
-                beta,
-                A_log,
-                dt_bias,
-                initial_state,
-                state_indices,
-                has_initial_state,
-                final_state,
-                final_state_indices,
-                cu_seqlens,
-                out,
-                checkpoint_offsets,
-                checkpoint_slots,
-                scale,
-                null_slot,
-                config.split_if_longest_exceeds,
-            )
+            tensors = (q, k, v, *gates, *initial, *final, cu_seqlens, out, *checkpoints)
+            functions["chunk_fused"](*tensors, p.scale, null_slot, longest)
             continue
-        assert workspace is not None  # its bytes are not 0
-        heads, split_chunks = problem.num_state_heads, config.split_chunks
-        slots = num_slots(num_tokens, num_sequences)
-        end_of_tiles = slots * heads * _tile_bytes(problem)
-        end = end_of_tiles + slots * heads * _VECTOR_BYTES
-        tiles = workspace[:end_of_tiles].view(q.dtype).view(slots, heads, num_tiles(problem), CHUNK, CHUNK)
-        vectors = workspace[end_of_tiles:end].view(torch.float32).view(slots, heads, NUM_VECTORS, CHUNK)
-        compiled.functions["chunk_prepare"](
-            q,
-            k,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            state_indices,
-            cu_seqlens,
-            out,
-            tiles,
-            vectors,
-            scale,
-            null_slot,
-            config.split_if_longest_exceeds,
-        )
-        segment_starts = cu_seqlens
-        if split_chunks:
-            segment_slots = num_slots(num_tokens, num_sequences, split_chunks)
-            end_of_starts = end + segment_slots * heads * _start_bytes(problem)
-            segment_starts = workspace[end:end_of_starts].view(torch.float32)
-            segment_starts = segment_starts.view(segment_slots, heads, problem.head_v_dim, problem.head_k_dim)
-        if num_tokens > split_chunks * CHUNK > 0:  # else no sequence has two segments
-            end = end_of_starts + segment_slots * heads * _transition_bytes(problem)
-            transitions = workspace[end_of_starts:end].view(getattr(torch, TRANSITION_DTYPE))
-            transitions = transitions.view(segment_slots, heads, 2, problem.head_k_dim, problem.head_k_dim)
-            compiled.functions["chunk_summaries"](
-                k,
-                v,
-                initial_state,
-                state_indices,
-                has_initial_state,
-                cu_seqlens,
-                tiles,
-                vectors,
-                segment_starts,
-                transitions,
-                null_slot,
-                split_chunks,
-                config.split_if_longest_exceeds,
-            )
-            compiled.functions["chunk_starts"](
-                state_indices, cu_seqlens, segment_starts, transitions, null_slot, split_chunks, config.split_if_longest_exceeds
-            )
-        compiled.functions["chunk_chain"](
-            q,
-            k,
-            v,
-            initial_state,
-            state_indices,
-            has_initial_state,
-            final_state,
-            final_state_indices,
-            cu_seqlens,
-            out,
-            tiles,
-            vectors,
-            segment_starts,
-            checkpoint_offsets,
-            checkpoint_slots,
-            null_slot,
-            split_chunks,
-            config.split_if_longest_exceeds,
-        )
+        tiles, vectors, *segments = _workspace(problem, config, p)
+        own = present(p.state_indices)
+        functions["chunk_prepare"](q, k, *gates, *own, cu_seqlens, out, tiles, vectors, p.scale, null_slot, longest)
+        if q.shape[0] > split_chunks * CHUNK > 0:  # else no sequence has two segments
+            cut = (null_slot, split_chunks, longest)
+            functions["chunk_summaries"](k, v, *initial, cu_seqlens, tiles, vectors, *segments, *cut)
+            functions["chunk_starts"](*own, cu_seqlens, *segments, *cut)
+        tensors = (q, k, v, *initial, *final, cu_seqlens, out, tiles, vectors, *segments[:1], *checkpoints)
+        functions["chunk_chain"](*tensors, null_slot, split_chunks, longest)
+
+
+def _workspace(problem: ChunkProblem, config: Config, params: ChunkParams) -> list[Any]:
+    """Its parts: tiles and vectors, and with segments starts and transitions."""
+    assert params.workspace is not None  # its bytes are not 0
+    parts, end = [], 0
+    sizes = (params.q.shape[1], params.cu_seqlens.shape[0] - 1)
+    for dtype, chunks, shape in _parts(problem, config):
+        slots, begin = num_slots(*sizes, chunks), end
+        end += slots * problem.num_state_heads * math.prod(shape) * DTYPE_BYTES[dtype]
+        parts.append(params.workspace[begin:end].view(getattr(torch, dtype)).view(slots, problem.num_state_heads, *shape))
+    return parts
+
+
+def _parts(problem: ChunkProblem, config: Config) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Dtype, chunks of a slot, and shape in a slot and head of the workspace's parts."""
+    K, V = problem.head_k_dim, problem.head_v_dim
+    parts = [(problem.dtype, 1, (num_tiles(problem), CHUNK, CHUNK)), ("float32", 1, (NUM_VECTORS, CHUNK))]
+    if config.split_chunks:
+        parts += [("float32", config.split_chunks, (V, K)), (TRANSITION_DTYPE, config.split_chunks, (2, K, K))]
+    return parts
 
 
 # The kernels set every barrier themselves: the compiler's own would be in each chunk of the chain.
 _OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
-_VECTOR_BYTES = NUM_VECTORS * CHUNK * 4
 _MOST_SPLIT_CHUNKS = 1 << 20  # its tokens fit an int32
-
-
-def _start_bytes(problem: ChunkProblem) -> int:
-    """Bytes of the start of one segment slot and head."""
-    return problem.head_v_dim * problem.head_k_dim * 4
-
-
-def _transition_bytes(problem: ChunkProblem) -> int:
-    """Bytes of the transition of one segment slot and head."""
-    return 2 * problem.head_k_dim * problem.head_k_dim * DTYPE_BYTES[TRANSITION_DTYPE]
-
-
-def _tile_bytes(problem: ChunkProblem) -> int:
-    """Bytes of the tiles of one chunk slot and head."""
-    return num_tiles(problem) * CHUNK * CHUNK * DTYPE_BYTES[problem.dtype]
 
 
 def _shared_bytes(problem: ChunkProblem) -> int:
     """Shared memory of a chain block."""
-    item = DTYPE_BYTES[problem.dtype]
-    stage = CHUNK * (2 * problem.head_k_dim + PANEL) * item + _tile_bytes(problem) + _VECTOR_BYTES
-    return STAGES * stage + 2 * CHUNK * PANEL * item + _OTHER_BYTES
+    rows = 2 * problem.head_k_dim + PANEL + num_tiles(problem) * CHUNK  # of 64 values: K, Q, V and the tiles
+    return (STAGES * rows + 2 * PANEL) * CHUNK * DTYPE_BYTES[problem.dtype] + STAGES * NUM_VECTORS * CHUNK * 4 + _OTHER_BYTES

@@ -14,65 +14,23 @@ serialises products that are in flight from one iteration to the next. The compi
 | out_empty[step % 2] | math | warp 1 (32), when the copy has read the staged rows |
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
-from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, chain_macros, store_macros, transposed_accumulator
-from kernels_tl.chunk.types import (
-    CHUNK,
-    HALF,
-    MOST_RANKED,
-    NUM_VECTORS,
-    ROW_LAST,
-    ROW_STATE_KEY,
-    ROW_STATE_QUERY,
-    TILE_R,
-    TILE_Z,
-    TILE_Z_HIGH,
-    Tensors,
-    checkpoint_tensor,
-    cu_seqlens_tensor,
-    exit_macro,
-    find_ranked,
-    find_segment,
-    row_tensor,
-    starts_tensor,
-    state_loader,
-    state_tensor,
-    tiles_tensor,
-    token_tensor,
-)
+from kernels_tl.chunk import state_chain as steps
+from kernels_tl.chunk.constants import CHUNK, HALF
+from kernels_tl.chunk.state_chain import PANEL, STAGES
+from kernels_tl.chunk.types import MOST_RANKED, declare, exit_unless_chosen, find_ranked, find_segment, load_state
+from kernels_tl.common import build
 
-STAGES = 3  # chunks in shared memory at a time
 MATH_THREADS = 128  # one warpgroup: a block has one panel of V columns
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
 BLOCK_REGISTERS = MATH_THREADS * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
-
-
-@dataclass(frozen=True)
-class ChainShared:
-    """Shared memory and barriers of a chain block."""
-
-    k: Any  # [stages, 64 tokens, 64 key columns]
-    k_high: Any
-    q: Any
-    q_high: Any
-    v: tuple[Any, ...]  # one buffer [64 tokens, 64 columns] per stage: matrix loads ignore the offset of a region
-    z: Any
-    z_high: Any
-    r: Any
-    vectors: Any  # [stages, NUM_VECTORS, 64]
-    out: tuple[Any, Any]  # staged output of even and of odd chunks
-    full: Any
-    empty: Any
-    out_full: Any
-    out_empty: Any
 
 
 class Piece(NamedTuple):
@@ -85,271 +43,103 @@ class Piece(NamedTuple):
     length: Any  # tokens
     first_slot: Any  # workspace slot of the first chunk
     num_chunks: Any  # 0: nothing to do
+    has_values: Any = True
 
 
-class CopyMacros(NamedTuple):
-    """Loads and stores of a chain block."""
-
-    allocate: Any
-    load_chunks: Any
-    store_outputs: Any
-
-
-def _copy_macros(problem: ChunkProblem) -> CopyMacros:
-    head_k, heads, dtype = problem.head_k_dim, problem.num_state_heads, problem.dtype
-    heads_per_q, heads_per_k = heads // problem.num_q_heads, heads // problem.num_k_heads
-    heads_per_v = heads // problem.num_v_heads
-    wide = head_k > HALF
-
-    @T.macro
-    def allocate():
-        k_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-        q_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-        k_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-        q_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-        v_shared = T.alloc_shared((CHUNK, PANEL), dtype)
-        v_second_shared = T.alloc_shared((CHUNK, PANEL), dtype)
-        v_third_shared = T.alloc_shared((CHUNK, PANEL), dtype)
-        z_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-        z_high_shared = T.alloc_shared((STAGES, CHUNK, HALF), dtype)
-        r_shared = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-        vector_shared = T.alloc_shared((STAGES, NUM_VECTORS, CHUNK), "float32")
-        out_shared = T.alloc_shared((CHUNK, PANEL), dtype)
-        out_odd_shared = T.alloc_shared((CHUNK, PANEL), dtype)
-        full = T.alloc_barrier([32] * STAGES)
-        empty = T.alloc_barrier([MATH_THREADS // 32] * STAGES)
-        out_full = T.alloc_barrier([MATH_THREADS] * 2)
-        out_empty = T.alloc_barrier([32] * 2)
-        return ChainShared(
-            k_shared, k_high_shared, q_shared, q_high_shared, (v_shared, v_second_shared, v_third_shared),
-            z_shared, z_high_shared, r_shared, vector_shared, (out_shared, out_odd_shared), full, empty, out_full, out_empty,
-        )  # fmt: skip
-
-    @T.macro
-    def load(source, target, barriers, stage):
-        T.tma_copy(source, target, barrier=barriers[stage], leader_scope_threads=32)
-
-    @T.macro
-    def load_chunks(tensors, shared, piece):
-        """The loading warp: every chunk of the piece, one stage each."""
-        head = piece.head
-        q_head, k_head, v_head = head // heads_per_q, head // heads_per_k, head // heads_per_v
-        low, high = slice(0, HALF), slice(HALF, head_k)
-        for step in T.serial(piece.num_chunks):
-            stage = step % STAGES
-            T.barrier_wait(shared.empty[stage], ((step // STAGES) & 1) ^ 1)
-            token = piece.token_begin + step * CHUNK
-            slot = piece.first_slot + step
-            load(tensors.k[token : token + CHUNK, k_head, low], shared.k[stage, :, :], shared.full, stage)
-            if wide:
-                load(tensors.k[token : token + CHUNK, k_head, high], shared.k_high[stage, :, :], shared.full, stage)
-            load(tensors.q[token : token + CHUNK, q_head, low], shared.q[stage, :, :], shared.full, stage)
-            if wide:
-                load(tensors.q[token : token + CHUNK, q_head, high], shared.q_high[stage, :, :], shared.full, stage)
-            v_columns = slice(piece.column_begin, piece.column_begin + PANEL)
-            if stage == 0:
-                load(tensors.v[token : token + CHUNK, v_head, v_columns], shared.v[0], shared.full, 0)
-            elif stage == 1:
-                load(tensors.v[token : token + CHUNK, v_head, v_columns], shared.v[1], shared.full, 1)
-            else:
-                load(tensors.v[token : token + CHUNK, v_head, v_columns], shared.v[2], shared.full, 2)
-            load(tensors.vectors[slot, head, :, :], shared.vectors[stage, :, :], shared.full, stage)
-            load(tensors.tiles[slot, head, TILE_Z, :, :], shared.z[stage, :, :], shared.full, stage)
-            if wide:
-                load(tensors.tiles[slot, head, TILE_Z_HIGH, :, :], shared.z_high[stage, :, :], shared.full, stage)
-            load(tensors.tiles[slot, head, TILE_R, :, :], shared.r[stage, :, :], shared.full, stage)
-            # All lanes arrive: the lane that was elected for the copies has announced their bytes before its own arrival.
-            T.barrier_arrive(shared.full[stage])
-
-    @T.macro
-    def store(out, staged, piece, token):
-        T.tma_copy(
-            staged,
-            out[token : token + CHUNK, piece.head, piece.column_begin : piece.column_begin + PANEL],
-            leader_scope_threads=32,
-        )
-
-    @T.macro
-    def store_outputs(out, shared, piece, num_full_chunks):
-        """The storing warp: the staged output of every full chunk."""
-        for step in T.serial(num_full_chunks):
-            token = piece.token_begin + step * CHUNK
-            T.barrier_wait(shared.out_full[step % 2], (step // 2) & 1)
-            if step % 2 == 0:
-                store(out, shared.out[0], piece, token)
-            else:
-                store(out, shared.out[1], piece, token)
-            T.tma_store_wait(0)
-            T.barrier_arrive(shared.out_empty[step % 2])
-
-    return CopyMacros(allocate, load_chunks, store_outputs)
+def allocate_staged(problem: ChunkProblem) -> Any:
+    """Output of even and of odd chunks on its way to global memory."""
+    return build.named(
+        out=tuple(T.alloc_shared((CHUNK, PANEL), problem.dtype) for _ in range(2)),
+        out_full=T.alloc_barrier([MATH_THREADS] * 2),
+        out_empty=T.alloc_barrier([32] * 2),
+    )
 
 
-class MathMacros(NamedTuple):
-    """Steps of the math warpgroup."""
-
-    begin: Any
-    run_chunk: Any
-
-
-def _math_macros(problem: ChunkProblem) -> MathMacros:
-    columns = PANEL
-    steps = chain_macros(problem, columns)
-
-    @T.macro
-    def read_ahead(shared, stage, registers):
-        """Reads that the next chunk needs from shared memory before its first product."""
-        if stage == 0:
-            T.copy(shared.v[0], registers.v)
-        elif stage == 1:
-            T.copy(shared.v[1], registers.v)
+@T.macro
+def store_outputs(out, staged, piece, num_full_chunks):
+    """The storing warp: the staged output of every full chunk."""
+    for step in T.serial(num_full_chunks):
+        token = piece.token_begin + step * CHUNK
+        T.barrier_wait(staged.out_full[step % 2], (step // 2) & 1)
+        if step % 2 == 0:
+            steps.store_chunk(staged.out[0], out, piece, token)
         else:
-            T.copy(shared.v[2], registers.v)
-        for i, j in T.Parallel(columns, CHUNK):
-            registers.factor[i, j] = shared.vectors[stage, ROW_STATE_KEY, j]
-        registers.last[0] = shared.vectors[stage, ROW_LAST, 0]
+            steps.store_chunk(staged.out[1], out, piece, token)
+        T.tma_store_wait(0)
+        T.barrier_arrive(staged.out_empty[step % 2])
 
-    @T.macro
-    def begin(shared, piece, registers):
-        """U^T of the first chunk."""
-        steps.round_state(registers)
-        if piece.num_chunks > 0:
-            T.barrier_wait(shared.full[0], 0)
-        read_ahead(shared, 0, registers)
-        steps.multiply_state(registers, shared.k[0, :, :], shared.k_high[0, :, :], registers.u)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR)
 
-    @T.macro
-    def run_chunk(shared, piece, step, valid, registers, output):
-        stage = step % STAGES
-        following = (step + 1) % STAGES
-        steps.multiply_state(registers, shared.q[stage, :, :], shared.q_high[stage, :, :], output.out)
-        for i, j in T.Parallel(columns, CHUNK):
-            output.factor[i, j] = shared.vectors[stage, ROW_STATE_QUERY, j]
-        steps.make_valid_values(registers, valid)
-        steps.decay_state(registers)
-        steps.add_values(registers, shared.z[stage, :, :], shared.z_high[stage, :, :])
-        steps.make_output(registers, output, shared.r[stage, :, :])
-        if step + 1 < piece.num_chunks:
-            T.barrier_wait(shared.full[following], ((step + 1) // STAGES) & 1)
-        read_ahead(shared, following, registers)
-        steps.multiply_next_keys(registers, shared.k[following, :, :], shared.k_high[following, :, :])
-        steps.wait_output(output)
-        steps.transpose_output(output)
-        if valid == CHUNK:
-            T.barrier_wait(shared.out_empty[step % 2], ((step // 2) & 1) ^ 1)
-            if step % 2 == 0:
-                T.copy(output.rows, shared.out[0])
-            else:
-                T.copy(output.rows, shared.out[1])
-            T.fence_proxy_async()
-            T.barrier_arrive(shared.out_full[step % 2])
-        if T.get_thread_binding() % 32 == 0:
-            T.barrier_arrive(shared.empty[stage])
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR)
+@T.macro
+def run_chunk(shared, staged, piece, step, valid, registers, output):
+    """The math warpgroup's chunk, from its U to the next one's."""
+    stage = step % STAGES
+    following = (step + 1) % STAGES
+    steps.multiply_state(registers, shared.q, stage, output.out)
+    steps.read_query_factors(shared.vectors, stage, registers, output)
+    steps.make_valid_values(registers, valid)
+    steps.decay_state(registers)
+    steps.add_values(registers, shared.z, stage)
+    steps.make_output(registers, output, shared.r[stage, :, :])
+    if step + 1 < piece.num_chunks:
+        T.barrier_wait(shared.full[following], ((step + 1) // STAGES) & 1)
+    steps.read_ahead(shared, following, piece, registers)
+    steps.multiply_next_keys(registers, shared.k, following)
+    steps.finish_output(registers, output)
+    steps.transpose_output(registers, output)
+    if valid == CHUNK:
+        T.barrier_wait(staged.out_empty[step % 2], ((step // 2) & 1) ^ 1)
+        if step % 2 == 0:
+            T.copy(output.rows, staged.out[0])
+        else:
+            T.copy(output.rows, staged.out[1])
+        T.fence_proxy_async()
+        T.barrier_arrive(staged.out_full[step % 2])
+    if T.get_thread_binding() % 32 == 0:
+        T.barrier_arrive(shared.empty[stage])
+    steps.wait_for_keys(registers)
 
-    return MathMacros(begin, run_chunk)
+
+@T.macro
+def load_start(segment_starts, slot, piece, registers):
+    """The state at the start of a segment of a sequence that has several."""
+    for half, fragment in enumerate(registers.state):
+        for i, j in T.Parallel(PANEL, HALF):
+            fragment[i, j] = segment_starts[slot, piece.head, piece.column_begin + i, HALF * half + j]
 
 
 def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> Any:
-    """The prim_func `chunk_chain`.
-
-    split: a block works on a segment of a sequence. Without, `segment_starts` and `split_chunks` are not read.
-    decides: as for `prepare`.
-    """
-    head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
-    pooled = problem.pooled
-    has_initial, has_final, has_mask = problem.has_initial_state, problem.has_final_state, problem.has_mask
-    has_final_indices, has_checkpoints = problem.has_final_indices, problem.has_checkpoints
-    columns = PANEL
-    wide = head_k > HALF
-    final_dtype = problem.state_dtype if pooled else "float32"
-
-    num_tokens, num_cu_seqlens, slots = T.dynamic("num_tokens"), T.dynamic("num_cu_seqlens"), T.dynamic("num_slots")
-    q_type = token_tensor("q", num_tokens, problem.num_q_heads, head_k, dtype)
-    k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
-    v_type = token_tensor("v", num_tokens, problem.num_v_heads, head_v, dtype)
-    initial_state_type = state_tensor("initial_state", num_cu_seqlens, problem, problem.state_dtype if has_initial else None)
-    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
-    has_initial_state_type = row_tensor("has_initial_state", num_cu_seqlens, problem, "bool" if has_mask else None)
-    final_state_type = state_tensor("final_state", num_cu_seqlens, problem, final_dtype if has_final else None)
-    final_state_indices_type = row_tensor(
-        "final_state_indices", num_cu_seqlens, problem, problem.index_dtype if has_final_indices else None
-    )
-    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
-    out_type = token_tensor("out", num_tokens, heads, head_v, dtype)
-    segment_slots = T.dynamic("num_segment_slots")
-    segment_starts_type = starts_tensor(segment_slots, problem) if split else cu_seqlens_tensor(num_cu_seqlens, problem)
-    pieces = segment_slots if split else num_cu_seqlens - 1
-    checkpoints = T.dynamic("num_checkpoints")
-    checkpoint_offsets_type = checkpoint_tensor(checkpoints, num_cu_seqlens, problem, "int32")
-    checkpoint_slots_type = checkpoint_tensor(checkpoints, num_cu_seqlens, problem, problem.index_dtype)
-
-    exit_unless_chosen = exit_macro(decides, cuts=True)
-    load_state = state_loader(problem, columns)
-    steps, stores, copies, math = (
-        chain_macros(problem, columns), store_macros(problem, columns), _copy_macros(problem), _math_macros(problem),
-    )  # fmt: skip
-
-    @T.macro
-    def load_start(segment_starts, slot, piece, registers):
-        """The state at the start of a segment of a sequence that has several."""
-        for i, j in T.Parallel(columns, HALF):
-            registers.state[i, j] = segment_starts[slot, piece.head, piece.column_begin + i, j]
-        if wide:
-            for i, j in T.Parallel(columns, HALF):
-                registers.state_high[i, j] = segment_starts[slot, piece.head, piece.column_begin + i, HALF + j]
+    """The prim_func `chunk_chain`; split: a block works on a segment of a sequence; decides: as for `prepare`."""
+    names = "q k v initial_state state_indices has_initial_state final_state final_state_indices cu_seqlens out tiles vectors"
+    names += " segment_starts" if split else ""
+    names += " checkpoint_offsets checkpoint_slots null_slot split_chunks split_if_longest_exceeds"
+    has_checkpoints, pooled = problem.has_checkpoints, problem.pooled
 
     @T.prim_func
-    def chunk_chain(
-        q: q_type,
-        k: k_type,
-        v: v_type,
-        initial_state: initial_state_type,
-        state_indices: state_indices_type,
-        has_initial_state: has_initial_state_type,
-        final_state: final_state_type,
-        final_state_indices: final_state_indices_type,
-        cu_seqlens: cu_seqlens_type,
-        out: out_type,
-        tiles: tiles_tensor(slots, problem),
-        vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
-        segment_starts: segment_starts_type,
-        checkpoint_offsets: checkpoint_offsets_type,
-        checkpoint_slots: checkpoint_slots_type,
-        null_slot: T.int32,
-        split_chunks: T.int32,
-        split_if_longest_exceeds: T.int32,
-    ):
+    def chunk_chain():
+        tensors = declare(problem, names)
+        cu_seqlens, split_chunks, null_slot = tensors.cu_seqlens, tensors.split_chunks, tensors.null_slot
+        pieces = tensors.segment_starts.shape[0] if split else cu_seqlens.shape[0] - 1
+        grid = (problem.head_v_dim // PANEL, problem.num_state_heads, pieces)
         # Pieces are the slowest index: blocks start in this order, those of the longest sequence first.
-        with T.Kernel(head_v // columns, heads, pieces, threads=MATH_THREADS + PRODUCER_THREADS) as (v_slice, head, piece_slot):
-            shared = copies.allocate()
-            registers = steps.allocate()
-            output = steps.allocate_output()
+        with T.Kernel(*grid, threads=MATH_THREADS + PRODUCER_THREADS) as (v_slice, head, piece_slot):
+            shared = steps.allocate_stages(problem, PANEL, with_output=True)
+            staged = allocate_staged(problem)
+            registers = steps.allocate_chain(problem, PANEL)
+            output = steps.allocate_output(problem, PANEL)
             lengths = T.alloc_shared((MOST_RANKED,), "int32")
             chosen = T.alloc_shared((2,), "int32")
             place = T.alloc_local((2,), "int32")
-            read_slot = T.alloc_var("int64", init=0)
-            write_slot = T.alloc_var("int64", init=0)
-            live = T.alloc_var("bool", init=True)
-            starts = T.alloc_var("bool", init=True)
+            read_slot, write_slot = build.variables(2, "int64", init=0)
+            live, starts = build.variables(2, "bool", init=True)
             tx = T.get_thread_binding()
-            swizzled = [*shared.v, *shared.out]
             T.annotate_layout(
-                {buffer: make_swizzled_layout(buffer) for buffer in swizzled}
-                | {rows: transposed_accumulator(columns) for rows in (registers.v, output.rows)}
+                {buffer: make_swizzled_layout(buffer) for buffer in (*shared.v, *staged.out)}
+                | {rows: steps.transposed_accumulator(PANEL) for rows in (registers.v, output.rows)}
             )
-            tensors = Tensors(
-                q=q, k=k, v=v, state_indices=state_indices, final_state=final_state, final_state_indices=final_state_indices,
-                checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots, tiles=tiles, vectors=vectors,
-                null_slot=null_slot,
-            )  # fmt: skip
 
-            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
+            exit_unless_chosen(decides, True, tensors)
             if split:
-                find_segment(cu_seqlens, num_cu_seqlens, piece_slot, split_chunks, place)
+                find_segment(cu_seqlens, piece_slot, split_chunks, place)
                 if has_checkpoints:
                     # The sequence, and its tokens before this segment: kept in registers, they spill.
                     if tx == 0:
@@ -357,7 +147,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
                         chosen[1] = place[1] * split_chunks * CHUNK
                     T.sync_threads()
             else:
-                find_ranked(cu_seqlens, num_cu_seqlens, piece_slot, lengths, chosen)
+                find_ranked(cu_seqlens, piece_slot, lengths, chosen)
             sequence = place[0] if split else chosen[0]
             index = place[1] if split else 0
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
@@ -369,52 +159,55 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
             only = whole_length <= split_chunks * CHUNK if split else True  # the sequence is one segment
             read_slot = T.cast(sequence, "int64")
             if pooled:
-                read_slot = T.cast(state_indices[sequence], "int64")
+                read_slot = T.cast(tensors.state_indices[sequence], "int64")
                 live = length > 0 and read_slot > T.cast(null_slot, "int64")
             elif split:
                 live = index == 0 or length > 0  # else the slot is unused
             num_chunks = T.if_then_else(live, T.ceildiv(length, CHUNK), 0)
-            piece = Piece(sequence, head, v_slice * columns, token_begin, length, first_slot, num_chunks)
+            piece = Piece(sequence, head, v_slice * PANEL, token_begin, length, first_slot, num_chunks)
 
             if tx >= MATH_THREADS:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if tx < MATH_THREADS + 32:
-                    copies.load_chunks(tensors, shared, piece)
+                    steps.load_chunks(problem, tensors, shared, piece)
                 elif tx < MATH_THREADS + 64:
-                    copies.store_outputs(out, shared, piece, T.if_then_else(live, length // CHUNK, 0))
+                    store_outputs(tensors.out, staged, piece, T.if_then_else(live, length // CHUNK, 0))
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
-                T.clear(registers.state)
-                if wide:
-                    T.clear(registers.state_high)
+                for fragment in registers.state:
+                    T.clear(fragment)
                 if split:
                     if live and not only:
-                        load_start(segment_starts, piece_slot, piece, registers)
-                if has_initial:
+                        load_start(tensors.segment_starts, piece_slot, piece, registers)
+                if problem.has_initial_state:
                     starts = (live and only) if split else live
-                    if has_mask:
+                    if problem.has_mask:
                         if (live and only) if split else live:
-                            starts = has_initial_state[sequence]
+                            starts = tensors.has_initial_state[sequence]
                     if starts:
-                        load_state(initial_state, read_slot, head, piece.column_begin, registers.state, registers.state_high)
-                math.begin(shared, piece, registers)
+                        load_state(problem, tensors.initial_state, read_slot, head, piece.column_begin, registers)
+                steps.begin_chain(shared, piece, registers)
+                steps.multiply_state(registers, shared.k, 0, registers.u)
+                steps.wait_for_keys(registers)
                 for step in T.serial(num_chunks):
                     valid = T.min(length - step * CHUNK, CHUNK)
-                    math.run_chunk(shared, piece, step, valid, registers, output)
+                    run_chunk(shared, staged, piece, step, valid, registers, output)
                     if has_checkpoints:
                         if valid == CHUNK:
                             done = chosen[1] + (step + 1) * CHUNK if split else (step + 1) * CHUNK
-                            stores.store_checkpoints(tensors, chosen[0], done, head, piece.column_begin, registers, write_slot)
+                            steps.store_checkpoints(
+                                problem, tensors, chosen[0], done, head, piece.column_begin, registers, write_slot
+                            )
                 if num_chunks > 0:
                     begin = token_begin + (num_chunks - 1) * CHUNK
                     valid = length - (num_chunks - 1) * CHUNK
                     if valid < CHUNK:
-                        stores.store_tail(out, begin, valid, head, piece.column_begin, output)
+                        steps.store_tail(tensors.out, begin, valid, head, piece.column_begin, output)
                 if split:
                     live = live and rest <= split_chunks * CHUNK  # the last segment
-                if has_final:
+                if problem.has_final_state:
                     # Read again: the loop has no register to keep the sequence in.
                     ending = place[0] if split and not has_checkpoints else chosen[0]
-                    stores.store_final(tensors, ending, head, piece.column_begin, registers, live, write_slot)
+                    steps.store_final(problem, tensors, ending, head, piece.column_begin, registers, live, write_slot)
 
     return chunk_chain

@@ -19,274 +19,99 @@ Only whole segments are summarised, so there are no tails here. Barriers (`tl.di
 | empty[stage] | the copying warp | one lane of every math warp |
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
+from kernels_tl.chunk import state_chain as steps
 from kernels_tl.chunk.chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS
-from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, chain_macros, transposed_accumulator
-from kernels_tl.chunk.types import (
-    CHUNK,
-    HALF,
-    NUM_VECTORS,
-    ROW_LAST,
-    ROW_STATE_KEY,
-    TILE_Z,
-    TILE_Z_HIGH,
-    TRANSITION_DTYPE,
-    Tensors,
-    cu_seqlens_tensor,
-    exit_macro,
-    find_segment,
-    row_tensor,
-    starts_tensor,
-    state_loader,
-    state_tensor,
-    tiles_tensor,
-    token_tensor,
-    transitions_tensor,
-)
+from kernels_tl.chunk.constants import CHUNK, HALF, TRANSITION_DTYPE
+from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, STAGES, halves_of
+from kernels_tl.chunk.types import declare, exit_unless_chosen, find_segment, load_state
+from kernels_tl.common import build
+from kernels_tl.common.copies import bulk_load
 
-SUMMARY_STAGES = 3
 START_STAGES = 3
 START_THREADS = 128  # of the math warpgroup
 
 
-@dataclass(frozen=True)
-class SummaryShared:
-    """Shared memory and barriers of a summary block."""
-
-    k: Any  # [stages, 64 tokens, 64 key columns]
-    k_high: Any
-    v: tuple[Any, ...]  # one buffer per stage, in panels of 64 columns: matrix loads ignore the offset of a region
-    z: Any
-    z_high: Any
-    vectors: Any  # [stages, NUM_VECTORS, 64]
-    full: Any
-    empty: Any
-
-
 class Summary(NamedTuple):
-    """The segment that a summary block works on."""
+    """The segment that a summary block works on, all V columns of it."""
 
     head: Any
-    is_state: Any  # h of the segment; else its transition P
+    has_values: Any  # the result is h of the segment; else its transition P, with V = 0
     token_begin: Any
     first_slot: Any  # workspace slot of the first chunk
     num_chunks: Any  # 0: nothing to do
+    column_begin: int = 0
 
 
-class SummaryMacros(NamedTuple):
-    """Steps of the two warpgroups of a summary block."""
-
-    allocate: Any
-    load_chunks: Any
-    begin: Any
-    run_chunk: Any
-    store_states: Any
-    store_transition: Any
-
-
-def _summary_copies(problem: ChunkProblem, columns: int) -> tuple[Any, Any]:
-    """Macros that allocate the shared memory and that load the chunks."""
-    head_k, heads, dtype = problem.head_k_dim, problem.num_state_heads, problem.dtype
-    heads_per_k, heads_per_v = heads // problem.num_k_heads, heads // problem.num_v_heads
-    wide = head_k > HALF
-    panels = columns // PANEL
-    rows = panels * CHUNK
-
-    @T.macro
-    def allocate():
-        k_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-        k_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-        v_shared = T.alloc_shared((rows, PANEL), dtype)
-        v_second_shared = T.alloc_shared((rows, PANEL), dtype)
-        v_third_shared = T.alloc_shared((rows, PANEL), dtype)
-        z_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-        z_high_shared = T.alloc_shared((SUMMARY_STAGES, CHUNK, HALF), dtype)
-        vector_shared = T.alloc_shared((SUMMARY_STAGES, NUM_VECTORS, CHUNK), "float32")
-        full = T.alloc_barrier([32] * SUMMARY_STAGES)
-        empty = T.alloc_barrier([columns * 2 // 32] * SUMMARY_STAGES)
-        return SummaryShared(
-            k_shared, k_high_shared, (v_shared, v_second_shared, v_third_shared), z_shared, z_high_shared, vector_shared,
-            full, empty,
-        )  # fmt: skip
-
-    @T.macro
-    def load(source, target, barriers, stage):
-        T.tma_copy(source, target, barrier=barriers[stage], leader_scope_threads=32)
-
-    @T.macro
-    def load_v(source, target, barriers, stage, token, head):
-        for panel in T.unroll(panels):
-            T.tma_copy(
-                source[token : token + CHUNK, head, panel * PANEL : (panel + 1) * PANEL],
-                target[panel * CHUNK : (panel + 1) * CHUNK, :],
-                barrier=barriers[stage],
-                leader_scope_threads=32,
-            )
-
-    @T.macro
-    def load_chunks(tensors, shared, summary):
-        head = summary.head
-        k_head, v_head = head // heads_per_k, head // heads_per_v
-        for step in T.serial(summary.num_chunks):
-            stage = step % SUMMARY_STAGES
-            T.barrier_wait(shared.empty[stage], ((step // SUMMARY_STAGES) & 1) ^ 1)
-            token = summary.token_begin + step * CHUNK
-            slot = summary.first_slot + step
-            load(tensors.k[token : token + CHUNK, k_head, 0:HALF], shared.k[stage, :, :], shared.full, stage)
-            if wide:
-                load(tensors.k[token : token + CHUNK, k_head, HALF:head_k], shared.k_high[stage, :, :], shared.full, stage)
-            if summary.is_state:
-                if stage == 0:
-                    load_v(tensors.v, shared.v[0], shared.full, 0, token, v_head)
-                elif stage == 1:
-                    load_v(tensors.v, shared.v[1], shared.full, 1, token, v_head)
-                else:
-                    load_v(tensors.v, shared.v[2], shared.full, 2, token, v_head)
-            load(tensors.vectors[slot, head, :, :], shared.vectors[stage, :, :], shared.full, stage)
-            load(tensors.tiles[slot, head, TILE_Z, :, :], shared.z[stage, :, :], shared.full, stage)
-            if wide:
-                load(tensors.tiles[slot, head, TILE_Z_HIGH, :, :], shared.z_high[stage, :, :], shared.full, stage)
-            # All lanes arrive: the lane that was elected for the copies has announced their bytes before its own arrival.
-            T.barrier_arrive(shared.full[stage])
-
-    return allocate, load_chunks
+@T.macro
+def run_chunk(shared, summary, step, registers):
+    stage = step % STAGES
+    steps.multiply_state(registers, shared.k, stage, registers.u)
+    steps.decay_state(registers)
+    steps.wait_for_keys(registers)
+    steps.make_values(registers)
+    steps.add_values(registers, shared.z, stage)
+    if step + 1 < summary.num_chunks:
+        T.barrier_wait(shared.full[(step + 1) % STAGES], ((step + 1) // STAGES) & 1)
+    steps.read_ahead(shared, (step + 1) % STAGES, summary, registers)
+    for half, fragment in enumerate(registers.state):
+        T.wait_wgmma(len(registers.state) - 1 - half)
+        T.warpgroup_fence_operand(fragment, num_regs=ACCUMULATOR)
+        T.copy(fragment, registers.state_operand[half])
+    if T.get_thread_binding() % 32 == 0:
+        T.barrier_arrive(shared.empty[stage])
 
 
-def _summary_macros(problem: ChunkProblem, columns: int) -> SummaryMacros:
-    wide = problem.head_k_dim > HALF
-    steps = chain_macros(problem, columns)
+@T.macro
+def store_start(segment_starts, slot, head, column_begin, fragments):
+    for half, fragment in enumerate(fragments):
+        for i, j in T.Parallel(int(fragment.shape[0]), HALF):
+            segment_starts[slot, head, column_begin + i, HALF * half + j] = fragment[i, j]
 
-    @T.macro
-    def read_ahead(shared, stage, is_state, registers):
-        """Reads that the next chunk needs from shared memory before its first product; P has V = 0."""
-        if is_state:
-            if stage == 0:
-                T.copy(shared.v[0], registers.v)
-            elif stage == 1:
-                T.copy(shared.v[1], registers.v)
-            else:
-                T.copy(shared.v[2], registers.v)
-        for i, j in T.Parallel(columns, CHUNK):
-            registers.factor[i, j] = shared.vectors[stage, ROW_STATE_KEY, j]
-        registers.last[0] = shared.vectors[stage, ROW_LAST, 0]
 
-    @T.macro
-    def begin(shared, summary, registers):
-        steps.round_state(registers)
-        if summary.num_chunks > 0:
-            T.barrier_wait(shared.full[0], 0)
-        read_ahead(shared, 0, summary.is_state, registers)
-
-    @T.macro
-    def run_chunk(shared, summary, step, registers):
-        stage = step % SUMMARY_STAGES
-        steps.multiply_state(registers, shared.k[stage, :, :], shared.k_high[stage, :, :], registers.u)
-        steps.decay_state(registers)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(registers.u, num_regs=ACCUMULATOR)
-        steps.make_values(registers)
-        steps.add_values(registers, shared.z[stage, :, :], shared.z_high[stage, :, :])
-        if step + 1 < summary.num_chunks:
-            T.barrier_wait(shared.full[(step + 1) % SUMMARY_STAGES], ((step + 1) // SUMMARY_STAGES) & 1)
-        read_ahead(shared, (step + 1) % SUMMARY_STAGES, summary.is_state, registers)
-        if wide:
-            T.wait_wgmma(1)
-            T.warpgroup_fence_operand(registers.state, num_regs=ACCUMULATOR)
-            T.copy(registers.state, registers.state_operand)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(registers.state_high, num_regs=ACCUMULATOR)
-            T.copy(registers.state_high, registers.state_high_operand)
-        else:
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(registers.state, num_regs=ACCUMULATOR)
-            T.copy(registers.state, registers.state_operand)
-        if T.get_thread_binding() % 32 == 0:
-            T.barrier_arrive(shared.empty[stage])
-
-    @T.macro
-    def store_states(segment_starts, slot, head, registers):
-        for i, j in T.Parallel(columns, HALF):
-            segment_starts[slot, head, i, j] = registers.state[i, j]
-        if wide:
-            for i, j in T.Parallel(columns, HALF):
-                segment_starts[slot, head, i, HALF + j] = registers.state_high[i, j]
-
-    @T.macro
-    def store_summands(transitions, slot, head, state, first):
-        """Half of P's key columns, from `first` on, as two summands."""
-        for i, j in T.Parallel(columns, HALF):
-            transitions[slot, head, 0, i, first + j] = T.cast(state[i, j], TRANSITION_DTYPE)
-        for i, j in T.Parallel(columns, HALF):
-            transitions[slot, head, 1, i, first + j] = T.cast(
+@T.macro
+def store_transition(transitions, slot, head, registers):
+    """P as two summands."""
+    for half, state in enumerate(registers.state):
+        for i, j in T.Parallel(registers.columns, HALF):
+            transitions[slot, head, 0, i, HALF * half + j] = T.cast(state[i, j], TRANSITION_DTYPE)
+        for i, j in T.Parallel(registers.columns, HALF):
+            transitions[slot, head, 1, i, HALF * half + j] = T.cast(
                 state[i, j] - T.cast(T.cast(state[i, j], TRANSITION_DTYPE), "float32"), TRANSITION_DTYPE
             )
-
-    @T.macro
-    def store_transition(transitions, slot, head, registers):
-        store_summands(transitions, slot, head, registers.state, 0)
-        if wide:
-            store_summands(transitions, slot, head, registers.state_high, HALF)
-
-    return SummaryMacros(*_summary_copies(problem, columns), begin, run_chunk, store_states, store_transition)
 
 
 def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
     """The prim_func `chunk_summaries`; decides: as for `prepare`."""
-    head_k, head_v, heads, dtype = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, problem.dtype
-    pooled, has_initial, has_mask = problem.pooled, problem.has_initial_state, problem.has_mask
-    columns = head_v  # V columns for h, or as many columns of the identity: both halves of a head share the copies
+    names = "k v initial_state state_indices has_initial_state cu_seqlens tiles vectors segment_starts transitions"
+    names += " null_slot split_chunks split_if_longest_exceeds"
+    columns = problem.head_v_dim  # V columns for h, or as many columns of the identity: both halves of a head share the copies
     math_threads = columns * 2
-    wide = head_k > HALF
-
-    num_tokens, num_cu_seqlens, slots = T.dynamic("num_tokens"), T.dynamic("num_cu_seqlens"), T.dynamic("num_slots")
-    segment_slots = T.dynamic("num_segment_slots")
-    k_type = token_tensor("k", num_tokens, problem.num_k_heads, head_k, dtype)
-    v_type = token_tensor("v", num_tokens, problem.num_v_heads, head_v, dtype)
-    initial_state_type = state_tensor("initial_state", num_cu_seqlens, problem, problem.state_dtype if has_initial else None)
-    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
-    has_initial_state_type = row_tensor("has_initial_state", num_cu_seqlens, problem, "bool" if has_mask else None)
-    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
-    exit_unless_chosen = exit_macro(decides, cuts=True)
-    load_state = state_loader(problem, columns)
-    steps = chain_macros(problem, columns)
-    roles = _summary_macros(problem, columns)
 
     @T.prim_func
-    def chunk_summaries(
-        k: k_type,
-        v: v_type,
-        initial_state: initial_state_type,
-        state_indices: state_indices_type,
-        has_initial_state: has_initial_state_type,
-        cu_seqlens: cu_seqlens_type,
-        tiles: tiles_tensor(slots, problem),
-        vectors: T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),
-        segment_starts: starts_tensor(segment_slots, problem),
-        transitions: transitions_tensor(segment_slots, problem),
-        null_slot: T.int32,
-        split_chunks: T.int32,
-        split_if_longest_exceeds: T.int32,
-    ):
-        with T.Kernel(2, segment_slots, heads, threads=math_threads + PRODUCER_THREADS) as (kind, piece, head):
-            shared = roles.allocate()
-            registers = steps.allocate()
+    def chunk_summaries():
+        tensors = declare(problem, names)
+        cu_seqlens, split_chunks, segment_starts = tensors.cu_seqlens, tensors.split_chunks, tensors.segment_starts
+        grid = (2, segment_starts.shape[0], problem.num_state_heads)
+        with T.Kernel(*grid, threads=math_threads + PRODUCER_THREADS) as (kind, piece, head):
+            shared = steps.allocate_stages(problem, columns, with_output=False)
+            registers = steps.allocate_chain(problem, columns)
             place = T.alloc_local((2,), "int32")
             read_slot = T.alloc_var("int64", init=0)
-            live = T.alloc_var("bool", init=True)
-            starts = T.alloc_var("bool", init=True)
+            live, starts = build.variables(2, "bool", init=True)
             tx = T.get_thread_binding()
             T.annotate_layout(
-                {buffer: make_swizzled_layout(buffer) for buffer in shared.v} | {registers.v: transposed_accumulator(columns)}
+                {buffer: make_swizzled_layout(buffer) for buffer in shared.v}
+                | {registers.v: steps.transposed_accumulator(columns)}
             )
 
-            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
-            find_segment(cu_seqlens, num_cu_seqlens, piece, split_chunks, place)
+            exit_unless_chosen(decides, True, tensors)
+            find_segment(cu_seqlens, piece, split_chunks, place)
             sequence = place[0]
             index = place[1]
             is_state = kind == 0
@@ -296,171 +121,141 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
             first_slot = whole_begin // CHUNK + sequence + index * split_chunks
             read_slot = T.cast(sequence, "int64")
             live = whole_length - index * split_chunks * CHUNK > split_chunks * CHUNK and (is_state or index > 0)
-            if pooled:
-                read_slot = T.cast(state_indices[sequence], "int64")
-                live = live and read_slot > T.cast(null_slot, "int64")
+            if problem.pooled:
+                read_slot = T.cast(tensors.state_indices[sequence], "int64")
+                live = live and read_slot > T.cast(tensors.null_slot, "int64")
             num_chunks = T.if_then_else(live, split_chunks, 0)
             summary = Summary(head, is_state, token_begin, first_slot, num_chunks)
 
             if tx >= math_threads:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if tx < math_threads + 32:
-                    roles.load_chunks(Tensors(k=k, v=v, tiles=tiles, vectors=vectors), shared, summary)
+                    steps.load_chunks(problem, tensors, shared, summary)
             else:
                 T.set_max_nreg(MATH_REGISTERS, 1)
                 T.clear(registers.v)
-                for i, j in T.Parallel(columns, HALF):
-                    registers.state[i, j] = T.if_then_else(i == j and not is_state, 1.0, 0.0)
-                if wide:
+                for half, fragment in enumerate(registers.state):
                     for i, j in T.Parallel(columns, HALF):
-                        registers.state_high[i, j] = T.if_then_else(i == j + HALF and not is_state, 1.0, 0.0)
-                if has_initial:
+                        fragment[i, j] = T.if_then_else(i == j + HALF * half and not is_state, 1.0, 0.0)
+                if problem.has_initial_state:
                     starts = live and is_state and index == 0
-                    if has_mask:
+                    if problem.has_mask:
                         if starts:
-                            starts = has_initial_state[sequence]
+                            starts = tensors.has_initial_state[sequence]
                     if starts:
-                        load_state(initial_state, read_slot, head, 0, registers.state, registers.state_high)
+                        load_state(problem, tensors.initial_state, read_slot, head, 0, registers)
                 if live and is_state and index == 0:
-                    roles.store_states(segment_starts, piece, head, registers)
-                roles.begin(shared, summary, registers)
+                    store_start(segment_starts, piece, head, 0, registers.state)
+                steps.begin_chain(shared, summary, registers)
                 for step in T.serial(num_chunks):
-                    roles.run_chunk(shared, summary, step, registers)
+                    run_chunk(shared, summary, step, registers)
                 if live:
                     if is_state:
-                        roles.store_states(segment_starts, piece + 1, head, registers)
+                        store_start(segment_starts, piece + 1, head, 0, registers.state)
                     else:
-                        roles.store_transition(transitions, piece, head, registers)
+                        store_transition(tensors.transitions, piece, head, registers)
 
     return chunk_summaries
 
 
+@T.macro
+def load_transition(source, quarters, barriers, stage, piece, head):
+    """Both summands of P by quarters, [64 before, 64 after] each."""
+    for before, row in enumerate(quarters):
+        for after, target in enumerate(row):
+            rows, columns = slice(before * HALF, (before + 1) * HALF), slice(after * HALF, (after + 1) * HALF)
+            for part in T.unroll(2):
+                bulk_load(source[piece, head, part, rows, columns], target[stage * 2 + part, :, :], barriers[stage])
+
+
+@T.macro
+def load_start(segment_starts, slot, head, column_begin, fragments):
+    for half, fragment in enumerate(fragments):
+        for i, j in T.Parallel(PANEL, HALF):
+            fragment[i, j] = segment_starts[slot, head, column_begin + i, HALF * half + j]
+
+
+@T.macro
+def split_up(source, operand, rest):
+    """source = operand + rest, nearly."""
+    for i, j in T.Parallel(PANEL, HALF):
+        operand[i, j] = T.cast(source[i, j], TRANSITION_DTYPE)
+    for i, j in T.Parallel(PANEL, HALF):
+        rest[i, j] = T.cast(source[i, j] - T.cast(operand[i, j], "float32"), TRANSITION_DTYPE)
+
+
+@T.macro
+def multiply(operand, rest, transition, stage, accumulator):
+    T.wgmma_gemm(operand, transition[stage * 2, :, :], accumulator, policy=ROWS)
+    T.wgmma_gemm(rest, transition[stage * 2, :, :], accumulator, policy=ROWS)
+    T.wgmma_gemm(operand, transition[stage * 2 + 1, :, :], accumulator, policy=ROWS)
+
+
+def _allocate_starts(problem: ChunkProblem) -> Any:
+    halves, dtype = halves_of(problem), TRANSITION_DTYPE
+    return build.named(
+        # Quarters of P by halves of K before, then after.
+        transition=tuple(tuple(T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype) for _ in halves) for _ in halves),
+        full=T.alloc_barrier([32] * START_STAGES),
+        empty=T.alloc_barrier([START_THREADS // 32] * START_STAGES),
+        state=tuple(T.alloc_fragment((PANEL, HALF), "float32") for _ in halves),
+        following=tuple(T.alloc_fragment((PANEL, HALF), "float32") for _ in halves),
+        operand=tuple(T.alloc_fragment((PANEL, HALF), dtype) for _ in halves),
+        rest=tuple(T.alloc_fragment((PANEL, HALF), dtype) for _ in halves),
+        first=T.alloc_local((1,), "int32"),  # in a register: a plain name would be divided anew at every use
+    )
+
+
 def starts(problem: ChunkProblem, decides: bool = False) -> Any:
-    """The prim_func `chunk_starts`; decides: as of `prepare`."""
-    head_k, head_v, heads = problem.head_k_dim, problem.head_v_dim, problem.num_state_heads
-    pooled = problem.pooled
-    wide = head_k > HALF
-    slices = head_v // PANEL
-    dtype = TRANSITION_DTYPE
-
-    num_cu_seqlens, segment_slots = T.dynamic("num_cu_seqlens"), T.dynamic("num_segment_slots")
-    state_indices_type = row_tensor("state_indices", num_cu_seqlens, problem, problem.index_dtype)
-    cu_seqlens_type = cu_seqlens_tensor(num_cu_seqlens, problem)
-    exit_unless_chosen = exit_macro(decides, cuts=True)
-
-    @T.macro
-    def load(source, target, barriers, stage, piece, head, before, after):
-        """Both summands of a quarter of P, [64 before, 64 after]."""
-        for part in T.unroll(2):
-            T.tma_copy(
-                source[piece, head, part, before * HALF : (before + 1) * HALF, after * HALF : (after + 1) * HALF],
-                target[stage * 2 + part, :, :],
-                barrier=barriers[stage],
-                leader_scope_threads=32,
-            )
-
-    @T.macro
-    def split_up(source, operand, rest):
-        """source = operand + rest, nearly."""
-        for i, j in T.Parallel(PANEL, HALF):
-            operand[i, j] = T.cast(source[i, j], dtype)
-        for i, j in T.Parallel(PANEL, HALF):
-            rest[i, j] = T.cast(source[i, j] - T.cast(operand[i, j], "float32"), dtype)
-
-    @T.macro
-    def multiply(operand, rest, transition, stage, accumulator):
-        T.wgmma_gemm(operand, transition[stage * 2, :, :], accumulator, policy=ROWS)
-        T.wgmma_gemm(rest, transition[stage * 2, :, :], accumulator, policy=ROWS)
-        T.wgmma_gemm(operand, transition[stage * 2 + 1, :, :], accumulator, policy=ROWS)
+    """The prim_func `chunk_starts`; decides: as for `prepare`."""
+    names = "state_indices cu_seqlens segment_starts transitions null_slot split_chunks split_if_longest_exceeds"
 
     @T.prim_func
-    def chunk_starts(
-        state_indices: state_indices_type,
-        cu_seqlens: cu_seqlens_type,
-        segment_starts: starts_tensor(segment_slots, problem),
-        transitions: transitions_tensor(segment_slots, problem),
-        null_slot: T.int32,
-        split_chunks: T.int32,
-        split_if_longest_exceeds: T.int32,
-    ):
-        with T.Kernel(slices, num_cu_seqlens - 1, heads, threads=START_THREADS + 32) as (v_slice, sequence, head):
-            # Quarters of P: [K before, K after], low or high.
-            low_low_shared = T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype)
-            low_high_shared = T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype)
-            high_low_shared = T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype)
-            high_high_shared = T.alloc_shared((START_STAGES * 2, HALF, HALF), dtype)
-            full = T.alloc_barrier([32] * START_STAGES)
-            empty = T.alloc_barrier([START_THREADS // 32] * START_STAGES)
-            state_fragment = T.alloc_fragment((PANEL, HALF), "float32")
-            state_high_fragment = T.alloc_fragment((PANEL, HALF), "float32")
-            next_fragment = T.alloc_fragment((PANEL, HALF), "float32")
-            next_high_fragment = T.alloc_fragment((PANEL, HALF), "float32")
-            operand = T.alloc_fragment((PANEL, HALF), dtype)
-            rest = T.alloc_fragment((PANEL, HALF), dtype)
-            high_operand = T.alloc_fragment((PANEL, HALF), dtype)
-            high_rest = T.alloc_fragment((PANEL, HALF), dtype)
-            first = T.alloc_local((1,), "int32")  # in a register: a plain name would be divided anew at every use
+    def chunk_starts():
+        tensors = declare(problem, names)
+        cu_seqlens, split_chunks, segment_starts = tensors.cu_seqlens, tensors.split_chunks, tensors.segment_starts
+        grid = (problem.head_v_dim // PANEL, cu_seqlens.shape[0] - 1, problem.num_state_heads)
+        with T.Kernel(*grid, threads=START_THREADS + 32) as (v_slice, sequence, head):
+            own = _allocate_starts(problem)
+            full, empty, first = own.full, own.empty, own.first
             live = T.alloc_var("bool", init=True)
             tx = T.get_thread_binding()
 
-            exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds)
+            exit_unless_chosen(decides, True, tensors)
             whole_begin = T.cast(cu_seqlens[sequence], "int32")
             whole_length = T.cast(cu_seqlens[sequence + 1], "int32") - whole_begin
             first[0] = whole_begin // (split_chunks * CHUNK) + sequence + 1  # the second segment's slot
             column_begin = v_slice * PANEL
-            if pooled:
-                live = state_indices[sequence] > null_slot
+            if problem.pooled:
+                live = tensors.state_indices[sequence] > tensors.null_slot
             # Two segments need nothing: what lies in the second one's slot is its start already.
-            steps = T.if_then_else(live, T.max(T.ceildiv(whole_length, split_chunks * CHUNK) - 2, 0), 0)
+            num_steps = T.if_then_else(live, T.max(T.ceildiv(whole_length, split_chunks * CHUNK) - 2, 0), 0)
 
             if tx >= START_THREADS:
-                for step in T.serial(steps):
+                for step in T.serial(num_steps):
                     stage = step % START_STAGES
                     T.barrier_wait(empty[stage], ((step // START_STAGES) & 1) ^ 1)
-                    load(transitions, low_low_shared, full, stage, first[0] + step, head, 0, 0)
-                    if wide:
-                        load(transitions, low_high_shared, full, stage, first[0] + step, head, 0, 1)
-                        load(transitions, high_low_shared, full, stage, first[0] + step, head, 1, 0)
-                        load(transitions, high_high_shared, full, stage, first[0] + step, head, 1, 1)
+                    load_transition(tensors.transitions, own.transition, full, stage, first[0] + step, head)
                     T.barrier_arrive(full[stage])
-            elif steps > 0:
-                for i, j in T.Parallel(PANEL, HALF):
-                    state_fragment[i, j] = segment_starts[first[0], head, column_begin + i, j]
-                    next_fragment[i, j] = segment_starts[first[0] + 1, head, column_begin + i, j]
-                if wide:
-                    for i, j in T.Parallel(PANEL, HALF):
-                        state_high_fragment[i, j] = segment_starts[first[0], head, column_begin + i, HALF + j]
-                        next_high_fragment[i, j] = segment_starts[first[0] + 1, head, column_begin + i, HALF + j]
-                for step in T.serial(steps):
+            elif num_steps > 0:
+                load_start(segment_starts, first[0], head, column_begin, own.state)
+                load_start(segment_starts, first[0] + 1, head, column_begin, own.following)
+                for step in T.serial(num_steps):
                     stage = step % START_STAGES
-                    split_up(state_fragment, operand, rest)
-                    T.copy(next_fragment, state_fragment)
-                    if wide:
-                        split_up(state_high_fragment, high_operand, high_rest)
-                        T.copy(next_high_fragment, state_high_fragment)
+                    for half, state in enumerate(own.state):
+                        split_up(state, own.operand[half], own.rest[half])
+                        T.copy(own.following[half], state)
                     T.barrier_wait(full[stage], (step // START_STAGES) & 1)
-                    multiply(operand, rest, low_low_shared, stage, state_fragment)
-                    if wide:
-                        multiply(high_operand, high_rest, high_low_shared, stage, state_fragment)
-                        multiply(operand, rest, low_high_shared, stage, state_high_fragment)
-                        multiply(high_operand, high_rest, high_high_shared, stage, state_high_fragment)
+                    for after, state in enumerate(own.state):
+                        for before, quarters in enumerate(own.transition):
+                            multiply(own.operand[before], own.rest[before], quarters[after], stage, state)
                     # h for the step after the next; in the last step, any h of this sequence.
-                    ahead = first[0] + T.min(step + 2, steps)
-                    for i, j in T.Parallel(PANEL, HALF):
-                        next_fragment[i, j] = segment_starts[ahead, head, column_begin + i, j]
-                    if wide:
-                        for i, j in T.Parallel(PANEL, HALF):
-                            next_high_fragment[i, j] = segment_starts[ahead, head, column_begin + i, HALF + j]
+                    load_start(segment_starts, first[0] + T.min(step + 2, num_steps), head, column_begin, own.following)
                     T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(state_fragment, num_regs=ACCUMULATOR)
-                    if wide:
-                        T.warpgroup_fence_operand(state_high_fragment, num_regs=ACCUMULATOR)
+                    for state in own.state:
+                        T.warpgroup_fence_operand(state, num_regs=ACCUMULATOR)
                     if tx % 32 == 0:
                         T.barrier_arrive(empty[stage])
-                    for i, j in T.Parallel(PANEL, HALF):
-                        segment_starts[first[0] + step + 1, head, column_begin + i, j] = state_fragment[i, j]
-                    if wide:
-                        for i, j in T.Parallel(PANEL, HALF):
-                            segment_starts[first[0] + step + 1, head, column_begin + i, HALF + j] = state_high_fragment[i, j]
+                    store_start(segment_starts, first[0] + step + 1, head, column_begin, own.state)
 
     return chunk_starts

@@ -5,14 +5,13 @@ from typing import Any
 import tilelang.language as T
 
 from gdn.problems import ChunkProblem
-from kernels_tl.chunk.types import CHUNK, HALF
+from kernels_tl.chunk.constants import CHUNK, HALF
 
 NORM_EPS = 1e-6
 BLOCK = 16  # rows of a diagonal block of I + L, inverted by forward substitution in float32
 # float16 with normalised keys: X times this, so that norms up to 1e4 keep its digits and zero norms (|k|^-1 = 1e3) its range.
 HALF_SCALE = 32.0
 SHORT = {"float16": "fp16", "bfloat16": "bf16"}  # as products of single warps name them
-DIAGONAL_PITCH = 20  # floats: 16-byte rows whose starts fall into different banks
 
 
 def scales_of(problem: ChunkProblem) -> tuple[bool, float]:
@@ -20,6 +19,17 @@ def scales_of(problem: ChunkProblem) -> tuple[bool, float]:
     if not problem.use_qk_l2norm:
         return False, 1.0
     return (True, 1.0) if problem.dtype == "bfloat16" else (False, HALF_SCALE)
+
+
+def inverse_dtype(problem: ChunkProblem) -> str:
+    """Dtype of L: with normalised keys it is at most beta, and float16 holds it with three bits more than bfloat16."""
+    return "float16" if problem.use_qk_l2norm else problem.dtype
+
+
+def mma(dtype: str, sums: Any, begin: int, left: Any, left_begin: int, right: Any, right_begin: int) -> Any:
+    """sums[begin ..] [16, 8] += left [16, 16] right [16, 8], each as the lanes of a warp hold it."""
+    operands = (left.data, left_begin, right.data, right_begin, sums.data, begin)
+    return T.ptx_mma("float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32", *operands, T.bool(False))
 
 
 def right_operands() -> Any:
@@ -37,19 +47,22 @@ def right_operands() -> Any:
     return T.Fragment([CHUNK, HALF], forward_thread_fn=thread, forward_index_fn=register)
 
 
-def square_rows(dtype: str) -> Any:
-    """A macro: sums [2][16, 8] += the products of each warp's 16 rows [16, 64] with the upper and with the lower 8 of them.
+@T.macro
+def square_rows(dtype, sums, left, right):
+    """sums [2][16, 8] += the products of each warp's 16 rows [16, 64] with the upper and with the lower 8 of them.
 
     The diagonals of the two blocks of 8 rows are the squared norms. The other half of each product is not used.
     """
+    for step in T.unroll(HALF // 16):
+        for n in T.unroll(2):
+            mma(dtype, sums, 4 * n, left, 8 * step, right, 8 * step + 4 * n)
 
-    @T.macro
-    def square(sums, left, right):
-        for step in T.unroll(HALF // 16):
-            for n in T.unroll(2):
-                T.ptx_mma(
-                    "float32", "m16n8k16", "row", "col", SHORT[dtype], SHORT[dtype], "fp32",
-                    left.data, 8 * step, right.data, 8 * step + 4 * n, sums.data, 4 * n, T.bool(False),
-                )  # fmt: skip
 
-    return square
+@T.macro
+def read_squares(sums, lane, squares):
+    """squares = the squared norms of the lane's two rows plus NORM_EPS, out of such diagonals."""
+    # Row lane // 4 of each block of 8: one of its four lanes holds the diagonal.
+    squares[0] = T.Select(lane // 4 % 2 == 0, sums[0], sums[1])
+    squares[1] = T.Select(lane // 4 % 2 == 0, sums[6], sums[7])
+    for side in T.unroll(2):
+        squares[side] = T.shfl_sync(squares[side], lane // 4 * 4 + lane // 8) + NORM_EPS

@@ -1,59 +1,81 @@
-"""Tile constants, parameter types, slots and states, which the launches of the chunk kernel share.
+"""Parameter types, slots and states, which the launches of the chunk kernel share.
 
 A chunk slot is a row of the workspace. Sequence n owns the slots from `cu_seqlens[n] // 64 + n` on: consecutive sequences
 never overlap, `ceil(L / 64) + N` slots are enough, and finding the sequence of a slot needs no prefix sum over lengths.
 Segment slots are the same with the tokens of a segment in place of 64.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
 from gdn.problems import ChunkProblem
+from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, TRANSITION_DTYPE
+from kernels_tl.common import build
 
-CHUNK = 64  # tokens of a chunk; the tile of every matmul and the rows of a wgmma
-HALF = 64  # columns of K and Q in one shared tile: 128 bytes, a row of the swizzle
-TILE_R = 0  # positions of the per-chunk tiles in the workspace, see prepare.py: R,
-TILE_Z = 1  # Z's lower 64 columns,
-TILE_Z_HIGH = 2  # and the upper ones, where K = 128
-NUM_VECTORS = 3  # rows of the per-chunk vectors in the workspace:
-ROW_STATE_KEY = 0  # exp(c) * |k|^-1: factor of K S
-ROW_STATE_QUERY = 1  # exp(c) * |q|^-1 * scale: factor of Q S
-ROW_LAST = 2  # element 0: exp(c_last), the decay of the whole chunk
 MOST_RANKED = 256  # sequences that a block of so many threads ranks by length
-TRANSITION_DTYPE = "bfloat16"  # of a segment's transition, whatever the tokens are: keys that are not normalised make it large
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """A kernel's parameters under their public names, handed to its roles; None: the kernel has no such parameter.
+def declare(problem: ChunkProblem, names: str) -> Any:
+    """The parameters of these names, first in a prim_func; None for those that the problem leaves out."""
+    types = _types(problem, T.dynamic("num_tokens"))
+    return build.parameters(**{name: types[name] for name in names.split()})
 
-    Parameters that the problem leaves out are stand-ins (`cu_seqlens_tensor`) and are not read.
-    """
 
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    g: Any = None
-    beta: Any = None
-    A_log: Any = None
-    dt_bias: Any = None
-    initial_state: Any = None
-    state_indices: Any = None
-    has_initial_state: Any = None
-    final_state: Any = None
-    final_state_indices: Any = None
-    cu_seqlens: Any = None
-    checkpoint_offsets: Any = None
-    checkpoint_slots: Any = None
-    out: Any = None
-    tiles: Any = None  # workspace: R and Z of every chunk
-    vectors: Any = None  # workspace: row factors of every chunk
-    segment_starts: Any = None  # workspace: the state that each segment starts from
-    transitions: Any = None  # workspace: each segment's transition
-    scale: Any = None
-    null_slot: Any = None
+def _types(p: ChunkProblem, num_tokens: Any) -> dict[str, Any]:
+    """Types of the parameters under their public names, and of the parts of the workspace."""
+    heads, K, V = p.num_state_heads, p.head_k_dim, p.head_v_dim
+    slots, segment_slots = T.dynamic("num_slots"), T.dynamic("num_segment_slots")
+
+    def strided(name: str, shape: tuple[Any, ...], dtype: str | None, inner: tuple[int, ...] = ()) -> Any:
+        """Strides are free but for the inner ones; no dtype: no such parameter."""
+        free = (T.dynamic(f"{name}_stride_{dim}", "int64") for dim in range(len(shape) - len(inner)))
+        return None if dtype is None else T.StridedTensor(shape, (*free, *inner), dtype)
+
+    def tokens(name: str, num_heads: int, dim: int) -> Any:
+        return strided(name, (num_tokens, num_heads, dim), p.dtype, (1,))
+
+    def rows(name: str, dtype: str | None) -> Any:
+        return strided(name, (T.dynamic(f"{name}_rows"),), dtype)
+
+    def state(name: str, dtype: str | None) -> Any:
+        dims = (V, K) if p.state_v_first else (K, V)
+        return strided(name, (T.dynamic(f"{name}_slots", "int64"), heads, *dims), dtype, (dims[1], 1))
+
+    def checkpoints(dtype: str | None) -> Any:
+        return T.Tensor((T.dynamic("checkpoint_rows"), columns), dtype) if p.has_checkpoints else None
+
+    def per_head() -> Any:
+        return T.Tensor((heads,), "float32") if p.gate_dtype is not None and p.use_gate else None
+
+    columns, final_dtype = T.dynamic("num_checkpoints"), p.state_dtype if p.pooled else "float32"
+    return {
+        "q": tokens("q", p.num_q_heads, K),
+        "k": tokens("k", p.num_k_heads, K),
+        "v": tokens("v", p.num_v_heads, V),
+        "g": strided("g", (num_tokens, heads), p.gate_dtype),
+        "beta": strided("beta", (num_tokens, heads), p.beta_dtype),
+        "A_log": per_head(),
+        "dt_bias": per_head(),
+        "initial_state": state("initial_state", p.state_dtype if p.has_initial_state else None),
+        "state_indices": rows("state_indices", p.index_dtype),
+        "has_initial_state": rows("has_initial_state", "bool" if p.has_mask else None),
+        "final_state": state("final_state", final_dtype if p.has_final_state else None),
+        "final_state_indices": rows("final_state_indices", p.index_dtype if p.has_final_indices else None),
+        "cu_seqlens": T.Tensor((T.dynamic("num_cu_seqlens"),), p.cu_seqlens_dtype),
+        "checkpoint_offsets": checkpoints("int32"),
+        "checkpoint_slots": checkpoints(p.index_dtype),
+        "out": tokens("out", heads, V),
+        "tiles": T.Tensor((slots, heads, num_tiles(p), CHUNK, CHUNK), p.dtype),  # R and Z of every chunk
+        "vectors": T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),  # row factors of every chunk
+        "segment_starts": T.Tensor((segment_slots, heads, V, K), "float32"),  # the state that each segment starts from, V first
+        # Each segment's transition, [K before, K after] as two summands.
+        "transitions": T.Tensor((segment_slots, heads, 2, K, K), TRANSITION_DTYPE),
+        "scale": T.float32(),
+        "null_slot": T.int32(),
+        "split_chunks": T.int32(),
+        "split_if_longest_exceeds": T.int32(),
+    }
 
 
 def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
@@ -61,14 +83,19 @@ def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
     return -(-num_tokens // (CHUNK * chunks)) + num_sequences
 
 
+def num_tiles(problem: ChunkProblem) -> int:
+    """Tiles of a chunk and head: R and Z."""
+    return 1 + problem.head_k_dim // HALF
+
+
 @T.macro
-def find_segment(cu_seqlens, num_cu_seqlens, slot, split_chunks, place):
+def find_segment(cu_seqlens, slot, split_chunks, place):
     """Finds a segment slot: place[0] = its sequence, place[1] = the position of its segment; place: two local int32.
 
     The sequence is the last n with cu_seqlens[n] // (64 * segment) + n <= slot. Slots after its last segment are unused.
     """
     place[0] = 0
-    place[1] = T.max(num_cu_seqlens - 2, 0)
+    place[1] = T.max(cu_seqlens.shape[0] - 2, 0)
     while place[0] < place[1]:
         middle = (place[0] + place[1] + 1) // 2
         if T.cast(cu_seqlens[middle], "int32") // (split_chunks * CHUNK) + middle <= slot:
@@ -79,19 +106,20 @@ def find_segment(cu_seqlens, num_cu_seqlens, slot, split_chunks, place):
 
 
 @T.macro
-def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
+def find_ranked(cu_seqlens, rank, lengths, chosen):
     """chosen[0] = the sequence of this rank by length, the longest first; by position if there are too many to rank.
 
     Every thread of the block calls it, MOST_RANKED at least; lengths [MOST_RANKED] and chosen [1]: shared int32.
     """
     tx = T.get_thread_binding()
     ahead = T.alloc_var("int32", init=0)
-    if num_cu_seqlens > 2 and num_cu_seqlens <= MOST_RANKED + 1:
-        if tx < num_cu_seqlens - 1:
+    num_sequences = cu_seqlens.shape[0] - 1
+    if num_sequences > 1 and num_sequences <= MOST_RANKED:
+        if tx < num_sequences:
             lengths[tx] = T.cast(cu_seqlens[tx + 1] - cu_seqlens[tx], "int32")
         T.sync_threads()
-        if tx < num_cu_seqlens - 1:
-            for other in T.serial(num_cu_seqlens - 1):
+        if tx < num_sequences:
+            for other in T.serial(num_sequences):
                 # Equal lengths are ranked by position: ranks are a permutation.
                 if lengths[other] > lengths[tx] or (lengths[other] == lengths[tx] and other < tx):
                     ahead += 1
@@ -103,132 +131,39 @@ def find_ranked(cu_seqlens, num_cu_seqlens, rank, lengths, chosen):
     T.sync_threads()  # bulk copies write where the lengths are
 
 
-def exit_macro(decides: bool, cuts: bool) -> Any:
-    """A macro that ends a launch which the lengths of the call do not choose.
+@T.macro
+def exit_unless_chosen(decides, cuts, tensors):
+    """Ends a launch which the lengths of the call do not choose.
 
     With `decides`, a call launches kernels for whole sequences and kernels for segments (`cuts`); the latter work if the longest
-    sequence has more than split_if_longest_exceeds tokens. Without `decides` the macro does nothing.
+    sequence has more than split_if_longest_exceeds tokens. Without `decides` nothing happens.
     """
-
-    @T.macro
-    def exit_unless_chosen(cu_seqlens, num_cu_seqlens, split_if_longest_exceeds):
-        if decides:
-            longest = T.alloc_var("int32", init=0)
-            for sequence in T.serial(num_cu_seqlens - 1):
-                longest = T.max(longest, T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32"))
-            if (longest <= split_if_longest_exceeds) if cuts else (longest > split_if_longest_exceeds):
-                T.thread_return()
-
-    return exit_unless_chosen
+    if decides:
+        cu_seqlens, most = tensors.cu_seqlens, tensors.split_if_longest_exceeds
+        longest = T.alloc_var("int32", init=0)
+        for sequence in T.serial(cu_seqlens.shape[0] - 1):
+            longest = T.max(longest, T.cast(cu_seqlens[sequence + 1] - cu_seqlens[sequence], "int32"))
+        if (longest <= most) if cuts else (longest > most):
+            T.thread_return()
 
 
-def num_tiles(problem: ChunkProblem) -> int:
-    """Tiles of a chunk and head: R and Z."""
-    return 1 + problem.head_k_dim // HALF
-
-
-def tiles_tensor(slots: Any, problem: ChunkProblem) -> Any:
-    """[slots, HS, tiles, 64, 64] of the tokens' dtype."""
-    return T.Tensor((slots, problem.num_state_heads, num_tiles(problem), CHUNK, CHUNK), problem.dtype)
-
-
-def token_tensor(name: str, num_tokens: Any, heads: int, dim: int, dtype: str) -> Any:
-    """[L, heads, dim] with free token and head strides, last dim contiguous."""
-    token_stride = T.dynamic(f"{name}_token_stride", "int64")
-    head_stride = T.dynamic(f"{name}_head_stride", "int64")
-    return T.StridedTensor((num_tokens, heads, dim), (token_stride, head_stride, 1), dtype)
-
-
-def cu_seqlens_tensor(num_cu_seqlens: Any, problem: ChunkProblem) -> Any:
-    """cu_seqlens [N + 1]; also declared (and passed) in place of a tensor that the problem leaves out.
-
-    Every parameter needs an annotation object of its own: parameters that share one become one buffer.
-    """
-    return T.Tensor((num_cu_seqlens,), problem.cu_seqlens_dtype)
-
-
-def gate_tensor(name: str, num_tokens: Any, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
-    """[L, HS] with any strides, or the stand-in."""
-    if dtype is None:
-        return cu_seqlens_tensor(num_cu_seqlens, problem)
-    strides = (T.dynamic(f"{name}_token_stride", "int64"), T.dynamic(f"{name}_head_stride", "int64"))
-    return T.StridedTensor((num_tokens, problem.num_state_heads), strides, dtype)
-
-
-def row_tensor(name: str, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
-    """[>= N] with any stride, or the stand-in."""
-    if dtype is None:
-        return cu_seqlens_tensor(num_cu_seqlens, problem)
-    return T.StridedTensor((T.dynamic(f"{name}_rows"),), (T.dynamic(f"{name}_stride", "int64"),), dtype)
-
-
-def state_tensor(name: str, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
-    """[slots, HS, K, V] (or V first), slot stride free, or the stand-in."""
-    if dtype is None:
-        return cu_seqlens_tensor(num_cu_seqlens, problem)
-    inner = (problem.head_k_dim, problem.head_v_dim)
-    if problem.state_v_first:
-        inner = inner[::-1]
-    slot_stride = T.dynamic(f"{name}_slot_stride", "int64")
-    head_stride = T.dynamic(f"{name}_head_stride", "int64")
-    shape = (T.dynamic(f"{name}_slots", "int64"), problem.num_state_heads, *inner)
-    return T.StridedTensor(shape, (slot_stride, head_stride, inner[1], 1), dtype)
-
-
-def checkpoint_tensor(columns: Any, num_cu_seqlens: Any, problem: ChunkProblem, dtype: str | None) -> Any:
-    """[>= N, C] contiguous, or the stand-in."""
-    if not problem.has_checkpoints or dtype is None:
-        return cu_seqlens_tensor(num_cu_seqlens, problem)
-    return T.Tensor((T.dynamic("checkpoint_rows"), columns), dtype)
-
-
-def starts_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
-    """[segment slots, HS, V, K] float32: the state that a segment starts from, V first."""
-    return T.Tensor((segment_slots, problem.num_state_heads, problem.head_v_dim, problem.head_k_dim), "float32")
-
-
-def transitions_tensor(segment_slots: Any, problem: ChunkProblem) -> Any:
-    """[segment slots, HS, 2, K before, K after] bfloat16: the map of a segment, as two summands."""
-    return T.Tensor((segment_slots, problem.num_state_heads, 2, problem.head_k_dim, problem.head_k_dim), TRANSITION_DTYPE)
-
-
-def state_loader(problem: ChunkProblem, columns: int) -> Any:
-    """A macro that reads V columns of a given state into the halves of a transposed fragment."""
-    v_first, wide = problem.state_v_first, problem.head_k_dim > HALF
-
-    @T.macro
-    def load_state(source, slot, head, column_begin, low_fragment, high_fragment):
-        for i, j in T.Parallel(columns, HALF):
-            if v_first:
-                low_fragment[i, j] = T.cast(source[slot, head, column_begin + i, j], "float32")
+@T.macro
+def load_state(problem, source, slot, head, column_begin, registers):
+    """V columns of a given state into the halves of S^T."""
+    for half, fragment in enumerate(registers.state):
+        for i, j in T.Parallel(registers.columns, HALF):
+            if problem.state_v_first:
+                fragment[i, j] = T.cast(source[slot, head, column_begin + i, HALF * half + j], "float32")
             else:
-                low_fragment[i, j] = T.cast(source[slot, head, j, column_begin + i], "float32")
-        if wide:
-            for i, j in T.Parallel(columns, HALF):
-                if v_first:
-                    high_fragment[i, j] = T.cast(source[slot, head, column_begin + i, HALF + j], "float32")
-                else:
-                    high_fragment[i, j] = T.cast(source[slot, head, HALF + j, column_begin + i], "float32")
-
-    return load_state
+                fragment[i, j] = T.cast(source[slot, head, HALF * half + j, column_begin + i], "float32")
 
 
-def state_storer(problem: ChunkProblem, columns: int, dtype: str) -> Any:
-    """A macro that writes V columns of a state, the halves of a transposed fragment, to a slot of `dtype`."""
-    v_first, wide = problem.state_v_first, problem.head_k_dim > HALF
-
-    @T.macro
-    def store_state(target, slot, head, column_begin, low_fragment, high_fragment):
-        for i, j in T.Parallel(columns, HALF):
-            if v_first:
-                target[slot, head, column_begin + i, j] = T.cast(low_fragment[i, j], dtype)
+@T.macro
+def store_state(problem, target, slot, head, column_begin, registers):
+    """V columns of S^T to a slot."""
+    for half, fragment in enumerate(registers.state):
+        for i, j in T.Parallel(registers.columns, HALF):
+            if problem.state_v_first:
+                target[slot, head, column_begin + i, HALF * half + j] = T.cast(fragment[i, j], target.dtype)
             else:
-                target[slot, head, j, column_begin + i] = T.cast(low_fragment[i, j], dtype)
-        if wide:
-            for i, j in T.Parallel(columns, HALF):
-                if v_first:
-                    target[slot, head, column_begin + i, HALF + j] = T.cast(high_fragment[i, j], dtype)
-                else:
-                    target[slot, head, HALF + j, column_begin + i] = T.cast(high_fragment[i, j], dtype)
-
-    return store_state
+                target[slot, head, HALF * half + j, column_begin + i] = T.cast(fragment[i, j], target.dtype)

@@ -58,5 +58,4 @@ def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
 
 
 def launch(compiled: Any, params: RecurrentParams) -> None:
-    # cu_seqlens stands in for absent tensors: a prim_func's parameters are tensors.
-    compiled.functions["recurrent"](*[params.cu_seqlens if value is None else value for value in params])
+    compiled.functions["recurrent"](*build.arguments(*params))

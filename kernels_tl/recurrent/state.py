@@ -6,6 +6,7 @@ know.
 
 import tilelang.language as T
 
+from kernels_tl.common import build
 from kernels_tl.common.rounding import make_key, round_value
 from kernels_tl.recurrent.spec import first_entry, k_exists, v_exists
 
@@ -56,30 +57,29 @@ def element_of(spec, place, r, c, e):
 
 
 @T.macro
-def load_state(spec, slot, stride, place, pool, state):
+def load_state(spec, slot, place, pool, state):
     for r in T.unroll(outer_accesses(spec)):
         for c in T.unroll(inner_accesses(spec, spec.width)):
             if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, spec.width)):
                 for e in T.vectorized(spec.width):
-                    unit = state_unit(spec, slot * (stride // spec.width), place, r, c, spec.width)
+                    unit = state_unit(spec, slot * (pool.strides[0] // spec.width), place, r, c, spec.width)
                     state[first_register(spec, r, c, spec.width) + e] = pool[0, 0, 0, unit * spec.width + e]
 
 
 @T.macro
-def store_state(spec, slot, stride, width, store_dtype, place, target, state):
+def store_state(spec, slot, width, store_dtype, place, target, state):
     for r in T.unroll(outer_accesses(spec)):
         for c in T.unroll(inner_accesses(spec, width)):
             if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, width)):
                 for e in T.vectorized(width):
-                    unit = state_unit(spec, slot * (stride // width), place, r, c, width)
+                    unit = state_unit(spec, slot * (target.strides[0] // width), place, r, c, width)
                     target[0, 0, 0, unit * width + e] = T.cast(state[first_register(spec, r, c, width) + e], store_dtype)
 
 
 @T.macro
-def store_rounded(spec, slot, stride, place, seed, pool, state):
+def store_rounded(spec, slot, place, seed, pool, state):
     """Stores into the pool, with the noise of the seed."""
-    key = T.alloc_var("uint32")
-    noise = T.alloc_var("uint32")
+    key, noise = build.variables(2, "uint32")
     rounded = T.alloc_local((spec.width,), "float32")
     make_key(seed, slot, place.head, key)
     for r in T.unroll(outer_accesses(spec)):
@@ -89,13 +89,13 @@ def store_rounded(spec, slot, stride, place, seed, pool, state):
                 round_value(state[first_register(spec, r, c, spec.width) + e], key, element, noise, rounded[e])
             if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, spec.width)):
                 for e in T.vectorized(spec.width):
-                    unit = state_unit(spec, slot * (stride // spec.width), place, r, c, spec.width)
+                    unit = state_unit(spec, slot * (pool.strides[0] // spec.width), place, r, c, spec.width)
                     pool[0, 0, 0, unit * spec.width + e] = T.cast(rounded[e], spec.problem.state_dtype)
 
 
 @T.macro
-def store_into_pool(spec, slot, stride, place, seed, pool, state):
+def store_into_pool(spec, slot, place, seed, pool, state):
     if spec.problem.has_rounding:
-        store_rounded(spec, slot, stride, place, seed, pool, state)
+        store_rounded(spec, slot, place, seed, pool, state)
     else:
-        store_state(spec, slot, stride, spec.width, spec.problem.state_dtype, place, pool, state)
+        store_state(spec, slot, spec.width, spec.problem.state_dtype, place, pool, state)

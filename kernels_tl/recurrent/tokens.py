@@ -1,37 +1,71 @@
 """Steps of the recurrent kernel over a token: load its inputs, multiply, take the output, update the state."""
 
+from typing import Any
+
 import tilelang.language as T
 
-from kernels_tl.recurrent.spec import ALPHA, BETA, GATE, K_FACTOR, OUT, Q_FACTOR, first_entry, k_exists, register, v_exists
+from kernels_tl.common import build
+from kernels_tl.recurrent.spec import ALPHA, BETA, GATE, K_FACTOR, OUT, Q_FACTOR, Spec, first_entry, k_exists, register, v_exists
 
 L2NORM_EPS = 1e-6
 
 
-def row_unit(token, strides, head, width):
-    """Offset of a row of q, k or v in units of `width`; strides: of tokens and heads."""
-    return token * (strides[0] // width) + head * (strides[1] // width)
+def allocate_registers(spec: Spec) -> Any:
+    """A thread's registers."""
+    p = spec.problem
+    return build.named(
+        state=T.alloc_local((spec.columns * spec.entries,), "float32"),
+        q_next=T.alloc_local((spec.entries,), p.dtype),  # inputs of a token as they are loaded
+        k_next=T.alloc_local((spec.entries,), p.dtype),
+        v_next=T.alloc_local((spec.columns,), p.dtype),
+        g_next=T.alloc_local((1,), p.gate_dtype or "float32"),
+        beta_next=T.alloc_local((1,), p.beta_dtype or "float32"),
+        q=T.alloc_local((spec.entries,), "float32"),  # of the token that is computed
+        k=T.alloc_local((spec.entries,), "float32"),
+        v=T.alloc_local((spec.columns,), "float32"),
+        sums=T.alloc_local((spec.num_sums,), "float32"),  # S k and S q of column r at 2 * r and 2 * r + 1; k q, k k, q q
+        u=T.alloc_local((spec.columns,), "float32"),  # beta * (v - decay * S k)
+        scalars=T.alloc_local((6,), "float32"),
+    )
+
+
+def allocate_exchange(spec: Spec) -> Any:
+    """Shared memory through which warps that share columns exchange sums; None where none do."""
+    if spec.k_warps == 1:
+        return None
+    warps, width = spec.tiles.threads // 32, spec.sum_width
+    return build.named(
+        column_sums=T.alloc_shared((2, warps, 2 * spec.columns // width, spec.groups_per_warp, width), "float32"),
+        token_sums=T.alloc_shared((2, warps, 4), "float32"),
+    )
+
+
+def row_unit(tensor, token, head, width):
+    """Offset of a row of q, k or v in units of `width`."""
+    return token * (tensor.strides[1] // width) + head * (tensor.strides[2] // width)
 
 
 @T.macro
-def load_token(spec, strides, token, place, inputs, registers):
-    """A token's inputs; strides: of tokens and heads, of q, k and v."""
+def load_token(spec, token, place, tensors, registers):
+    """A token's inputs."""
     p, vector, lane = spec.problem, spec.vector, place.lane
+    q_head, k_head, v_head = (place.head // (spec.heads // heads) for heads in (p.num_q_heads, p.num_k_heads, p.num_v_heads))
     for c in T.unroll(spec.chunks):
         if k_exists(spec, first_entry(spec, c, lane)):
             for e in T.vectorized(vector):
-                unit = row_unit(token, strides[0], place.head // (spec.heads // p.num_q_heads), vector) + c * spec.lanes + lane
-                registers.q_next[c * vector + e] = inputs.q[0, 0, 0, unit * vector + e]
+                unit = row_unit(tensors.q, token, q_head, vector) + c * spec.lanes + lane
+                registers.q_next[c * vector + e] = tensors.q[0, 0, 0, unit * vector + e]
             for e in T.vectorized(vector):
-                unit = row_unit(token, strides[1], place.head // (spec.heads // p.num_k_heads), vector) + c * spec.lanes + lane
-                registers.k_next[c * vector + e] = inputs.k[0, 0, 0, unit * vector + e]
+                unit = row_unit(tensors.k, token, k_head, vector) + c * spec.lanes + lane
+                registers.k_next[c * vector + e] = tensors.k[0, 0, 0, unit * vector + e]
     if v_exists(spec, place.v_start):
         for e in T.vectorized(spec.columns):
-            unit = row_unit(token, strides[2], place.head // (spec.heads // p.num_v_heads), spec.columns)
-            registers.v_next[e] = inputs.v[0, 0, 0, (unit + place.v_start // spec.columns) * spec.columns + e]
+            unit = row_unit(tensors.v, token, v_head, spec.columns)
+            registers.v_next[e] = tensors.v[0, 0, 0, (unit + place.v_start // spec.columns) * spec.columns + e]
     if spec.has_gate:
-        registers.g_next[0] = inputs.g[0, token, place.head]
+        registers.g_next[0] = tensors.g[0, token, place.head]
     if p.beta_dtype is not None:
-        registers.beta_next[0] = inputs.beta[0, token, place.head]
+        registers.beta_next[0] = tensors.beta[0, token, place.head]
 
 
 @T.macro
@@ -83,10 +117,10 @@ def add_up(spec, buffer, thread, sums, exchange):
         if thread % 32 < spec.groups_per_warp:
             for c in T.unroll(first // width):
                 for e in T.vectorized(width):
-                    exchange.column_sums_shared[buffer, thread // 32, c, thread % 32, e] = sums[c * width + e]
+                    exchange.column_sums[buffer, thread // 32, c, thread % 32, e] = sums[c * width + e]
         if thread % 32 == 0:
             for i in T.unroll(spec.num_sums - first):
-                exchange.token_sums_shared[buffer, thread // 32, i] = sums[first + i]
+                exchange.token_sums[buffer, thread // 32, i] = sums[first + i]
         T.sync_threads()
         for i in T.unroll(spec.num_sums):
             sums[i] = 0.0
@@ -94,12 +128,11 @@ def add_up(spec, buffer, thread, sums, exchange):
             for c in T.unroll(first // width):
                 for e in T.vectorized(width):
                     other = thread // 32 // spec.k_warps * spec.k_warps + w
-                    sums[c * width + e] = (
-                        sums[c * width + e] + exchange.column_sums_shared[buffer, other, c, thread % spec.groups_per_warp, e]
-                    )
+                    group = thread % spec.groups_per_warp
+                    sums[c * width + e] = sums[c * width + e] + exchange.column_sums[buffer, other, c, group, e]
             for i in T.unroll(spec.num_sums - first):
                 other = thread // 32 // spec.k_warps * spec.k_warps + w
-                sums[first + i] = sums[first + i] + exchange.token_sums_shared[buffer, other, i]
+                sums[first + i] = sums[first + i] + exchange.token_sums[buffer, other, i]
 
 
 @T.macro

@@ -10,6 +10,7 @@ import tvm_ffi
 
 _CUDA = (2, 0)  # kDLCUDA, device 0
 _KINDS = {torch.bfloat16: 4, torch.float16: 2, torch.float32: 2, torch.int32: 0, torch.int64: 0, torch.uint8: 1, torch.bool: 6}
+_KINDS[torch.float8_e4m3fn] = 10
 
 
 class _Device(ctypes.Structure):
