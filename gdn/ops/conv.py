@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from gdn.ops import _values
-from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
+from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import (
     CONV_ACTIVATIONS,
@@ -98,10 +98,7 @@ def causal_conv1d_fn(
         Tensor to write y into, dtype of `x`, last dimension contiguous. It may be `x` itself (in place; that takes one more
         pass, since blocks read the rows before their own), and shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -166,8 +163,6 @@ def causal_conv1d_fn(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
 
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
@@ -189,7 +184,7 @@ def causal_conv1d_fn(
         out=written,
         null_slot=null_slot,
     )
-    prepared.launch(params)
+    launch(prepared, params)
     return y if written is y else y.copy_(written)
 
 
@@ -246,10 +241,7 @@ def causal_conv1d_update(
     out : Tensor, optional
         Tensor like `x` to write y into. It may be `x` itself (in place), and shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -321,8 +313,6 @@ def causal_conv1d_update(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
 
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
@@ -345,7 +335,7 @@ def causal_conv1d_update(
         out=written,
         null_slot=null_slot,
     )
-    prepared.launch(params)
+    launch(prepared, params)
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)

@@ -3,7 +3,7 @@
 import torch
 
 from gdn.ops import _delta_rule, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference, validates
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     CONV_ACTIVATIONS,
@@ -141,10 +141,7 @@ def fused_gdn_decode(
     out : Tensor [tokens, HV * V], optional
         Tensor to write the result into, last dimension contiguous. It shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -236,8 +233,6 @@ def fused_gdn_decode(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
 
     shape = (length, heads * head_v_dim)
     o = new(mixed_qkv.dtype, device, *shape) if out is None else out

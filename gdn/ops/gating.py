@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn.ops._call import NEW, operator, prepare, run_reference
+from gdn.ops._call import NEW, launch, operator, prepare
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtype_name
 from gdn.problems import GatingParams, GatingProblem
@@ -44,10 +44,7 @@ def fused_gdn_gating(
     threshold : float
         Value of beta * x above which the softplus is x.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -85,8 +82,6 @@ def fused_gdn_gating(
         num_tokens=a.numel() // max(heads, 1),
     )
     prepared = prepare(problem, a.device, backend)
-    if prepared.launch is None:
-        run_reference()
     g, beta_output = (torch.empty(x.shape, dtype=_result_dtype(x), device=a.device) for x in (a, b))
     if not is_empty(*a.shape):
         params = GatingParams(
@@ -99,7 +94,7 @@ def fused_gdn_gating(
             beta=beta,
             threshold=threshold,
         )
-        prepared.launch(params)
+        launch(prepared, params)
     return g, beta_output
 
 

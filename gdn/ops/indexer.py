@@ -76,10 +76,7 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     group_size : int
         Elements per group, >= 1; a group is never longer than D.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -107,8 +104,6 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     rows = x.new_empty(0, 1, group) if is_empty(*x.shape) else _grouped(x, group)
     problem = QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype_name(x.dtype), num_tokens=rows.shape[0])
     prepared = prepare(problem, x.device, backend)
-    if prepared.launch is None:
-        run_reference()
     x_fp8 = new(FP8, x.device, *x.shape)
     scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
     if not is_empty(*x.shape):
@@ -198,10 +193,7 @@ def prepare_indexer(
         Whether the query is quantised. A bool must agree with the cache, and decides where there is none (with scales if
         `weights` are given, else plain casts). None = as the cache is; without one, as ``VLLM_QSA_USE_FP8_INDEXER`` says.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -221,8 +213,7 @@ def prepare_indexer(
     ----------
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     .. [2] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
-    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025 (the lightning indexer).
+    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
     check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
@@ -271,7 +262,7 @@ def prepare_indexer(
         num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None or (cache is not None and is_empty(cache.shape[0])):
+    if cache is not None and is_empty(cache.shape[0]):
         run_reference()
     q_out = new(FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
@@ -358,10 +349,7 @@ def compress_indexer_keys(
     null_slot : int
         Slot that is never written, >= -1.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Raises
     ------
@@ -421,7 +409,7 @@ def compress_indexer_keys(
         num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None or is_empty(cache.shape[0]):
+    if is_empty(cache.shape[0]):
         run_reference()
     if not is_empty(tokens):
         params = CompressIndexerKeysParams(

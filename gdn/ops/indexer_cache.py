@@ -56,10 +56,7 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         lie in the cache and are distinct (always checked on the CPU, on a GPU with ``GDN_VALIDATE=1``, which waits for the
         device).
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Raises
     ------
@@ -86,8 +83,6 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         num_tokens=k.shape[0],
     )
     prepared = prepare(problem, k.device, backend)
-    if prepared.launch is None:
-        run_reference()
     if not is_empty(k.shape[0], cache.shape[0]):
         params = WriteIndexerCacheParams(k=aligned("k", with_kv_heads(k)), cache=flat_pages(cache), slot_mapping=slot_mapping)
         launch(prepared, params, (cache,), aligned=(k, cache))
@@ -121,10 +116,7 @@ def gather_indexer_cache(
         Rows of the result; rows at or beyond cu_seqlens[N] are zero. None reads cu_seqlens[N] back to the host, which waits for
         the device.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -168,7 +160,7 @@ def gather_indexer_cache(
         num_sequences=sequences,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None or is_empty(rows, cache.shape[0], *block_tables.shape):
+    if is_empty(rows, cache.shape[0], *block_tables.shape):
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
@@ -180,7 +172,7 @@ def gather_indexer_cache(
     else:
         results = (k.view(rows, kv_heads, head_dim), k_scale)
     if num_rows is None:  # read back from the device: the next call may have another number
-        prepared.launch(params)
+        launch(prepared, params)
     else:
         launch(prepared, params, results, aligned=(cache,))
     return results

@@ -4,7 +4,7 @@ import torch
 
 from gdn import reference
 from gdn.ops import _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
+from gdn.ops._call import always, launch, make, new, operator, prepare, validates
 from gdn.ops._indexer import (
     QUERY_DTYPES,
     check_heads,
@@ -89,10 +89,7 @@ def mqa_logits(
     out : Tensor [M, columns], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
         The reference sums in float32 and runs on any device.
 
     Returns
@@ -108,8 +105,7 @@ def mqa_logits(
 
     References
     ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025 (the lightning indexer).
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM.
 
     Examples
@@ -150,8 +146,6 @@ def mqa_logits(
         num_columns=num_columns,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
     if out is None:
         out = new(out_dtype, device, num_queries, num_columns)
     if is_empty(num_keys) and clean_logits:

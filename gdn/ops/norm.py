@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn.ops._call import operator, prepare, run_reference
+from gdn.ops._call import launch, operator, prepare
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     ALIGNMENT,
@@ -45,10 +45,7 @@ def rms_norm_gated(
     activation : {"silu", "swish", "sigmoid"}
         Activation of `z`; "swish" means SiLU.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -85,8 +82,6 @@ def rms_norm_gated(
         num_tokens=x.numel() // max(heads * dim, 1),
     )
     prepared = prepare(problem, x.device, backend)
-    if prepared.launch is None:
-        run_reference()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
@@ -97,5 +92,5 @@ def rms_norm_gated(
         params = RmsNormGatedParams(
             x=rows("x", x), z=rows("z", z), weight=constant(weight), out=out.view(-1, heads, dim), eps=eps
         )
-        prepared.launch(params)
+        launch(prepared, params)
     return out

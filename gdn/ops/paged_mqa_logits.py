@@ -4,7 +4,7 @@ import torch
 
 from gdn import reference
 from gdn.ops import _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values
 from gdn.ops._indexer import (
     QUERY_DTYPES,
     check_block_tables,
@@ -90,10 +90,7 @@ def paged_mqa_logits(
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -108,8 +105,7 @@ def paged_mqa_logits(
 
     References
     ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025 (the lightning indexer).
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     .. [2] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM.
     """
     check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
@@ -144,8 +140,6 @@ def paged_mqa_logits(
         max_context_len=max_context_len,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
     if out is None:
         out = new(out_dtype, device, batch * next_n, max_context_len)
     nothing_cached = is_empty(cache.shape[0], block_tables.shape[1])

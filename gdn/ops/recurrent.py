@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference, validates
+from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     INDEX_DTYPES,
@@ -152,10 +152,7 @@ def fused_recurrent_gated_delta_rule(
         Tensor to write o into, dtype of `v`, last dimension contiguous. It shares no element with any other argument, `v`
         included.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -225,8 +222,6 @@ def fused_recurrent_gated_delta_rule(
         has_rounding=is_rounded,
     )
     prepared = prepare(problem, q.device, backend)
-    if prepared.launch is None:
-        run_reference()
 
     device = q.device
     final_state: Tensor | None = None

@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn.ops._call import NEW, operator, prepare, run_reference
+from gdn.ops._call import NEW, launch, operator, prepare
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, aligned, bad_value, check_at_least, check_tensor, dtype_name
 from gdn.problems import SplitParams, SplitProblem
@@ -49,10 +49,7 @@ def fused_qkvzba_split_reshape_cat(
     head_v : int
         V, head dimension of v and z.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -94,8 +91,6 @@ def fused_qkvzba_split_reshape_cat(
         num_tokens=length,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
 
     def new(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(length, *shape, dtype=like.dtype, device=device)
@@ -108,5 +103,5 @@ def fused_qkvzba_split_reshape_cat(
         params = SplitParams(
             mixed_qkvz=aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba=mixed_ba, mixed_qkv=mixed_qkv, z=z, b=b, a=a
         )
-        prepared.launch(params)
+        launch(prepared, params)
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

@@ -3,7 +3,7 @@
 import torch
 
 from gdn import reference
-from gdn.ops._call import always, launch, new, operator, prepare, run_reference
+from gdn.ops._call import always, choose, launch, new, operator, prepare, run_reference
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import (
     FLOAT_DTYPES,
@@ -51,10 +51,7 @@ def topk_indices(
     out : Tensor [rows, k] of int32, optional
         Tensor to write the indices into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -115,7 +112,7 @@ def select_rows(
         num_rows=rows,
         num_columns=logits.shape[1],
     )
-    prepared = prepare(problem, device, backend)
+    prepared = choose(problem, device, backend)
     if prepared.launch is None:
         row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)
         picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
@@ -132,7 +129,7 @@ def select_rows(
             num_keys=-1 if num_keys is None else num_keys,
             drafts=drafts,
         )
-        prepared.launch(params)
+        launch(prepared, params)
     return out
 
 
@@ -183,10 +180,7 @@ def expand_topk_groups(
     out : Tensor [tokens, k * ratio + ratio - 1] of int32, optional
         Tensor to write the positions into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -217,7 +211,7 @@ def expand_topk_groups(
         k=k,
     )
     prepared = prepare(problem, group_indices.device, backend)
-    if prepared.launch is None or is_empty(tokens, k):
+    if is_empty(tokens, k):
         run_reference()
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)

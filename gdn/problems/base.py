@@ -82,8 +82,8 @@ class Problem:
         return _text(self.tune_fields())
 
     def flops(self) -> int:
-        """Useful floating-point operations of the algorithm, for rooflines."""
-        raise NotImplementedError
+        """Useful floating-point operations of the algorithm, for rooflines; 0: the operator moves data."""
+        return 0
 
     def bytes_moved(self) -> int:
         """Fewest bytes through device memory: every input read once, every output written once."""

@@ -19,9 +19,6 @@ class QuantizeFp8Problem(Problem):
     dtype: str = field(metadata=TUNES)
     num_tokens: int = size()  # L
 
-    def flops(self) -> int:
-        return 0
-
     def bytes_moved(self) -> int:
         return self.num_tokens * self.num_groups * (self.group_dim * (DTYPE_BYTES[self.dtype] + 1) + 4)
 
@@ -65,9 +62,6 @@ class WriteIndexerCacheProblem(IndexerCacheProblem):
     slot_dtype: str = field(metadata=COMPILES)  # int32 | int64
     num_tokens: int = size()
 
-    def flops(self) -> int:
-        return 0
-
     def bytes_moved(self) -> int:
         row = self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
         return self.num_tokens * (row + self._cache_row_bytes() + DTYPE_BYTES[self.slot_dtype])
@@ -96,10 +90,7 @@ class RotatedKeysProblem(IndexerCacheProblem):
 
 @dataclass(frozen=True)
 class PrepareIndexerProblem(RotatedKeysProblem):
-    """`gdn.prepare_indexer`.
-
-    Positions are clamped to the rows of cos_sin; a negative slot writes nothing.
-    """
+    """`gdn.prepare_indexer`. Positions are clamped to the rows of cos_sin; a negative slot writes nothing."""
 
     op: ClassVar[str] = "prepare_indexer"
 
@@ -110,9 +101,6 @@ class PrepareIndexerProblem(RotatedKeysProblem):
     q_out_dtype: str = field(metadata=TUNES)  # float8_e4m3fn, or dtype
     folds_weights: bool = field(metadata=COMPILES)  # q is quantised with scales, which go into weights_out
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         query = self.num_heads * self.head_dim * (DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.q_out_dtype])
@@ -145,10 +133,7 @@ class PrepareIndexerParams(NamedTuple):
 
 @dataclass(frozen=True)
 class CompressIndexerKeysProblem(RotatedKeysProblem):
-    """`gdn.compress_indexer_keys`.
-
-    Ring rows are read before the same call overwrites them.
-    """
+    """`gdn.compress_indexer_keys`. Ring rows are read before the same call overwrites them."""
 
     op: ClassVar[str] = "compress_indexer_keys"
 
@@ -156,9 +141,6 @@ class CompressIndexerKeysProblem(RotatedKeysProblem):
     ring_slot_dtype: str = field(metadata=COMPILES)
     ring_aligned: bool = field(metadata=TUNES)  # rows of the ring start at multiples of 16 bytes
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         """An upper bound: counts every token as stored in the ring, where few tokens of a long prompt are."""
@@ -196,9 +178,6 @@ class GatherIndexerCacheProblem(IndexerCacheProblem):
     num_rows: int = size()
     num_sequences: int = size()
 
-    def flops(self) -> int:
-        return 0
-
     def bytes_moved(self) -> int:
         return 2 * self.num_rows * self._cache_row_bytes()
 
@@ -215,10 +194,7 @@ class GatherIndexerCacheParams(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpandTopkGroupsProblem(Problem):
-    """`gdn.expand_topk_groups`.
-
-    Every entry of out is written.
-    """
+    """`gdn.expand_topk_groups`. Every entry of out is written."""
 
     op: ClassVar[str] = "expand_topk_groups"
 
@@ -227,9 +203,6 @@ class ExpandTopkGroupsProblem(Problem):
     position_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
     k: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         listed = self.k * self.ratio + self.ratio - 1

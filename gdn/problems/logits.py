@@ -32,7 +32,7 @@ class LogitsProblem(Problem):
 
 @dataclass(frozen=True)
 class MqaLogitsProblem(LogitsProblem):
-    """`gdn.mqa_logits`: ragged prefill. launch(compiled, MqaLogitsParams(...))."""
+    """`gdn.mqa_logits`: ragged prefill."""
 
     op: ClassVar[str] = "mqa_logits"
 
@@ -51,7 +51,7 @@ class MqaLogitsProblem(LogitsProblem):
 
 @dataclass(frozen=True)
 class PagedMqaLogitsProblem(LogitsProblem):
-    """`gdn.paged_mqa_logits`: decode from cache pages. launch(compiled, PagedMqaLogitsParams(...))."""
+    """`gdn.paged_mqa_logits`: decode from cache pages; operations and bytes count every context as max_context_len long."""
 
     op: ClassVar[str] = "paged_mqa_logits"
 
@@ -62,20 +62,15 @@ class PagedMqaLogitsProblem(LogitsProblem):
     max_context_len: int = size()
 
     def flops(self) -> int:
-        """Counts every context as max_context_len long."""
         return 2 * self.batch * self.next_n * self.max_context_len * self.num_heads * self.head_dim
 
     def bytes_moved(self) -> int:
-        """Counts every context as max_context_len long."""
         scores = self.next_n * self.max_context_len * DTYPE_BYTES[self.out_dtype]
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
 
 
 class MqaLogitsParams(NamedTuple):
-    """Arguments of a launch of `mqa_logits`; M, Nk and W are at least 1.
-
-    A range is clamped to [0, Nk]; ks >= ke is empty.
-    """
+    """Arguments of a launch of `mqa_logits`; M, Nk and W are at least 1. Ranges are clamped to [0, Nk]; ks >= ke is empty."""
 
     q: Tensor  # [M, H, D] of dtype, contiguous
     k: Tensor  # [Nk, kv_heads, D] of dtype, contiguous
@@ -110,10 +105,7 @@ class PagedMqaLogitsParams(NamedTuple):
 
 @dataclass(frozen=True)
 class TopkProblem(Problem):
-    """`gdn.topk_indices`.
-
-    Every entry of out is written. Only a row's own range is read.
-    """
+    """`gdn.topk_indices`. Every entry of out is written. Only a row's own range is read."""
 
     op: ClassVar[str] = "topk"
 
@@ -124,9 +116,6 @@ class TopkProblem(Problem):
     k: int = size()  # a count like the others: it compiles nothing anew
     num_rows: int = size()
     num_columns: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         """Upper bound: counts every row as num_columns long."""

@@ -118,9 +118,7 @@ class Conv1dUpdateParams(NamedTuple):
     conv_state: Tensor  # [slots, dim, >= width - 1] of state_dtype, any strides
     conv_state_indices: Tensor | None  # [>= N], or [>= N, columns] with has_columns, any strides; None without index_dtype
     num_accepted_tokens: Tensor | None  # [>= N] int32, any stride; None without has_accepted
-    cu_seqlens: (
-        Tensor | None
-    )  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc; None without cu_seqlens_dtype: one row each
+    cu_seqlens: Tensor | None  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc; None without: one row each
     parent_token: Tensor | None  # [L] int32, contiguous; None without has_parent
     out: Tensor  # [L, dim] like x
     null_slot: int  # slots up to this one are padding
@@ -144,9 +142,6 @@ class SplitProblem(Problem):
     def row_elements(self) -> int:
         """Elements of one row of mixed_qkvz."""
         return 2 * (self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim)
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         row = self.row_elements * DTYPE_BYTES[self.dtype] + 2 * self.num_v_heads * DTYPE_BYTES[self.ba_dtype]
@@ -179,9 +174,6 @@ class GatingProblem(Problem):
     dt_bias_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
 
-    def flops(self) -> int:
-        return 0
-
     def bytes_moved(self) -> int:
         return self.num_tokens * self.num_heads * (DTYPE_BYTES[self.a_dtype] + DTYPE_BYTES[self.b_dtype] + 8)
 
@@ -212,9 +204,6 @@ class RmsNormGatedProblem(Problem):
     weight_dtype: str = field(metadata=COMPILES)
     sigmoid: bool = field(metadata=COMPILES)  # the gate: sigmoid(z), else silu(z)
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         per_element = 2 * DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.z_dtype]
