@@ -21,13 +21,13 @@ def _all(value: Any, *names: str) -> dict[str, Any]:
     return dict.fromkeys(names, value)
 
 
-def _heads(model: ModelShape) -> dict[str, int]:
+def _heads(model: ModelShape) -> dict[str, Any]:
     return {name: getattr(model, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")}
 
 
 def chunk(model: ModelShape, fp8: bool = False) -> problems.ChunkProblem:
     """Four prompts, some of which continue from a cached state."""
-    sizes = {"num_tokens": _TOKENS, "num_sequences": 4}
+    sizes: dict[str, Any] = {"num_tokens": _TOKENS, "num_sequences": 4}
     return problems.ChunkProblem(**_delta_rule(model), has_mask=True, has_checkpoints=False, **sizes)
 
 
@@ -67,7 +67,7 @@ def gdn_decode(model: ModelShape, fp8: bool = False) -> problems.GdnDecodeProble
 
 def conv1d(model: ModelShape, fp8: bool = False) -> problems.Conv1dProblem:
     """Four prompts, some of which continue from a cached window."""
-    sizes = {"num_tokens": _TOKENS, "num_sequences": 4}
+    sizes: dict[str, Any] = {"num_tokens": _TOKENS, "num_sequences": 4}
     return problems.Conv1dProblem(**_convolution(model), cu_seqlens_dtype="int32", has_mask=True, checkpoint_dtype=None, **sizes)
 
 

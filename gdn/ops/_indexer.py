@@ -1,6 +1,7 @@
 """Operators of the indexer: checks of their queries, weights, keys and caches, and the forms that kernels take."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -16,15 +17,13 @@ from gdn.ops._tensors import (
     check_at_least,
     check_out,
     check_tensor,
+    dtype_name,
 )
 
 Tensor = torch.Tensor
 
 QUERY_DTYPES = (FP8, *INPUT_DTYPES)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
-
-
-# --- queries, weights and logits -----------------------------------------------------------------------------------------
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -49,23 +48,34 @@ def check_weights(weights: Tensor | None, rows: int, heads: int, device: torch.d
         check_tensor("weights", weights, shape=[rows, heads], dtypes=FLOAT_DTYPES, device=device)
 
 
-def product_dtype(q: torch.dtype, keys: torch.dtype) -> torch.dtype:
-    """Common dtype of queries and keys: kernels serve FP8 and bfloat16."""
-    return q if q == FP8 else torch.promote_types(q, keys)
-
-
-def kernel_weights_dtype(weights: Tensor | None) -> str | None:
-    """Dtype of the weights that a kernel gets: bfloat16 unchanged, everything else in float32."""
-    if weights is None:
-        return None
-    return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+def shared_fields(
+    q: Tensor,
+    key_dtype: torch.dtype,
+    num_kv_heads: int,
+    weights: Tensor | None,
+    relu: bool,
+    clean_logits: bool,
+    out_dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Fields of LogitsProblem except has_k_scale. Kernels serve products of FP8 and of bfloat16."""
+    weights_dtype = None
+    if weights is not None:
+        weights_dtype = "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+    return {
+        "num_heads": q.shape[-2],
+        "num_kv_heads": num_kv_heads,
+        "head_dim": q.shape[-1],
+        "dtype": dtype_name(q.dtype if q.dtype == FP8 else torch.promote_types(q.dtype, key_dtype)),
+        "weights_dtype": weights_dtype,
+        "relu": relu,
+        "clean": clean_logits,
+        "out_dtype": dtype_name(out_dtype),
+    }
 
 
 def kernel_weights(weights: Tensor) -> Tensor:
+    """Weights as a kernel takes them: bfloat16 unchanged, everything else in float32."""
     return weights if weights.dtype == torch.bfloat16 else weights.float()
-
-
-# --- keys ----------------------------------------------------------------------------------------------------------------
 
 
 def check_keys(name: str, k: Tensor, tokens: int | None, device: torch.device) -> int:
@@ -101,20 +111,14 @@ def check_rope(positions: Tensor, cos_sin: Tensor, rotary_dim: int, tokens: int,
         bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
 
 
-# --- caches --------------------------------------------------------------------------------------------------------------
-
-
 def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None) -> tuple[int, int]:
     """Checks an indexer cache against head_dim and, if given, the query's dtype; returns its page_size and kv_heads."""
     check_tensor("cache", cache, dtypes=(torch.uint8, FP8, torch.bfloat16), device=device)
     assert isinstance(cache, Tensor)
     row = head_dim + 4 if cache.dtype == torch.uint8 else head_dim
     if cache.dim() not in (3, 4) or cache.shape[-1] != row:
-        bad_value(
-            "cache",
-            f"shape [pages, page_size, kv_heads, {row}] or [pages, page_size, {row}] ({cache.dtype} with head_dim {head_dim})",
-            f"shape {list(cache.shape)}",
-        )
+        shapes = f"[pages, page_size, kv_heads, {row}] or [pages, page_size, {row}]"
+        bad_value("cache", f"shape {shapes} ({cache.dtype} with head_dim {head_dim})", f"shape {list(cache.shape)}")
     if q_dtype is not None and (cache.dtype == torch.bfloat16) == (q_dtype == FP8):
         wanted = "uint8 or float8_e4m3fn" if q_dtype == FP8 else "bfloat16"
         bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
@@ -130,11 +134,8 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
     if cache.shape[0] > 1:
         stride_bytes = cache.stride(0) * cache.element_size()
         if stride_bytes % ALIGNMENT or cache.stride(0) < expected:
-            bad_value(
-                "cache",
-                f"a page stride of at least {expected * cache.element_size()} bytes that is a multiple of {ALIGNMENT} bytes",
-                f"{stride_bytes} bytes",
-            )
+            least = f"a page stride of at least {expected * cache.element_size()} bytes"
+            bad_value("cache", f"{least} that is a multiple of {ALIGNMENT} bytes", f"{stride_bytes} bytes")
     if address(cache) % ALIGNMENT:
         bad_value("cache", f"a {ALIGNMENT}-byte aligned base address", hex(address(cache)))
     return page_size, kv_heads

@@ -7,7 +7,7 @@ values in tensors. Copies are made after a kernel has been chosen; the reference
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -28,18 +28,12 @@ CONV_ACTIVATIONS = ("silu", "swish", None)
 GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
-
-
 def bad_value(argument: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{argument}: expected {expected}, got {got}")
 
 
 def bad_type(argument: str, expected: str, got: object) -> NoReturn:
     raise TypeError(f"{argument}: expected {expected}, got {got}")
-
-
-# --- checks ------------------------------------------------------------------------------------------------------------
 
 
 def check_not_negative(argument: str, value: float) -> None:
@@ -161,7 +155,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- integers ----------------------------------------------------------------------------------------------------------
+def dtypes_of(**tensors: Tensor | None) -> dict[str, Any]:
+    """Fields `<name>_dtype` of a problem; None where a tensor is left out."""
+    return {f"{name}_dtype": None if x is None else dtype_name(x.dtype) for name, x in tensors.items()}
 
 
 def as_int32(x: Tensor) -> Tensor:
@@ -185,9 +181,6 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def common_dtype(*indices: Tensor | None) -> torch.dtype:
     """Dtype in which all slots of a call are compared: int64 where one of them is int64."""
     return torch.int64 if any(x is not None and x.dtype == torch.int64 for x in indices) else torch.int32
-
-
-# --- memory ------------------------------------------------------------------------------------------------------------
 
 
 def is_aligned(x: Tensor, size: int = ALIGNMENT) -> bool:
@@ -233,6 +226,11 @@ def log_copy(name: str, x: Tensor, why: str) -> None:
         log.once(message, logging.WARNING, key=("copied", name))
 
 
+def optional(function: Callable[[Tensor], Tensor], x: Tensor | None) -> Tensor | None:
+    """function(x), or None where the argument was left out."""
+    return None if x is None else function(x)
+
+
 def constant(x: Tensor) -> Tensor:
     """A weight, bias or state that is only read: contiguous, with an address that is a multiple of 16 bytes.
 
@@ -247,9 +245,6 @@ def target(out: Tensor) -> Tensor:
     return out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
 
 
-# --- constants ---------------------------------------------------------------------------------------------------------
-
-
 def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
     """[batch + 1] int32: 0, length, 2 * length, ..."""
     return _kept(_build_offsets, batch, length, device)
@@ -257,34 +252,30 @@ def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
 
 def zeros(count: int, device: torch.device) -> Tensor:
     """[count] float32."""
-    return _kept(_build_zeros, count, 0, device)
+    return _kept(_build_zeros, count, device)
 
 
 def row_indices(count: int, device: torch.device) -> Tensor:
     """[count] int32: 0, 1, 2, ..."""
-    return _kept(_build_offsets, count, 1, device)[:count]
+    return even_offsets(count, 1, device)[:count]
 
 
+@functools.lru_cache(maxsize=1024)
 def _build_offsets(batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
 
-def _build_zeros(count: int, _: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def _build_zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.float32, device=device)
 
 
-_CACHED = {
-    _build_offsets: functools.lru_cache(maxsize=1024)(_build_offsets),
-    _build_zeros: functools.lru_cache(maxsize=64)(_build_zeros),
-}
+def _kept(build: Any, *arguments: Any) -> Tensor:
+    """A constant on the device that comes last in the arguments, kept between calls.
 
-
-def _kept(build: Any, first: int, second: int, device: torch.device) -> Tensor:
-    """A constant, kept between calls.
-
-    During graph capture it is built as part of the graph: memory that belongs to a graph, with contents that exist only
-    after a replay, must not reach other calls. The same holds for a tensor without memory.
+    During graph capture the constant is built as part of the graph: memory that belongs to a graph, with contents that exist
+    only after a replay, must not reach other calls. The same holds for a tensor without memory.
     """
-    if not has_memory() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return build(first, second, device)  # type: ignore[no-any-return]
-    return _CACHED[build](first, second, device)
+    if not has_memory() or (arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        build = build.__wrapped__
+    return build(*arguments)  # type: ignore[no-any-return]

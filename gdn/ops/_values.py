@@ -292,15 +292,14 @@ def check_unshared(touched: TouchedSlots, num_slots: int) -> None:
     bad_value(name, "slots that no other live sequence reads or writes", got)
 
 
+def check_touched(touched: TouchedSlots, pool: Tensor, null_slot: int) -> None:
+    """Checks that slots are in the pool, and that none that a live sequence writes is read or written by another."""
+    check_slots(touched, pool.shape[0], null_slot)
+    check_unshared(touched, pool.shape[0])
+
+
 def check_accepted(
-    name: str,
-    num_accepted_tokens: Tensor,
-    columns: int,
-    bounds: Tensor,
-    indices: Tensor | None,
-    null_slot: int,
-    *,
-    strict: bool,
+    num_accepted_tokens: Tensor, columns: int, bounds: Tensor, indices: Tensor | None, null_slot: int, *, strict: bool
 ) -> None:
     """Checks for counts of 1 to `columns` in every sequence with tokens and a slot. strict False = other counts are padding.
 
@@ -316,7 +315,7 @@ def check_accepted(
     if indices is not None:
         bad = bad & (_as_columns(indices, count) > null_slot).any(dim=1)
     if not _is_clean(bad):
-        _refuse(name, f"1 to {columns} (the states or windows to start from)", accepted, bad)
+        _refuse("num_accepted_tokens", f"1 to {columns} (the states or windows to start from)", accepted, bad)
 
 
 def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, multiple: int) -> None:

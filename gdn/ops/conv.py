@@ -24,10 +24,12 @@ from gdn.ops._tensors import (
     common_dtype,
     constant,
     dtype_name,
+    dtypes_of,
     even_offsets,
     in_dtype,
     is_aligned,
     is_less,
+    optional,
     target,
 )
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
@@ -37,10 +39,7 @@ Tensor = torch.Tensor
 
 
 @operator(
-    reference=reference.causal_conv1d_fn,
-    writes={"out": always, "conv_states": always},
-    in_place={"out": "x"},
-    contiguous=("x",),
+    reference=reference.causal_conv1d_fn, writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",)
 )
 def causal_conv1d_fn(
     x: Tensor,
@@ -108,17 +107,11 @@ def causal_conv1d_fn(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that no two live sequences share a slot and that indices lie within the slots. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
-    .. [1] The name and the meaning of the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d
-       package of Mamba.
+    .. [1] The name and the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d package of Mamba.
     """
     check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
     _check_filter(x, weight, bias, activation)
@@ -150,39 +143,32 @@ def causal_conv1d_fn(
             )  # fmt: skip
             if checkpoint_offsets is not None:
                 _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=1)
-            _values.check_slots(touched, conv_states.shape[0], null_slot)
-            _values.check_unshared(touched, conv_states.shape[0])
+            _values.check_touched(touched, conv_states, null_slot)
 
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
+    if conv_states is None:
+        has_initial_state = None
     problem = Conv1dProblem(
         **_static_fields(x, weight, bias, activation, conv_states, None if cache_indices is None else slot_dtype),
         cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
-        has_mask=has_initial_state is not None and conv_states is not None,
+        has_mask=has_initial_state is not None,
         checkpoint_dtype=None if checkpoint_slots is None else dtype_name(slot_dtype),
         num_tokens=x.shape[0],
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
     # In place, a block would read rows before its own that another block may have written already.
     written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else target(y)
+    cu_seqlens = even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous()
+    slots, checkpoints = (None if i is None else i.to(slot_dtype) for i in (cache_indices, checkpoint_slots))
+    mask = None if has_initial_state is None else has_initial_state.contiguous().view(torch.uint8)
+    offsets = None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype)
+    rows, bias = aligned("x", x), optional(constant, bias)
     params = Conv1dParams(
-        x=aligned("x", x),
-        weight=constant(weight),
-        bias=None if bias is None else constant(bias),
-        conv_states=conv_states,
-        cu_seqlens=even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
-        cache_indices=None if cache_indices is None else cache_indices.to(slot_dtype),
-        has_initial_state=has_initial_state.contiguous().view(torch.uint8)
-        if problem.has_mask and has_initial_state is not None
-        else None,
-        checkpoint_offsets=None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
-        checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype),
-        out=written,
-        null_slot=null_slot,
+        rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, written, null_slot
     )
     launch(prepared, params)
     return y if written is y else y.copy_(written)
@@ -251,17 +237,11 @@ def causal_conv1d_update(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that no two live sequences share a slot and that indices lie within the slots. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
-    .. [1] The positional arguments are those of ``causal_conv1d_update`` in vLLM, which follows the causal-conv1d package of
-       Mamba.
+    .. [1] The positional arguments are those of ``causal_conv1d_update`` in vLLM, after the causal-conv1d package of Mamba.
     """
     check_tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
@@ -301,11 +281,11 @@ def causal_conv1d_update(
             bounds, conv_state, conv_state_indices, num_accepted_tokens, parent_token, null_slot, window, validates(device)
         )
 
+    cu_seqlens_dtype = dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None
+    index_dtype = None if conv_state_indices is None else conv_state_indices.dtype
     problem = Conv1dUpdateProblem(
-        **_static_fields(
-            x, weight, bias, activation, conv_state, None if conv_state_indices is None else conv_state_indices.dtype
-        ),
-        cu_seqlens_dtype=dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None,
+        **_static_fields(x, weight, bias, activation, conv_state, index_dtype),
+        cu_seqlens_dtype=cu_seqlens_dtype,
         has_columns=conv_state_indices is not None and conv_state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
         has_parent=parent_token is not None,
@@ -313,27 +293,19 @@ def causal_conv1d_update(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    rows, cu_seqlens = x, None if query_start_loc is None else query_start_loc.contiguous()
+    rows, cu_seqlens = x, optional(Tensor.contiguous, query_start_loc)
     if x.dim() == 3:  # rows of adjacent channels; a copy where tokens are adjacent in memory
         rows, cu_seqlens = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
     # In place, a row is read before it is written, except that a draft tree reads the rows of ancestors again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
     written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else target(y)
+    accepted, parents = optional(as_int32, num_accepted_tokens), optional(Tensor.contiguous, parent_token)
+    rows, bias = aligned("x", rows), optional(constant, bias)
     params = Conv1dUpdateParams(
-        x=aligned("x", rows),
-        weight=constant(weight),
-        bias=None if bias is None else constant(bias),
-        conv_state=conv_state,
-        conv_state_indices=conv_state_indices,
-        num_accepted_tokens=None if num_accepted_tokens is None else as_int32(num_accepted_tokens),
-        cu_seqlens=cu_seqlens,
-        parent_token=None if parent_token is None else parent_token.contiguous(),
-        out=written,
-        null_slot=null_slot,
+        rows, constant(weight), bias, conv_state, conv_state_indices, accepted, cu_seqlens, parents, written, null_slot
     )
     launch(prepared, params)
     if x.dim() == 3:
@@ -366,28 +338,20 @@ def _check_update_slots(
         )
     if num_accepted_tokens is not None:
         first = indices if parent_token is not None or indices.dim() == 1 else indices[:, 0]
-        _values.check_accepted("num_accepted_tokens", num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict)
-    _values.check_slots(touched, conv_state.shape[0], null_slot)
-    _values.check_unshared(touched, conv_state.shape[0])
+        _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict)
+    _values.check_touched(touched, conv_state, null_slot)
 
 
 def _static_fields(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    states: Tensor | None,
-    index_dtype: torch.dtype | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor | None, index_dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """Fields of ConvolutionProblem that follow from tensors."""
     return {
         "dim": x.shape[1],
         "width": weight.shape[1],
         "dtype": dtype_name(x.dtype),
-        "weight_dtype": dtype_name(weight.dtype),
-        "bias_dtype": None if bias is None else dtype_name(bias.dtype),
         "silu": activation is not None,
-        "state_dtype": None if states is None else dtype_name(states.dtype),
+        **dtypes_of(weight=weight, bias=bias, state=states),
         # Whether rows of [slots, columns, dim] are contiguous and start at multiples of 16 bytes.
         "state_channels_contiguous": states is not None and is_aligned(states.mT),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),

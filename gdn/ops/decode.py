@@ -24,7 +24,9 @@ from gdn.ops._tensors import (
     check_tensor,
     constant,
     dtype_name,
+    dtypes_of,
     is_aligned,
+    optional,
 )
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.reference import steps as reference
@@ -98,10 +100,8 @@ def fused_gdn_decode(
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log : Tensor [HV]
-        Logarithm of the decay rate, any float dtype.
-    dt_bias : Tensor [HV]
-        Bias of the raw decay gate, any float dtype.
+    A_log, dt_bias : Tensor [HV]
+        Logarithm of the decay rate, and bias of the raw decay gate; any float dtype.
     norm_weight : Tensor [V]
         Gain of the RMS norm, any float dtype.
     ssm_state : Tensor [slots, HV, K, V]
@@ -151,12 +151,7 @@ def fused_gdn_decode(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that no two live sequences share a slot and that indices lie within the pools. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
@@ -164,8 +159,7 @@ def fused_gdn_decode(
     .. [2] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
-    device, length = mixed_qkv.device, mixed_qkv.shape[0]
-    floats = FLOAT_DTYPES
+    device, length, floats = mixed_qkv.device, mixed_qkv.shape[0], FLOAT_DTYPES
     check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
     check_tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
     channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
@@ -184,8 +178,8 @@ def fused_gdn_decode(
         check_offsets("query_start_loc", query_start_loc, device)
         count = query_start_loc.shape[0] - 1
     check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
-    num_spec = state_indices.shape[1] - 1 if state_indices.dim() == 2 else 0
-    columns = conv_weight.shape[1] - 1 + num_spec
+    num_columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
+    columns = conv_weight.shape[1] - 2 + num_columns
     check_tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
     if conv_state.shape[2] < columns:
         bad_value("conv_state", f"shape [slots, {channels}, columns >= {columns}]", f"shape {list(conv_state.shape)}")
@@ -199,9 +193,18 @@ def fused_gdn_decode(
         check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     check_out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
-        _check_values(length, ssm_state, conv_state, state_indices, query_start_loc, num_accepted_tokens, null_slot)
+        if query_start_loc is not None:
+            _values.check_offsets("query_start_loc", query_start_loc, length)
+        bounds = _values.token_bounds(query_start_loc, length, 1, device)
+        slots = ("state_indices", bounds, state_indices, null_slot)
+        states = _values.decode_slots(*slots, num_accepted_tokens=num_accepted_tokens, first_column_decides=True)
+        windows = _values.window_slots(*slots, is_live=states.is_live)
+        if num_accepted_tokens is not None:
+            strict = validates(device)
+            _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot, strict=strict)
+        _values.check_touched(states, ssm_state, null_slot)
+        _values.check_touched(windows, conv_state, null_slot)
 
-    is_flat = projection_layout == "flat"
     problem = GdnDecodeProblem(
         num_k_heads=num_k_heads,
         num_v_heads=heads,
@@ -209,21 +212,11 @@ def fused_gdn_decode(
         head_v_dim=head_v_dim,
         width=conv_weight.shape[1],
         dtype=dtype_name(mixed_qkv.dtype),
-        z_dtype=None if z is None else dtype_name(z.dtype),
-        a_dtype=None if a is None else dtype_name(a.dtype),
-        b_dtype=dtype_name(b.dtype),
-        weight_dtype=dtype_name(conv_weight.dtype),
-        bias_dtype=None if conv_bias is None else dtype_name(conv_bias.dtype),
-        A_log_dtype=dtype_name(A_log.dtype),
-        dt_bias_dtype=dtype_name(dt_bias.dtype),
-        norm_dtype=dtype_name(norm_weight.dtype),
-        conv_dtype=dtype_name(conv_state.dtype),
+        **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, A_log=A_log, dt_bias=dt_bias, norm=norm_weight),
+        **dtypes_of(conv=conv_state, state=ssm_state, index=state_indices, cu_seqlens=query_start_loc),
         conv_channels_contiguous=is_aligned(conv_state.mT),
-        state_dtype=dtype_name(ssm_state.dtype),
         state_v_first=state_v_first,
-        index_dtype=dtype_name(state_indices.dtype),
-        cu_seqlens_dtype=None if query_start_loc is None else dtype_name(query_start_loc.dtype),
-        interleaved=not is_flat,
+        interleaved=projection_layout != "flat",
         silu=activation is not None,
         gate_sigmoid=gate_activation == "sigmoid",
         has_columns=state_indices.dim() == 2,
@@ -233,62 +226,20 @@ def fused_gdn_decode(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-
-    shape = (length, heads * head_v_dim)
-    o = new(mixed_qkv.dtype, device, *shape) if out is None else out
+    o = new(mixed_qkv.dtype, device, length, heads * head_v_dim) if out is None else out
     if is_empty(length, count):
         return o.zero_()
+    rows, weight, bias = aligned("mixed_qkv", mixed_qkv), constant(conv_weight), optional(constant, conv_bias)
+    accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
+    cu_seqlens = optional(Tensor.contiguous, query_start_loc)
+    scale = head_k_dim**-0.5 if scale is None else scale
     params = GdnDecodeParams(
-        mixed_qkv=aligned("mixed_qkv", mixed_qkv),
-        z=z,
-        b=b,
-        a=a,
-        conv_state=conv_state,
-        conv_weight=constant(conv_weight),
-        conv_bias=None if conv_bias is None else constant(conv_bias),
-        A_log=A_log,
-        dt_bias=dt_bias,
-        norm_weight=norm_weight,
-        ssm_state=ssm_state,
-        state_indices=state_indices,
-        num_accepted_tokens=None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens),
-        cu_seqlens=None if query_start_loc is None else query_start_loc.contiguous(),
-        rounding_seed=rounding_seed if problem.has_rounding else None,
-        out=o.view(length, heads, head_v_dim),
-        scale=head_k_dim**-0.5 if scale is None else scale,
-        eps=eps,
-        null_slot=null_slot,
-    )
-    windows = conv_state if problem.conv_channels_contiguous else None
-    launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, windows, ssm_state))
+        rows, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, ssm_state, state_indices, accepted, cu_seqlens,
+        rounding_seed if problem.has_rounding else None, o.view(length, heads, head_v_dim), scale, eps, null_slot,
+    )  # fmt: skip
+    channels_last = conv_state if problem.conv_channels_contiguous else None
+    launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state))
     return o
-
-
-def _check_values(
-    length: int,
-    ssm_state: Tensor,
-    conv_state: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    null_slot: int,
-) -> None:
-    device = state_indices.device
-    if query_start_loc is not None:
-        _values.check_offsets("query_start_loc", query_start_loc, length)
-    bounds = _values.token_bounds(query_start_loc, length, 1, device)
-    columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
-    states = _values.decode_slots(
-        "state_indices", bounds, state_indices, null_slot, num_accepted_tokens=num_accepted_tokens, first_column_decides=True
-    )
-    windows = _values.window_slots("state_indices", bounds, state_indices, null_slot, is_live=states.is_live)
-    if num_accepted_tokens is not None:
-        _values.check_accepted(
-            "num_accepted_tokens", num_accepted_tokens, columns, bounds, state_indices, null_slot, strict=validates(device)
-        )
-    for touched, pool in ((states, ssm_state), (windows, conv_state)):
-        _values.check_slots(touched, pool.shape[0], null_slot)
-        _values.check_unshared(touched, pool.shape[0])
 
 
 def _check_projections(
@@ -316,13 +267,10 @@ def _check_projections(
     width = 2 * num_k_heads * head_k_dim + (1 if is_flat else 2) * heads * head_v_dim
     check_tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
     length = mixed_qkv.shape[0]
-    if is_flat:
-        check_tensor("z", z, shape=(length, heads, head_v_dim), dtypes=dtypes, device=device)
-        check_tensor("a", a, shape=(length, heads), dtypes=dtypes, device=device)
-        check_tensor("b", b, shape=(length, heads), dtypes=dtypes, device=device)
-        return heads
-    for name, tensor in {"z": z, "a": a}.items():
-        if tensor is not None:
+    for name, tensor, shape in (("z", z, (length, heads, head_v_dim)), ("a", a, (length, heads))):
+        if is_flat:
+            check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
+        elif tensor is not None:
             bad_value(name, "None with projection_layout='interleaved'", "a tensor")
-    check_tensor("b", b, shape=(length, 2 * heads), dtypes=dtypes, device=device)
+    check_tensor("b", b, shape=(length, heads if is_flat else 2 * heads), dtypes=dtypes, device=device)
     return heads

@@ -4,7 +4,7 @@ import torch
 
 from gdn.ops._call import NEW, launch, operator, prepare
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtype_name
+from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtypes_of
 from gdn.problems import GatingParams, GatingProblem
 from gdn.reference import steps as reference
 
@@ -73,27 +73,13 @@ def fused_gdn_gating(
     if beta <= 0:
         bad_value("beta", "a number > 0", beta)
     heads = a.shape[-1]
-    problem = GatingProblem(
-        num_heads=heads,
-        a_dtype=dtype_name(a.dtype),
-        b_dtype=dtype_name(b.dtype),
-        A_log_dtype=dtype_name(A_log.dtype),
-        dt_bias_dtype=dtype_name(dt_bias.dtype),
-        num_tokens=a.numel() // max(heads, 1),
-    )
+    dtypes = dtypes_of(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    problem = GatingProblem(num_heads=heads, **dtypes, num_tokens=a.numel() // max(heads, 1))
     prepared = prepare(problem, a.device, backend)
     g, beta_output = (torch.empty(x.shape, dtype=_result_dtype(x), device=a.device) for x in (a, b))
     if not is_empty(*a.shape):
-        params = GatingParams(
-            A_log=A_log,
-            a=a.reshape(-1, heads),
-            b=b.reshape(-1, heads),
-            dt_bias=dt_bias,
-            g=g.view(-1, heads),
-            beta_output=beta_output.view(-1, heads),
-            beta=beta,
-            threshold=threshold,
-        )
+        a, b = a.reshape(-1, heads), b.reshape(-1, heads)
+        params = GatingParams(A_log, a, b, dt_bias, g.view(-1, heads), beta_output.view(-1, heads), beta, threshold)
         launch(prepared, params)
     return g, beta_output
 

@@ -34,7 +34,9 @@ from gdn.ops._tensors import (
     check_tensor,
     constant,
     dtype_name,
+    dtypes_of,
     is_aligned,
+    optional,
 )
 from gdn.problems import (
     CompressIndexerKeysParams,
@@ -46,12 +48,10 @@ from gdn.problems import (
 )
 from gdn.runtime import env
 
-
-def _name(tensor: torch.Tensor | None) -> str | None:
-    return None if tensor is None else dtype_name(tensor.dtype)
+Tensor = torch.Tensor
 
 
-def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
+def _grouped(x: Tensor, group: int) -> Tensor:
     """x as [rows, groups, group], a view where its strides allow it. In a contiguous x every group is a row."""
     if x.is_contiguous():
         return x.view(-1, 1, group)
@@ -61,7 +61,7 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 @operator(reference=reference.quantize_fp8, returns=lambda _: (NEW, NEW), memo=True, contiguous=("x",))
-def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Quantise to e4m3 with one float32 scale per group along the last dimension.
 
         scale = max(amax, 1e-4) / 448;   x_fp8 = x / scale, rounded to nearest even, saturated
@@ -112,14 +112,14 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     return x_fp8, scale
 
 
-def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
+def _is_fp8(cache: Tensor | None, fp8: bool | None) -> bool:
     """Whether the query is quantised: decided by the cache, else by the argument, else by VLLM_QSA_USE_FP8_INDEXER."""
     if cache is not None:
         return cache.dtype in (torch.uint8, FP8)
     return env.current().qsa_use_fp8_indexer if fp8 is None else fp8
 
 
-def _folds_weights(weights: torch.Tensor | None, cache: torch.Tensor | None, fp8: bool | None) -> bool:
+def _folds_weights(weights: Tensor | None, cache: Tensor | None, fp8: bool | None) -> bool:
     """Whether prepare_indexer returns new weights (FP8 with scales) instead of its argument."""
     if cache is not None:
         return cache.dtype == torch.uint8
@@ -140,22 +140,22 @@ def _prepared(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     contiguous=("q", "k"),
 )
 def prepare_indexer(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor | None,
-    cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    weights: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    cache: Tensor | None,
+    slot_mapping: Tensor | None,
     *,
     rotary_dim: int,
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Prepare one step of the indexer: norm, RoPE, quantisation, scale folding and cache write.
 
         norm          x * rsqrt(mean(x^2) + eps) * gain, in float32
@@ -225,7 +225,7 @@ def prepare_indexer(
     given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
-        bad_type(missing[0], "a torch.Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
+        bad_type(missing[0], "a Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
     if k is not None and k_norm is not None and cache is not None:
         kv_heads = check_keys("k", k, tokens, device)
         check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
@@ -245,18 +245,12 @@ def prepare_indexer(
     problem = PrepareIndexerProblem(
         num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
         head_dim=dim,
-        cache_dtype=_name(cache),
         rotary_dim=rotary_dim,
         zero_centred=zero_centred,
         dtype=dtype_name(q.dtype),
-        position_dtype=dtype_name(positions.dtype),
-        cos_sin_dtype=dtype_name(cos_sin.dtype),
-        k_norm_dtype=_name(k_norm),
-        slot_dtype=_name(slot_mapping),
+        **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, k=k, q_norm=q_norm),
         num_heads=heads,
-        k_dtype=_name(k),
-        weights_dtype=_name(weights) if folds else None,
-        q_norm_dtype=dtype_name(q_norm.dtype),
+        weights_dtype=dtype_name(weights.dtype) if folds and weights is not None else None,
         q_out_dtype="float8_e4m3fn" if is_fp8 else dtype_name(q.dtype),
         folds_weights=folds,
         num_tokens=tokens,
@@ -268,20 +262,11 @@ def prepare_indexer(
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
+        keys = None if k is None else aligned("k", with_kv_heads(k))
         params = PrepareIndexerParams(
-            q=aligned("q", q),
-            k=None if k is None else aligned("k", with_kv_heads(k)),
-            weights=weights if folds else None,
-            positions=positions,
-            cos_sin=aligned("cos_sin", cos_sin),
-            q_norm=constant(q_norm),
-            k_norm=None if k_norm is None else constant(k_norm),
-            cache=None if cache is None else flat_pages(cache),
-            slot_mapping=slot_mapping,
-            q_out=q_out,
-            weights_out=weights_out,
-            eps=eps,
-        )
+            aligned("q", q), keys, weights if folds else None, positions, aligned("cos_sin", cos_sin), constant(q_norm),
+            optional(constant, k_norm), optional(flat_pages, cache), slot_mapping, q_out, weights_out, eps,
+        )  # fmt: skip
         launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
     return results
 
@@ -295,14 +280,14 @@ def prepare_indexer(
     contiguous=("raw_k",),
 )
 def compress_indexer_keys(
-    raw_k: torch.Tensor,
-    ring: torch.Tensor,
-    cache: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_norm: torch.Tensor,
-    ring_slots: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    raw_k: Tensor,
+    ring: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_norm: Tensor,
+    ring_slots: Tensor,
+    slot_mapping: Tensor,
     *,
     ratio: int = 4,
     rotary_dim: int,
@@ -329,10 +314,8 @@ def compress_indexer_keys(
         Pages as for `write_indexer_cache`, their rows counting groups; updated in place.
     positions : Tensor [tokens]
         Position of each token, int32 or int64; a token whose position is negative, or larger than int32 holds, is skipped.
-    cos_sin : Tensor [max_positions, rotary_dim]
-        Cosines and sines, as for `prepare_indexer`.
-    k_norm : Tensor [D]
-        Weight of the RMS norm, as for `prepare_indexer`.
+    cos_sin, k_norm : Tensor [max_positions, rotary_dim], Tensor [D]
+        Cosines and sines, and weight of the RMS norm, as for `prepare_indexer`.
     ring_slots : Tensor [tokens]
         Slot of each token's sequence in the ring, int32 or int64; a token with a negative slot or `null_slot` is skipped.
     slot_mapping : Tensor [tokens]
@@ -340,12 +323,8 @@ def compress_indexer_keys(
         than int32 holds, = skip.
     ratio : int
         Tokens per group, >= 1.
-    rotary_dim : int
-        Number of leading dimensions that are rotated; even, at most D.
-    eps : float
-        Added to the mean square of the norm; finite, >= 0.
-    zero_centred : bool
-        Whether the gain of the norm is 1 + weight (True) or weight (False).
+    rotary_dim, eps, zero_centred : int, float, bool
+        As for `prepare_indexer`.
     null_slot : int
         Slot that is never written, >= -1.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -354,12 +333,7 @@ def compress_indexer_keys(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument; `ring` and `cache` are untouched then.
-
-    Notes
-    -----
-    The caller makes sure that slots and cache rows lie in range and that no two sequences share a slot. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument; `ring` and `cache` are untouched then. Slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
@@ -395,16 +369,11 @@ def compress_indexer_keys(
     problem = CompressIndexerKeysProblem(
         num_kv_heads=kv_heads,
         head_dim=dim,
-        cache_dtype=dtype_name(cache.dtype),
         rotary_dim=rotary_dim,
         zero_centred=zero_centred,
         dtype=dtype_name(raw_k.dtype),
-        position_dtype=dtype_name(positions.dtype),
-        cos_sin_dtype=dtype_name(cos_sin.dtype),
-        k_norm_dtype=dtype_name(k_norm.dtype),
-        slot_dtype=dtype_name(slot_mapping.dtype),
+        **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, ring_slot=ring_slots),
         ratio=ratio,
-        ring_slot_dtype=dtype_name(ring_slots.dtype),
         ring_aligned=is_aligned(ring_rows),
         num_tokens=tokens,
     )
@@ -413,15 +382,7 @@ def compress_indexer_keys(
         run_reference()
     if not is_empty(tokens):
         params = CompressIndexerKeysParams(
-            raw_k=aligned("raw_k", with_kv_heads(raw_k)),
-            ring=ring_rows,
-            cache=flat_pages(cache),
-            positions=positions,
-            cos_sin=aligned("cos_sin", cos_sin),
-            k_norm=constant(k_norm),
-            ring_slots=ring_slots,
-            slot_mapping=slot_mapping,
-            eps=eps,
-            null_slot=null_slot,
-        )
+            aligned("raw_k", with_kv_heads(raw_k)), ring_rows, flat_pages(cache), positions, aligned("cos_sin", cos_sin),
+            constant(k_norm), ring_slots, slot_mapping, eps, null_slot,
+        )  # fmt: skip
         launch(prepared, params, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))

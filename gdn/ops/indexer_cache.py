@@ -7,30 +7,12 @@ import torch
 from gdn import reference
 from gdn.ops import _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._indexer import (
-    check_cache,
-    check_keys,
-    check_kv_heads,
-    check_slot_mapping,
-    flat_pages,
-    with_kv_heads,
-)
+from gdn.ops._indexer import check_cache, check_keys, check_kv_heads, check_slot_mapping, flat_pages, with_kv_heads
 from gdn.ops._modes import is_empty, last_value
-from gdn.ops._tensors import (
-    FP8,
-    INDEX_DTYPES,
-    aligned,
-    bad_value,
-    check_at_least,
-    check_tensor,
-    dtype_name,
-)
-from gdn.problems import (
-    GatherIndexerCacheParams,
-    GatherIndexerCacheProblem,
-    WriteIndexerCacheParams,
-    WriteIndexerCacheProblem,
-)
+from gdn.ops._tensors import FP8, INDEX_DTYPES, aligned, bad_value, check_at_least, check_tensor, dtype_name, dtypes_of
+from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
+
+Tensor = torch.Tensor
 
 
 @operator(
@@ -41,7 +23,7 @@ from gdn.problems import (
     varies=("k", "cache"),
     contiguous=("k",),
 )
-def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None) -> None:
     """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
     Parameters
@@ -77,9 +59,8 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     problem = WriteIndexerCacheProblem(
         num_kv_heads=kv_heads,
         head_dim=k.shape[-1],
-        cache_dtype=dtype_name(cache.dtype),
         dtype=dtype_name(k.dtype),
-        slot_dtype=dtype_name(slot_mapping.dtype),
+        **dtypes_of(cache=cache, slot=slot_mapping),
         num_tokens=k.shape[0],
     )
     prepared = prepare(problem, k.device, backend)
@@ -94,13 +75,8 @@ def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 @operator(reference=reference.gather_indexer_cache, returns=_gathered, memo=True, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    num_rows: int | None = None,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Gather the cached key rows of N sequences, packed for `mqa_logits` (prefill with a cached prefix).
 
     Parameters
@@ -154,8 +130,7 @@ def gather_indexer_cache(
     problem = GatherIndexerCacheProblem(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        cache_dtype=dtype_name(cache.dtype),
-        cu_seqlens_dtype=dtype_name(cu_seqlens.dtype),
+        **dtypes_of(cache=cache, cu_seqlens=cu_seqlens),
         num_rows=rows,
         num_sequences=sequences,
     )
@@ -164,21 +139,17 @@ def gather_indexer_cache(
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    params = GatherIndexerCacheParams(
-        cache=flat_pages(cache), block_tables=block_tables, cu_seqlens=cu_seqlens, k=k, k_scale=k_scale
-    )
+    params = GatherIndexerCacheParams(flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
     else:
         results = (k.view(rows, kv_heads, head_dim), k_scale)
-    if num_rows is None:  # read back from the device: the next call may have another number
-        launch(prepared, params)
-    else:
-        launch(prepared, params, results, aligned=(cache,))
+    # Rows that were read back from the device are no plan: the next call may have another number.
+    launch(prepared, params, None if num_rows is None else results, aligned=(cache,))
     return results
 
 
-def _last_offset(cu_seqlens: torch.Tensor) -> int:
+def _last_offset(cu_seqlens: Tensor) -> int:
     last = last_value(cu_seqlens)
     if last is None:
         if cu_seqlens.is_meta:

@@ -12,8 +12,8 @@ from gdn.ops._indexer import (
     check_skipping,
     check_weights,
     kernel_weights,
-    kernel_weights_dtype,
-    product_dtype,
+    shared_fields,
+    with_kv_heads,
 )
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
@@ -30,25 +30,27 @@ from gdn.ops._tensors import (
 )
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
+Tensor = torch.Tensor
+
 
 @operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def mqa_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     *,
-    k_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
     scale: float = 1.0,
     relu: bool = True,
     max_seqlen_k: int | None = None,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
     skip_rows_up_to: int = 0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores of every query row against its range of key rows (ragged prefill of the indexer).
 
         score(i, j) = scale * sum_g k_scale[j, g] * sum_{h in group g} weights[i, h] * relu(q[i, h] . k[j, g])
@@ -119,8 +121,7 @@ def mqa_logits(
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
-    num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
+    num_queries, num_keys, num_kv_heads = q.shape[0], k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     check_skipping(skip_rows_up_to, clean_logits)
     num_columns = num_keys
     if max_seqlen_k is not None:
@@ -131,15 +132,8 @@ def mqa_logits(
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     problem = MqaLogitsProblem(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype_name(product_dtype(q.dtype, k.dtype)),
+        **shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
         has_k_scale=k_scale is not None,
-        weights_dtype=kernel_weights_dtype(weights),
-        relu=relu,
-        clean=clean_logits,
-        out_dtype=dtype_name(out_dtype),
         packed=max_seqlen_k is not None,
         num_queries=num_queries,
         num_keys=num_keys,
@@ -155,35 +149,22 @@ def mqa_logits(
     scales = None
     if k_scale is not None:
         scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    k_rows = contiguous("k", k if k.dim() == 3 else k[:, None])
-    params = MqaLogitsParams(
-        q=contiguous("q", q),
-        k=k_rows,
-        k_scale=scales,
-        weights=None if weights is None else make(kernel_weights, weights),
-        cu_seqlen_ks=make(contiguous_int32, cu_seqlen_ks),
-        cu_seqlen_ke=make(contiguous_int32, cu_seqlen_ke),
-        out=out,
-        scale=scale,
-        skip_rows_up_to=skip_rows_up_to,
-    )
+    row_weights = None if weights is None else make(kernel_weights, weights)
+    ranges = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
+    rows, keys = contiguous("q", q), contiguous("k", with_kv_heads(k))
+    params = MqaLogitsParams(rows, keys, scales, row_weights, *ranges, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, k, k_scale))
     return out
 
 
 def check_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
-    k_scale: torch.Tensor | None,
+    q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor, k_scale: Tensor | None
 ) -> None:
     """Checks the operands that `mqa_logits` and `indexer_topk` share."""
     check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
-    if not isinstance(k, torch.Tensor) or k.dim() != 2:
+    if not isinstance(k, Tensor) or k.dim() != 2:
         check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
     dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # the cache's dtype, or that of q
     check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
@@ -192,7 +173,7 @@ def check_operands(
     if k_scale is not None:
         if q.dtype != FP8:
             bad_value("k_scale", f"None for {dtype_name(k.dtype)} keys", "a tensor")
-        flat = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
+        flat = isinstance(k_scale, Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
         shape = [num_keys] if flat else [num_keys, num_kv_heads]
         check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
     check_weights(weights, num_queries, num_heads, device)
@@ -201,14 +182,14 @@ def check_operands(
 
 
 def fp8_mqa_logits(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    weights: torch.Tensor,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """`mqa_logits` with the argument order of DeepGEMM's function of this name: float32 scores, ReLU, scale 1.
 
     Parameters
@@ -244,13 +225,6 @@ def fp8_mqa_logits(
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)
     k, k_scale = kv
     Kind(int, False).check_type("max_seqlen_k", max_seqlen_k)
-    return mqa_logits(
-        q,
-        k,
-        weights,
-        cu_seqlen_ks,
-        cu_seqlen_ke,
-        k_scale=k_scale,
-        max_seqlen_k=max_seqlen_k if max_seqlen_k != 0 else None,
-        clean_logits=clean_logits,
-    )
+    columns = max_seqlen_k if max_seqlen_k != 0 else None
+    ranges = (cu_seqlen_ks, cu_seqlen_ke)
+    return mqa_logits(q, k, weights, *ranges, k_scale=k_scale, max_seqlen_k=columns, clean_logits=clean_logits)

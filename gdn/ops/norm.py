@@ -15,6 +15,7 @@ from gdn.ops._tensors import (
     check_tensor,
     constant,
     dtype_name,
+    dtypes_of,
 )
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from gdn.reference import steps as reference
@@ -76,8 +77,7 @@ def rms_norm_gated(
         num_heads=heads,
         head_dim=dim,
         dtype=dtype_name(x.dtype),
-        z_dtype=dtype_name(z.dtype),
-        weight_dtype=dtype_name(weight.dtype),
+        **dtypes_of(z=z, weight=weight),
         sigmoid=activation == "sigmoid",
         num_tokens=x.numel() // max(heads * dim, 1),
     )
@@ -89,8 +89,5 @@ def rms_norm_gated(
         def rows(name: str, part: Tensor) -> Tensor:
             return aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
 
-        params = RmsNormGatedParams(
-            x=rows("x", x), z=rows("z", z), weight=constant(weight), out=out.view(-1, heads, dim), eps=eps
-        )
-        launch(prepared, params)
+        launch(prepared, RmsNormGatedParams(rows("x", x), rows("z", z), constant(weight), out.view(-1, heads, dim), eps))
     return out

@@ -16,13 +16,14 @@ from gdn.ops._indexer import (
     check_weights,
     flat_pages,
     kernel_weights,
-    kernel_weights_dtype,
-    product_dtype,
+    shared_fields,
 )
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous, contiguous_int32, dtype_name
+from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous, contiguous_int32
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
+
+Tensor = torch.Tensor
 
 
 @operator(
@@ -33,11 +34,11 @@ from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
     contiguous=("q", "weights", "block_tables"),
 )
 def paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor | None,
+    context_lens: Tensor,
+    block_tables: Tensor,
     max_context_len: int,
     *,
     scale: float = 1.0,
@@ -45,9 +46,9 @@ def paged_mqa_logits(
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
     skip_rows_up_to: int = 0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores of each sequence's next_n query tokens against its cached keys (paged decode of the indexer).
 
     The formula is that of `mqa_logits`. Lengths are read on the device only, so they may change between replays of a CUDA
@@ -56,7 +57,7 @@ def paged_mqa_logits(
     Parameters
     ----------
     q : Tensor [B, next_n, H, D]
-        Queries, float8_e4m3fn or bfloat16 (float16 and float32: reference only); copied where not contiguous as a whole.
+        Queries, as for `mqa_logits`.
     cache : Tensor
         Pages of keys; their dtype gives the form, and the kv_heads axis may be missing where it is 1:
 
@@ -77,16 +78,12 @@ def paged_mqa_logits(
         of the cache. Other entries are not followed.
     max_context_len : int
         Columns of the result.
-    scale : float
-        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
-    relu : bool
-        False leaves the products as they are.
+    scale, relu : float, bool
+        As for `mqa_logits`.
     clean_logits : bool
         Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
-    out_dtype : torch.dtype
-        float32 or bfloat16.
-    skip_rows_up_to : int
-        Rows with at most this many visible keys may stay unscored. Only with ``clean_logits=False``.
+    out_dtype, skip_rows_up_to : torch.dtype, int
+        As for `mqa_logits`.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -124,15 +121,8 @@ def paged_mqa_logits(
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype_name(product_dtype(q.dtype, cache.dtype)),
+        **shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
         has_k_scale=cache.dtype == torch.uint8,
-        weights_dtype=kernel_weights_dtype(weights),
-        relu=relu,
-        clean=clean_logits,
-        out_dtype=dtype_name(out_dtype),
         page_size=page_size,
         next_n=next_n,
         per_draft_lengths=context_lens.dim() == 2,
@@ -147,23 +137,14 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if nothing_cached or is_empty(batch, max_context_len):
         return out
-    params = PagedMqaLogitsParams(
-        q=contiguous("q", q),
-        cache=flat_pages(cache),
-        weights=None if weights is None else make(kernel_weights, weights),
-        context_lens=make(contiguous_int32, context_lens),
-        block_tables=block_tables,
-        out=out,
-        scale=scale,
-        skip_rows_up_to=skip_rows_up_to,
-    )
+    row_weights = None if weights is None else make(kernel_weights, weights)
+    rows, pages, lengths = contiguous("q", q), flat_pages(cache), make(contiguous_int32, context_lens)
+    params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out
 
 
-def check_values(
-    block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
-) -> None:
+def check_values(block_tables: Tensor, context_lens: Tensor, page_size: int, num_pages: int, max_context_len: int) -> None:
     """Checks that no sequence is longer than its row of block_tables and that pages of visible keys are in the cache."""
     if reads_values(block_tables.device) and num_pages:
         _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
@@ -171,36 +152,28 @@ def check_values(
 
 
 def fp8_paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    schedule_metadata: torch.Tensor | None = None,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    schedule_metadata: Tensor | None = None,
     max_context_len: int | None = None,
     clean_logits: bool = False,
-    indices: torch.Tensor | None = None,
-) -> torch.Tensor:
+    indices: Tensor | None = None,
+) -> Tensor:
     """`paged_mqa_logits` with the argument order of DeepGEMM's function of this name: float32 scores, ReLU, scale 1.
 
     Parameters
     ----------
-    q : Tensor [B, next_n, H, D]
-        Queries, as for `paged_mqa_logits`.
-    cache : Tensor [pages, page_size, kv_heads, D + 4] of uint8
-        Pages of keys with their scales; the other forms of `paged_mqa_logits` are accepted too.
-    weights : Tensor [B * next_n, H]
-        Weight of each head, any float dtype.
-    context_lens : Tensor [B, next_n] or [B]
-        Number of visible keys, as for `paged_mqa_logits`.
-    block_tables : Tensor [B, max_pages] of int32
-        Page of each page_size keys of a sequence.
+    q, cache, weights, context_lens, block_tables : Tensor
+        As for `paged_mqa_logits`; the cache of DeepGEMM is uint8 [pages, page_size, kv_heads, D + 4].
     schedule_metadata : Tensor, optional
         Accepted and not needed: these kernels schedule themselves on the device.
     max_context_len : int, optional
         Columns of the result. None = what `block_tables` can address.
     clean_logits : bool
-        Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
+        As for `paged_mqa_logits`.
     indices : None
         Only None is accepted.
 
@@ -229,7 +202,7 @@ def fp8_paged_mqa_logits(
     return paged_mqa_logits(q, cache, weights, context_lens, block_tables, max_context_len, clean_logits=clean_logits)
 
 
-def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
+def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: int) -> Tensor:
     """Placeholder for the schedule that DeepGEMM's `fp8_paged_mqa_logits` needs.
 
     These kernels schedule themselves on the device; the function exists so that code written for DeepGEMM runs. Pass its result
@@ -237,12 +210,8 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
 
     Parameters
     ----------
-    context_lens : Tensor
-        Lengths, int32 or int64.
-    block_kv : int
-        Page size, >= 1.
-    num_sms : int
-        Number of SMs to schedule for, >= 1.
+    context_lens, block_kv, num_sms : Tensor, int, int
+        Lengths, int32 or int64; page size and number of SMs to schedule for, both >= 1.
 
     Returns
     -------

@@ -21,24 +21,26 @@ from gdn.ops._tensors import (
     check_tensor,
 )
 
+Tensor = torch.Tensor
+
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
 
 
 def sparse_attention(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    topk_indices: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    topk_indices: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     *,
-    topk_length: torch.Tensor | None = None,
+    topk_length: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     max_query_len: int | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query token over the positions that the indexer selected for it.
 
         o = softmax(scale * q k^T) v, over the selected positions; float32 inside
@@ -110,19 +112,19 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 @operator(name="sparse_attention", writes={"out": always}, returns=_returns, contiguous=("q", "topk_indices"))
 def _attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    topk_indices: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    topk_length: torch.Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    topk_indices: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    topk_length: Tensor | None,
     scale: float | None,
     max_query_len: int | None,
-    out: torch.Tensor | None,
+    out: Tensor | None,
     backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on two caches, with its log-sum-exp."""
     check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
@@ -150,16 +152,16 @@ def _attend(
     if not has_memory():
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
         return torch.empty(q.shape, dtype=q.dtype, device=device) if out is None else out, lse
-    found: tuple[torch.Tensor, torch.Tensor] = reference.sparse_attention(  # type: ignore[assignment]
+    found: tuple[Tensor, Tensor] = reference.sparse_attention(  # type: ignore[assignment]
         q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
         return_lse=True, out=out,
     )  # fmt: skip
     return found
 
 
-def _pair(kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(kv_cache: Any) -> tuple[Tensor, Tensor]:
     """Splits kv_cache into the caches of keys and values, which the operator checks."""
-    if isinstance(kv_cache, torch.Tensor):
+    if isinstance(kv_cache, Tensor):
         check_layout("kv_cache", kv_cache)
         if kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
             bad_value("kv_cache", "shape [2, num_blocks, block_size, kv_heads, D]", f"shape {list(kv_cache.shape)}")
@@ -171,7 +173,7 @@ def _pair(kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return k_cache, v_cache
 
 
-def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor) -> None:
+def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
     dtypes, device = (q.dtype,), q.device
     shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", q.shape[-1]]
     check_tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
@@ -184,12 +186,12 @@ def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor)
 
 
 def _check_values(
-    topk_indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    k_cache: torch.Tensor,
+    topk_indices: Tensor,
+    topk_length: Tensor | None,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    k_cache: Tensor,
 ) -> None:
     tokens, device = topk_indices.shape[0], topk_indices.device
     _values.check_offsets("query_start_loc", query_start_loc, tokens)

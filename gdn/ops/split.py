@@ -100,8 +100,5 @@ def fused_qkvzba_split_reshape_cat(
     b, a = new(mixed_ba, num_heads_v), new(mixed_ba, num_heads_v)
     if not is_empty(length):
         access = 8 if head_qk % 8 or head_v % 8 else ALIGNMENT
-        params = SplitParams(
-            mixed_qkvz=aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba=mixed_ba, mixed_qkv=mixed_qkv, z=z, b=b, a=a
-        )
-        launch(prepared, params)
+        launch(prepared, SplitParams(aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a))
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

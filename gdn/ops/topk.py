@@ -13,23 +13,26 @@ from gdn.ops._tensors import (
     check_out,
     check_tensor,
     dtype_name,
+    dtypes_of,
 )
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 
+Tensor = torch.Tensor
+
 
 @operator(writes={"out": always}, contiguous=("logits",))
 def topk_indices(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     *,
     sorted_by: str = "index",
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Indices of the k largest logits of each row's range.
 
     Exact: the selected scores are the multiset that torch.topk selects. Deterministic: of equal scores (-0.0 equals 0.0) the
@@ -84,17 +87,17 @@ def topk_indices(
 
 
 def select_rows(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
-    row_starts: torch.Tensor | None,
-    row_ends: torch.Tensor | None,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
     sorted_by: str,
-    out: torch.Tensor | None,
+    out: Tensor | None,
     backend: str | None,
     list_short: bool = False,
     num_keys: int | None = None,
     drafts: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """`topk_indices` of checked arguments.
 
     list_short: rows of at most k columns list all of them, and are not read.
@@ -105,8 +108,7 @@ def select_rows(
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
         dtype=dtype_name(logits.dtype),
-        starts_dtype=dtype_name(row_starts.dtype) if row_starts is not None else None,
-        ends_dtype=dtype_name(row_ends.dtype) if row_ends is not None else None,
+        **dtypes_of(starts=row_starts, ends=row_ends),
         sorted_by=sorted_by,
         k=k,
         num_rows=rows,
@@ -120,22 +122,14 @@ def select_rows(
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
-        params = TopkParams(
-            logits=logits,
-            row_starts=row_starts,
-            row_ends=row_ends,
-            out=out,
-            list_short=int(list_short),
-            num_keys=-1 if num_keys is None else num_keys,
-            drafts=drafts,
-        )
-        launch(prepared, params)
+        keys = -1 if num_keys is None else num_keys
+        launch(prepared, TopkParams(logits, row_starts, row_ends, out, int(list_short), keys, drafts))
     return out
 
 
 def _own_bounds(
-    starts: torch.Tensor | None, ends: torch.Tensor | None, num_keys: int | None, drafts: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    starts: Tensor | None, ends: Tensor | None, num_keys: int | None, drafts: int
+) -> tuple[Tensor | None, Tensor | None]:
     """Bounds in columns of each row, from bounds that are keys or that several rows share."""
     if num_keys is not None and starts is not None and ends is not None:
         return None, ends.clamp(0, num_keys) - starts.clamp(0, num_keys)
@@ -145,25 +139,19 @@ def _own_bounds(
     return starts, ends
 
 
-def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:
+def _lengths(logits: Tensor, row_starts: Tensor | None, row_ends: Tensor | None) -> Tensor:
     """Number of columns in each row's range, clamped like the selection's."""
     rows, columns = logits.shape
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    start, end = key_range(
-        zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends, columns
-    )
+    starts, ends = zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends
+    start, end = key_range(starts, ends, columns)
     return end - start
 
 
 @operator(reference=reference.expand_topk_groups, writes={"out": always}, memo=True, varies=("group_indices", "positions"))
 def expand_topk_groups(
-    group_indices: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    ratio: int = 4,
-    out: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
+    group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None, backend: str | None = None
+) -> Tensor:
     """Token positions of selected groups of `ratio` tokens, with the causal tail.
 
     The tail is the query's own unfinished group: positions (pos + 1) // ratio * ratio up to and including pos. Groups keep
@@ -203,18 +191,12 @@ def expand_topk_groups(
     check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
     check_at_least("ratio", ratio, 1)
     check_out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
-    problem = ExpandTopkGroupsProblem(
-        ratio=ratio,
-        group_dtype=dtype_name(group_indices.dtype),
-        position_dtype=dtype_name(positions.dtype),
-        num_tokens=tokens,
-        k=k,
-    )
+    dtypes = dtypes_of(group=group_indices, position=positions)
+    problem = ExpandTopkGroupsProblem(ratio=ratio, **dtypes, num_tokens=tokens, k=k)
     prepared = prepare(problem, group_indices.device, backend)
     if is_empty(tokens, k):
         run_reference()
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
-    params = ExpandTopkGroupsParams(group_indices=group_indices, positions=positions, out=out)
-    launch(prepared, params, (out,))
+    launch(prepared, ExpandTopkGroupsParams(group_indices, positions, out), (out,))
     return out

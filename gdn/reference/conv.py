@@ -10,23 +10,25 @@ import torch
 
 from gdn.reference.modes import inference_only
 
+Tensor = torch.Tensor
+
 
 @inference_only
 def causal_conv1d_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    conv_states: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    cache_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
+    conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     activation: str | None = "silu",
-    checkpoint_offsets: torch.Tensor | None = None,
-    checkpoint_slots: torch.Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`gdn.causal_conv1d_fn`: packed prefill, x [tokens, dim]."""
     window = weight.shape[1] - 1
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -57,19 +59,19 @@ def causal_conv1d_fn(
 
 @inference_only
 def causal_conv1d_update(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | None = "silu",
     *,
-    conv_state_indices: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    parent_token: torch.Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    parent_token: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`gdn.causal_conv1d_update`: decode, x [tokens, dim], [B, dim] or [B, dim, T]."""
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if query_start_loc is None:
@@ -105,7 +107,7 @@ def causal_conv1d_update(
         history = conv_state[slot, :, first : first + window].to(x.dtype)
 
         if parents is not None:
-            windows: list[torch.Tensor] = []
+            windows: list[Tensor] = []
             for i in range(tokens.shape[1]):
                 parent = parents[first_rows[n] + i]
                 line = torch.cat([history if parent < 0 else windows[parent], tokens[:, i : i + 1]], dim=1)
@@ -124,20 +126,20 @@ def causal_conv1d_update(
     return y if out is None else out.copy_(y)
 
 
-def _convolve(line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def _convolve(line: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """line [dim, w - 1 + T] -> [dim, T]."""
     dtype = torch.float64 if line.dtype == torch.float64 else torch.float32
     line, weight = line.to(dtype), weight.to(dtype)
     width = weight.shape[1]
     length = line.shape[1] - width + 1
     y = sum(weight[:, j : j + 1] * line[:, j : j + length] for j in range(width))
-    assert isinstance(y, torch.Tensor)
+    assert isinstance(y, Tensor)
     if bias is not None:
         y = y + bias.to(dtype)[:, None]
     return torch.nn.functional.silu(y) if activation in ("silu", "swish") else y
 
 
-def _sequences(query_start_loc: torch.Tensor | None, num_tokens: int) -> list[tuple[int, int]]:
+def _sequences(query_start_loc: Tensor | None, num_tokens: int) -> list[tuple[int, int]]:
     """(first token, end) of every sequence; a length below zero counts as empty."""
     offsets = [0, num_tokens] if query_start_loc is None else query_start_loc.tolist()
     return [(start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]

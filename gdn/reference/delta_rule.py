@@ -15,37 +15,39 @@ import torch
 from gdn.reference.modes import inference_only
 from gdn.reference.rounding import stochastic_bfloat16
 
+Tensor = torch.Tensor
+
 CHUNK_SIZE = 64  # tokens
 L2_NORM_EPS = 1e-6  # added to the sum of squares
 
 
 @inference_only
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     head_first: bool = False,
     *,
     state_v_first: bool = False,
     use_gate_in_kernel: bool = False,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    state_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    final_state_indices: torch.Tensor | None = None,
-    checkpoint_offsets: torch.Tensor | None = None,
-    checkpoint_slots: torch.Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """`gdn.chunk_gated_delta_rule`, chunk by chunk of 64 tokens."""
     if head_first:
         raise ValueError("head_first: expected False, got True")
@@ -97,32 +99,32 @@ def chunk_gated_delta_rule(
 
 @inference_only
 def fused_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     inplace_final_state: bool | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    ssm_state_indices: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     *,
     state_v_first: bool = False,
     use_gate_in_kernel: bool = False,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     output_final_state: bool = True,
-    final_state_indices: torch.Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     disable_state_update: bool = False,
-    parent_token: torch.Tensor | None = None,
-    rounding_seed: torch.Tensor | None = None,
+    parent_token: Tensor | None = None,
+    rounding_seed: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """`gdn.fused_recurrent_gated_delta_rule`, token by token."""
     tokens = _Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
@@ -133,7 +135,7 @@ def fused_recurrent_gated_delta_rule(
     every_token = ssm_state_indices is not None and ssm_state_indices.dim() == 2
 
     # States are stored in `target`; the caller gets `final_state`.
-    target: torch.Tensor | None = None
+    target: Tensor | None = None
     if pooled or inplace_final_state:
         final_state = initial_state if output_final_state else None
         target = None if disable_state_update else initial_state
@@ -158,7 +160,7 @@ def fused_recurrent_gated_delta_rule(
         first_state = tokens.zero_state() if initial_state is None else _load(initial_state, slot, state_v_first, tokens.dtype)
 
         state = first_state
-        history: list[torch.Tensor] = []  # the state after each token; kept for tree drafts only
+        history: list[Tensor] = []  # the state after each token; kept for tree drafts only
         q_rows, k_rows, v_rows, g_rows, beta_rows = tokens.rows(b, start, end)
         for i in range(end - start):
             if parents is not None:
@@ -179,9 +181,7 @@ def fused_recurrent_gated_delta_rule(
     return (o if out is None else out.copy_(o)), final_state
 
 
-def _step(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """One token. state [HS, K, V]; q, k [HS, K]; v [HS, V]; g, beta [HS] -> o [HS, V], the state after it.
 
     S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q
@@ -192,14 +192,12 @@ def _step(
     return _transposed_times(state, q), state
 
 
-def _transposed_times(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _transposed_times(state: Tensor, x: Tensor) -> Tensor:
     """S^T x for every head: [HS, K, V], [HS, K] -> [HS, V]."""
     return (x[:, None, :] @ state)[:, 0]
 
 
-def _chunk(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Up to 64 tokens. state [HS, K, V]; q, k [HS, C, K]; v [HS, C, V]; g, beta [HS, C] -> o [HS, C, V], state.
 
     With c the inclusive running sum of g, and G_ij = exp(c_i - c_j) for i >= j, else 0:
@@ -225,7 +223,7 @@ def _chunk(
     return o, state
 
 
-def _decay_between(g: torch.Tensor) -> torch.Tensor:
+def _decay_between(g: Tensor) -> Tensor:
     """G [HS, C, C]: exp(g_{j+1} + ... + g_i) for i >= j, else 0, of log decays g [HS, C].
 
     Every exponent is a separate sum that starts after token j. The difference c_i - c_j of two running sums is the same number,
@@ -240,23 +238,23 @@ def _decay_between(g: torch.Tensor) -> torch.Tensor:
 class _Tokens:
     """Tokens of a call: `rows` returns a range of them with norm, scale and gates applied and heads expanded."""
 
-    q: torch.Tensor  # [B, T, Hq, K]
-    k: torch.Tensor  # [B, T, Hk, K]
-    v: torch.Tensor  # [B, T, HV, V]
-    g: torch.Tensor | None  # [B, T, HS]
-    beta: torch.Tensor | None  # [B, T, HS]
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, Hk, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None  # [B, T, HS]
+    beta: Tensor | None  # [B, T, HS]
     scale: float | None
     use_qk_l2norm: bool
     use_gate: bool
-    A_log: torch.Tensor | None  # [HS]
-    dt_bias: torch.Tensor | None  # [HS]
+    A_log: Tensor | None  # [HS]
+    dt_bias: Tensor | None  # [HS]
     use_beta_sigmoid: bool
 
     def __post_init__(self) -> None:
         self.dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
         self.num_heads = max(self.q.shape[2], self.v.shape[2])
 
-    def rows(self, b: int, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def rows(self, b: int, start: int, end: int) -> tuple[Tensor, ...]:
         """q, k [HS, T, K], v [HS, T, V], g (log decay), beta [HS, T] of tokens start..end."""
         q, k, v = (self._expanded(x[b, start:end]) for x in (self.q, self.k, self.v))
         if self.use_qk_l2norm:
@@ -265,11 +263,11 @@ class _Tokens:
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return q * scale, k, v, self._log_decay(b, start, end), self._beta(b, start, end)
 
-    def _expanded(self, x: torch.Tensor) -> torch.Tensor:
+    def _expanded(self, x: Tensor) -> Tensor:
         """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""
         return x.to(self.dtype).repeat_interleave(self.num_heads // x.shape[1], dim=1).transpose(0, 1)
 
-    def _log_decay(self, b: int, start: int, end: int) -> torch.Tensor:
+    def _log_decay(self, b: int, start: int, end: int) -> Tensor:
         if self.g is None:
             return self.q.new_zeros(self.num_heads, end - start, dtype=self.dtype)
         g = self.g[b, start:end].to(self.dtype)
@@ -280,26 +278,26 @@ class _Tokens:
             g = -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(g, beta=1.0, threshold=20.0)
         return g.t()
 
-    def _beta(self, b: int, start: int, end: int) -> torch.Tensor:
+    def _beta(self, b: int, start: int, end: int) -> Tensor:
         if self.beta is None:
             return self.q.new_ones(self.num_heads, end - start, dtype=self.dtype)
         beta = self.beta[b, start:end].to(self.dtype)
         return (beta.sigmoid() if self.use_beta_sigmoid else beta).t()
 
-    def zero_output(self) -> torch.Tensor:
+    def zero_output(self) -> Tensor:
         """[B, T, HS, V]: rows that no live sequence owns stay zero."""
         return self.v.new_zeros(*self.q.shape[:2], self.num_heads, self.v.shape[-1])
 
-    def zero_state(self) -> torch.Tensor:
+    def zero_state(self) -> Tensor:
         return self.q.new_zeros(self.num_heads, self.q.shape[-1], self.v.shape[-1], dtype=self.dtype)
 
-    def new_state(self, num_sequences: int, state_v_first: bool) -> torch.Tensor:
+    def new_state(self, num_sequences: int, state_v_first: bool) -> Tensor:
         k_dim, v_dim = self.q.shape[-1], self.v.shape[-1]
         inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
         return self.q.new_zeros(num_sequences, self.num_heads, *inner, dtype=self.dtype)
 
 
-def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[tuple[int, int, int]]:
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
     """(batch row, first token, end) of every sequence; a length below zero counts as empty."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
@@ -308,17 +306,17 @@ def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[tuple[i
     return [(0, start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
-def _columns(indices: torch.Tensor) -> list[list[int]]:
+def _columns(indices: Tensor) -> list[list[int]]:
     return (indices[:, None] if indices.dim() == 1 else indices).tolist()
 
 
-def _load(pool: torch.Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> torch.Tensor:
+def _load(pool: Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> Tensor:
     """Copy of the state in a slot, as [HS, K, V]: a draft tree needs it again after the slot has been written."""
     state = pool[slot].to(dtype, copy=True)
     return state.mT if state_v_first else state
 
 
-def _store(pool: torch.Tensor, slot: int, state: torch.Tensor, state_v_first: bool, seed: int | None = None) -> None:
+def _store(pool: Tensor, slot: int, state: Tensor, state_v_first: bool, seed: int | None = None) -> None:
     """Stores state [HS, K, V] in a slot, rounded to the pool's dtype: to nearest, or stochastically with a seed."""
     if seed is not None and pool.dtype == torch.bfloat16:
         state = stochastic_bfloat16(state, seed, slot)

@@ -13,23 +13,25 @@ import torch
 from gdn.reference.logits import page_views
 from gdn.reference.modes import inference_only
 
+Tensor = torch.Tensor
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_AMAX = 1e-4
 
 
-def cast_fp8(x: torch.Tensor) -> torch.Tensor:
+def cast_fp8(x: Tensor) -> Tensor:
     """Saturating cast to e4m3; NaN stays NaN."""
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def _divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+def _divided(x: Tensor, divisor: float) -> Tensor:
     """x / divisor, rounded once. The divisor becomes a tensor: on a GPU torch multiplies by the reciprocal of a number."""
     return x / x.new_full((), divisor)
 
 
 @inference_only
-def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """x [..., D] -> e4m3 [..., D] and float32 scales [..., D / group], group = min(group_size, D); both contiguous."""
     group = min(group_size, x.shape[-1])
     grouped = x.float().contiguous().unflatten(-1, (-1, group))
@@ -37,7 +39,7 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, 
     return cast_fp8((grouped / scale[..., None]).flatten(-2)), scale
 
 
-def _write_flat(view: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, keep: torch.Tensor) -> None:
+def _write_flat(view: Tensor, slots: Tensor, values: Tensor, keep: Tensor) -> None:
     """view[slot // page_size, slot % page_size] = values where keep; kept slots are distinct. No host read.
 
     view [pages, page_size, ...] with any page stride, slots [tokens]. A skipped token repeats the write of a kept one
@@ -58,7 +60,7 @@ def _write_flat(view: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, k
 
 
 @inference_only
-def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Writes k [tokens, D] or [tokens, kv_heads, D] to rows slot_mapping [tokens] of the cache; negative = skip.
 
     A uint8 cache gets e4m3 values and one scale per (row, kv head), a float8_e4m3fn cache plain casts, any other cache values in
@@ -79,14 +81,14 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         _write_flat(values, slots, k.to(cache.dtype), keep)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """Float32 norm over the last dim: x [..., D], weight [D] -> float32 [..., D]."""
     gain = weight.float() + 1.0 if zero_centred else weight.float()
     value = x.float()
     return value * torch.rsqrt(value.square().mean(dim=-1, keepdim=True) + eps) * gain
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
     """x [tokens, heads, D] float32, positions [tokens], cos_sin [max_positions, rotary_dim] = [cos | sin]."""
     half = rotary_dim // 2
     entry = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)].float()[:, None]
@@ -97,21 +99,21 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rotary
 
 @inference_only
 def prepare_indexer(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor | None,
-    cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    weights: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    cache: Tensor | None,
+    slot_mapping: Tensor | None,
     *,
     rotary_dim: int,
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Norm, RoPE, quantisation, scale folding and the cache write of one step.
 
     q [tokens, H, D], k [tokens, D] or [tokens, kv_heads, D], weights [tokens, H] or None -> (q, weights'):
@@ -140,14 +142,14 @@ def prepare_indexer(
 
 @inference_only
 def compress_indexer_keys(
-    raw_k: torch.Tensor,
-    ring: torch.Tensor,
-    cache: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_norm: torch.Tensor,
-    ring_slots: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    raw_k: Tensor,
+    ring: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_norm: Tensor,
+    ring_slots: Tensor,
+    slot_mapping: Tensor,
     *,
     ratio: int = 4,
     rotary_dim: int,
@@ -195,8 +197,8 @@ def compress_indexer_keys(
 
 @inference_only
 def gather_indexer_cache(
-    cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor, *, num_rows: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Rows of N sequences out of their pages, packed: keys [rows, (kv_heads,) D] and scales [rows, (kv_heads)] or None.
 
     block_tables [N, max_pages], cu_seqlens [N + 1]. num_rows: rows of the result; None = cu_seqlens[N], read back to the

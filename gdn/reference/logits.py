@@ -13,11 +13,13 @@ import torch
 
 from gdn.reference.modes import inference_only
 
+Tensor = torch.Tensor
+
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024
 
 
-def compute_dtype(q: torch.Tensor) -> torch.dtype:
+def compute_dtype(q: Tensor) -> torch.dtype:
     """Dtype of sums: float32, or float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -27,14 +29,7 @@ def compute_dtype(q: torch.Tensor) -> torch.dtype:
 TILE_ROWS, TILE_KEYS = 64, 1024
 
 
-def scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    scale: float,
-    relu: bool,
-) -> torch.Tensor:
+def scores(q: Tensor, k: Tensor, k_scale: Tensor | None, weights: Tensor | None, scale: float, relu: bool) -> Tensor:
     """Unmasked scores: q [m, H, D], k [n, kv_heads, D], k_scale [n, kv_heads], weights [m, H] -> [m, n]."""
     dtype = compute_dtype(q)
     num_rows, num_keys = q.shape[0], k.shape[0]
@@ -51,14 +46,12 @@ def scores(
     return total
 
 
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+def _padded(x: Tensor, size: int) -> Tensor:
     """x [n, ...] with rows of zeros up to `size`."""
     return x if x.shape[0] == size else torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
 
 
-def _tile(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool, k_scale: torch.Tensor | None
-) -> torch.Tensor:
+def _tile(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool, k_scale: Tensor | None) -> Tensor:
     """Sums over heads of one tile: q [TILE_ROWS, H, D], k [TILE_KEYS, kv_heads, D] -> [TILE_ROWS, the keys of k_scale or all]."""
     num_kv_heads = k.shape[1]
     group = q.shape[1] // num_kv_heads
@@ -82,7 +75,7 @@ def rows_per_block(num_heads: int, num_keys: int, dtype: torch.dtype) -> int:
     return max(1, BLOCK_BYTES // max(1, num_heads * num_keys * dtype.itemsize))
 
 
-def key_range(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def key_range(starts: Tensor, ends: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Ranges clamped to [0, num_keys], with end >= start: starts and ends [rows] -> int64."""
     start = starts.long().clamp(0, num_keys)
     end = torch.maximum(ends.long().clamp(0, num_keys), start)
@@ -91,20 +84,20 @@ def key_range(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> tuple[
 
 @inference_only
 def mqa_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     *,
-    k_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
     scale: float = 1.0,
     relu: bool = True,
     max_seqlen_k: int | None = None,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Ragged prefill: out [M, Nk], or [M, max_seqlen_k] with column 0 of row i at key cu_seqlen_ks[i].
 
     q [M, H, D]; k [Nk, D] or [Nk, kv_heads, D]; k_scale [Nk] or [Nk, kv_heads]; weights [M, H].
@@ -137,7 +130,7 @@ def mqa_logits(
     return out
 
 
-def page_views(cache: torch.Tensor, head_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def page_views(cache: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Typed views of an indexer cache: values [pages, page_size, kv_heads, D] and, in uint8 pages, their float32 scales.
 
     cache: uint8 [pages, page_size, kv_heads, D + 4], or float8_e4m3fn / bfloat16 [pages, page_size, kv_heads, D]; the
@@ -157,14 +150,14 @@ def page_views(cache: torch.Tensor, head_dim: int | None = None) -> tuple[torch.
     return values, scales
 
 
-def take_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """values[index] along dim 0; FP8 goes through bytes, since torch indexes no FP8 on every device."""
     if values.dtype == torch.float8_e4m3fn:
         return values.view(torch.uint8)[index].view(torch.float8_e4m3fn)
     return values[index]
 
 
-def visible_lengths(context_lens: torch.Tensor, batch: int, next_n: int, limit: int) -> torch.Tensor:
+def visible_lengths(context_lens: Tensor, batch: int, next_n: int, limit: int) -> Tensor:
     """Keys that each query row sees, [B * next_n] int64 in [0, limit].
 
     context_lens [B, next_n] are those counts; with [B], draft i of next_n sees context_len - next_n + 1 + i.
@@ -177,19 +170,19 @@ def visible_lengths(context_lens: torch.Tensor, batch: int, next_n: int, limit: 
 
 @inference_only
 def paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor | None,
+    context_lens: Tensor,
+    block_tables: Tensor,
     max_context_len: int,
     *,
     scale: float = 1.0,
     relu: bool = True,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Decode from cache pages: out [B * next_n, max_context_len].
 
     q [B, next_n, H, D]; cache as `page_views`; weights [B * next_n, H]; context_lens [B] or [B, next_n]; block_tables

@@ -6,6 +6,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+Tensor = torch.Tensor
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,7 +21,7 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), "cpu")
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
         with torch.no_grad():
             if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
                 return function(*args, **kwargs)

@@ -6,16 +6,13 @@ from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
 from gdn.reference.modes import inference_only
 
+Tensor = torch.Tensor
+
 
 @inference_only
 def fused_gdn_gating(
-    A_log: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    dt_bias: torch.Tensor,
-    beta: float = 1.0,
-    threshold: float = 20.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias), beta_output = sigmoid(b); a, b [..., HV] -> float32 of their shape, contiguous."""
     dtype = _compute_dtype(a)
     softplus = torch.nn.functional.softplus(a.to(dtype) + dt_bias.to(dtype), beta=beta, threshold=threshold)
@@ -25,13 +22,8 @@ def fused_gdn_gating(
 
 @inference_only
 def fused_qkvzba_split_reshape_cat(
-    mixed_qkvz: torch.Tensor,
-    mixed_ba: torch.Tensor,
-    num_heads_qk: int,
-    num_heads_v: int,
-    head_qk: int,
-    head_v: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a: new tensors."""
     ratio = num_heads_v // num_heads_qk
     length = mixed_qkvz.shape[0]
@@ -40,7 +32,7 @@ def fused_qkvzba_split_reshape_cat(
     mixed_qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
     b, a = mixed_ba.reshape(length, num_heads_qk, 2 * ratio).split(ratio, dim=2)
 
-    def new(part: torch.Tensor, *shape: int) -> torch.Tensor:
+    def new(part: Tensor, *shape: int) -> Tensor:
         # Not contiguous(): for one token or one group that is a view of the input.
         return part.reshape(length, *shape).clone(memory_format=torch.contiguous_format)
 
@@ -48,9 +40,7 @@ def fused_qkvzba_split_reshape_cat(
 
 
 @inference_only
-def rms_norm_gated(
-    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, activation: str = "silu"
-) -> torch.Tensor:
+def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x, contiguous."""
     dtype = _compute_dtype(x)
     wide, gate = x.to(dtype), z.to(dtype)
@@ -61,21 +51,21 @@ def rms_norm_gated(
 
 @inference_only
 def fused_gdn_decode(
-    mixed_qkv: torch.Tensor,
-    z: torch.Tensor | None,
-    b: torch.Tensor,
-    a: torch.Tensor | None,
-    conv_state: torch.Tensor,
-    conv_weight: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    ssm_state: torch.Tensor,
-    state_indices: torch.Tensor,
+    mixed_qkv: Tensor,
+    z: Tensor | None,
+    b: Tensor,
+    a: Tensor | None,
+    conv_state: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    ssm_state: Tensor,
+    state_indices: Tensor,
     *,
-    conv_bias: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     num_k_heads: int,
     head_k_dim: int,
     head_v_dim: int,
@@ -84,11 +74,11 @@ def fused_gdn_decode(
     activation: str | None = "silu",
     gate_activation: str = "silu",
     projection_layout: str = "flat",
-    rounding_seed: torch.Tensor | None = None,
+    rounding_seed: Tensor | None = None,
     state_v_first: bool = False,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
     A sequence that is padding in one step is padding in all of them.
@@ -140,9 +130,7 @@ def fused_gdn_decode(
     return normed if out is None else out.copy_(normed)
 
 
-def _without_padding(
-    state_indices: torch.Tensor, num_accepted_tokens: torch.Tensor | None, count: int, null_slot: int
-) -> torch.Tensor:
+def _without_padding(state_indices: Tensor, num_accepted_tokens: Tensor | None, count: int, null_slot: int) -> Tensor:
     """Rows of the sequences, entirely null where the slot of the window (column 0) or of the state is null."""
     used = state_indices[:count]
     column = torch.zeros(count, dtype=torch.int64, device=used.device)
@@ -153,5 +141,5 @@ def _without_padding(
     return used.masked_fill(is_padding, null_slot)
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -7,12 +7,14 @@ import torch
 from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
 from gdn.reference.modes import inference_only
 
+Tensor = torch.Tensor
+
 BLOCK_BYTES = 64 * 1024 * 1024  # logits per step of the selection
 DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
 INT32_MAX = 2**31 - 1
 
 
-def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
+def _select(values: Tensor, k: int, sorted_by: str) -> Tensor:
     """values [rows, n], -inf where nothing may be selected -> columns [rows, k] int64, -1 after the last selected one.
 
     All values above the k-th largest are selected; of the values equal to it, the leftmost that still fit.
@@ -40,14 +42,14 @@ def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
 
 @inference_only
 def topk_indices(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     *,
     sorted_by: str = "index",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Columns of the k largest values of each row's range, relative to its start: [rows, k] int32, -1 last.
 
     logits [rows, n] any float dtype; row_starts, row_ends [rows], None = 0 and n. NaN and -inf are never selected; among
@@ -70,7 +72,7 @@ def topk_indices(
     return out
 
 
-def list_short_rows(picked: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def list_short_rows(picked: Tensor, lengths: Tensor) -> Tensor:
     """Rows with at most k visible keys list them all, whatever their scores: picked [rows, k] int32, lengths [rows]."""
     k = picked.shape[1]
     columns = torch.arange(k, device=picked.device, dtype=torch.int32)
@@ -78,12 +80,7 @@ def list_short_rows(picked: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
     return torch.where(lengths[:, None] <= k, listed, picked)
 
 
-def _in_blocks(
-    out: torch.Tensor,
-    lengths: torch.Tensor,
-    step: int,
-    logits_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
+def _in_blocks(out: Tensor, lengths: Tensor, step: int, logits_of: Callable[[slice], tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """Fills out [rows, k] `step` rows at a time; logits_of(rows) gives their logits, row starts and row ends."""
     for low in range(0, out.shape[0], step):
         part = slice(low, min(low + step, out.shape[0]))
@@ -94,20 +91,20 @@ def _in_blocks(
 
 @inference_only
 def indexer_topk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     topk: int,
     *,
-    k_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
     scale: float = 1.0,
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_seqlen_k: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """topk_indices(mqa_logits(...)) with at most workspace_bytes of float32 logits at a time: [M, topk] int32.
 
     Indices are relative to cu_seqlen_ks and ascend. A row with at most topk visible keys lists them unscored.
@@ -122,7 +119,7 @@ def indexer_topk(
     first = start if max_seqlen_k is None else torch.zeros_like(start)  # column of a row's first key
     budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
 
-    def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def logits_of(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         logits = mqa_logits(
             q[rows],
             k,
@@ -141,19 +138,19 @@ def indexer_topk(
 
 @inference_only
 def paged_indexer_topk(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor | None,
+    context_lens: Tensor,
+    block_tables: Tensor,
     topk: int,
     *,
     scale: float = 1.0,
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_context_len: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """topk_indices(paged_mqa_logits(...)), whole sequences at a time: [B * next_n, topk] int32, positions ascending.
 
     max_context_len: a bound on the lengths; None = what block_tables can address.
@@ -168,7 +165,7 @@ def paged_indexer_topk(
     budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     per_draft = lengths.view(batch, next_n)
 
-    def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def logits_of(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         part = slice(rows.start // next_n, rows.stop // next_n)
         part_weights = weights[rows] if weights is not None else None
         logits = paged_mqa_logits(
@@ -180,9 +177,7 @@ def paged_indexer_topk(
 
 
 @inference_only
-def expand_topk_groups(
-    group_indices: torch.Tensor, positions: torch.Tensor, *, ratio: int = 4, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def expand_topk_groups(group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None) -> Tensor:
     """Groups of `ratio` tokens to token positions, with the causal tail: [tokens, k * ratio + ratio - 1] int32.
 
     group_indices [tokens, k], -1 = none; positions [tokens]. The tail is the query's own unfinished group, up to and
