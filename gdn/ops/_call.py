@@ -23,14 +23,15 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from gdn import runtime
+from gdn import reference, runtime
 from gdn.ops import _library, _modes
+from gdn.ops._check import bad_value
 from gdn.ops._kinds import Kind, kind_of
 from gdn.ops._library import NEW as NEW
 from gdn.ops._library import always as always
 from gdn.ops._memo import Created, Memo, Recorded
 from gdn.ops._overlap import overlaps_itself, shares_element
-from gdn.ops._tensors import bad_value, contiguous_last
+from gdn.ops._tensors import contiguous_last
 from gdn.problems import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
 
@@ -65,28 +66,25 @@ class Operator:
         self,
         *,
         name: str | None = None,
-        reference: Callable[..., Any] | None = None,
         writes: Mapping[str, Condition] | None = None,
         in_place: Mapping[str, str] | None = None,
         returns: _library.Returns = _library.out_or_new,
-        memo: bool = False,
         varies: Sequence[str] = (),
         contiguous: Sequence[str] = (),
     ) -> None:
-        """Options of an operator.
+        """Options of an operator. Its reference is the function of the same name, without `backend`, in gdn.reference.
 
         name: name under `torch.ops.gdn`; default: the function's.
-        reference: reference implementation, with the same signature without `backend`.
         writes: arguments that a call may write, each with the condition for it.
         in_place: written argument -> the argument that it may be identical to.
         returns: origin of each result, from the arguments: the name of an argument, NEW or None. Default: one result, `out` where
             it is given.
-        memo: whether repeated calls skip the ordinary path. varies: the two tensors whose shapes change most between calls.
+        varies: the two tensors whose shapes change most between calls. Where given, repeated calls skip the ordinary path.
         contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
         """
-        self.name, self.reference, self.returns = name, reference, returns
+        self.name, self.returns = name, returns
         self.writes, self.in_place = dict(writes or {}), dict(in_place or {})
-        self.memo = Memo() if memo else None
+        self.memo = Memo() if varies else None
         self.varies, self.contiguous = tuple(varies), tuple(contiguous)
 
     def __call__(self, body: Function) -> Function:
@@ -99,7 +97,8 @@ class Operator:
         self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # source of the memo's key
         self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
         self.flags = list(flags)
-        self.reference_names = () if self.reference is None else tuple(inspect.signature(self.reference).parameters)
+        self.reference: Callable[..., Any] = getattr(reference, self.name)
+        self.reference_names = tuple(inspect.signature(self.reference).parameters)
         self.library = _library.Registered(self.name, self.signature, self.writes, self.returns, self.run)
         return self._public()  # type: ignore[return-value]
 
@@ -134,7 +133,6 @@ class Operator:
                 try:
                     result = self.body(**call.arguments)
                 except _RunReference:
-                    assert self.reference is not None
                     result = self.reference(**{name: call.arguments[name] for name in self.reference_names})
         finally:
             _current.reset(token)

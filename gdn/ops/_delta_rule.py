@@ -6,24 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops._call import make, new
+from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import address
-from gdn.ops._tensors import (
-    ALIGNMENT,
-    FLOAT_DTYPES,
-    as_int64,
-    bad_value,
-    check_null_slot,
-    check_offsets,
-    check_out,
-    check_tensor,
-    copied,
-    dtype_name,
-    dtypes_of,
-    even_offsets,
-    log_copy,
-    zeros,
-)
+from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, even_offsets, log_copy, zeros
 
 Tensor = torch.Tensor
 
@@ -76,11 +63,11 @@ class Sizes:
 def check_tokens(tokens: Tokens, null_slot: int, out: Tensor | None) -> Sizes:
     """Checks all arguments except states and indices."""
     q, k, v, cu_seqlens = tokens.q, tokens.k, tokens.v, tokens.cu_seqlens
-    check_tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES)
+    check.tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES)
     batch, length, num_q_heads, k_dim = q.shape
     device, dtypes = q.device, (q.dtype,)
-    check_tensor("k", k, shape=(batch, length, "Hk", k_dim), dtypes=dtypes, device=device)
-    check_tensor("v", v, shape=(batch, length, "HV", "V"), dtypes=dtypes, device=device)
+    check.tensor("k", k, shape=(batch, length, "Hk", k_dim), dtypes=dtypes, device=device)
+    check.tensor("v", v, shape=(batch, length, "HV", "V"), dtypes=dtypes, device=device)
     num_k_heads, num_v_heads, v_dim = k.shape[2], v.shape[2], v.shape[3]
     if not (num_q_heads and num_k_heads and num_v_heads and k_dim and v_dim):
         bad_value("q, k, v", "at least one head and one element per head", f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
@@ -91,15 +78,12 @@ def check_tokens(tokens: Tokens, null_slot: int, out: Tensor | None) -> Sizes:
         bad_value("q, k, v", expected, f"Hq={num_q_heads}, Hk={num_k_heads}, HV={num_v_heads}")
     heads = max(num_q_heads, num_v_heads)
     _check_gates(tokens, (batch, length, heads))
-    check_null_slot(null_slot)
+    check.null_slot(null_slot)
 
-    num_sequences = batch
-    if cu_seqlens is not None:
-        check_offsets("cu_seqlens", cu_seqlens, device)
-        if batch != 1:
-            bad_value("q", "shape [1, T, Hq, K] with cu_seqlens", f"shape {list(q.shape)}")
-        num_sequences = cu_seqlens.shape[0] - 1
-    check_out(out, (batch, length, heads, v_dim), q.dtype, device)
+    num_sequences = check.offsets("cu_seqlens", cu_seqlens, device, otherwise=batch)
+    if cu_seqlens is not None and batch != 1:
+        bad_value("q", "shape [1, T, Hq, K] with cu_seqlens", f"shape {list(q.shape)}")
+    check.out(out, (batch, length, heads, v_dim), q.dtype, device)
     if out is not None and batch > 1 and length > 1 and isinstance(length, int) and out.stride(0) != length * out.stride(1):
         bad_value("out", "batch rows that follow each other (stride(0) == T * stride(1))", f"strides {out.stride()}")
     return Sizes(batch, length, num_sequences, num_q_heads, num_k_heads, num_v_heads, k_dim, v_dim)
@@ -109,14 +93,12 @@ def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
     """Checks g and beta [B, T, HS] and the parameters of the raw gate."""
     device, heads = tokens.q.device, shape[2]
     for name, gate in (("g", tokens.g), ("beta", tokens.beta)):
-        if gate is not None:
-            check_tensor(name, gate, shape=shape, dtypes=FLOAT_DTYPES, device=device)
+        check.optional(name, gate, shape=shape, dtypes=FLOAT_DTYPES, device=device)
     if tokens.use_gate:
         if tokens.g is None:
             bad_value("g", "the raw gate a with use_gate_in_kernel=True", "None")
-        check_tensor("A_log", tokens.A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
-        if tokens.dt_bias is not None:
-            check_tensor("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+        check.tensor("A_log", tokens.A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+        check.optional("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
     if tokens.use_beta_sigmoid and tokens.beta is None:
         bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
 
@@ -125,7 +107,7 @@ def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: 
     """Checks one state per sequence that is only read."""
     _check_state_dtype(name, state, q)
     shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-    check_tensor(name, state, shape=shape, device=q.device)
+    check.tensor(name, state, shape=shape, device=q.device)
 
 
 def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Tensor, num_slots: int | str = "slots") -> None:
@@ -135,7 +117,7 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
     assert isinstance(pool, Tensor)
     _check_state_dtype(name, pool, q)
     shape = sizes.state_shape(state_v_first)
-    check_tensor(name, pool, shape=(num_slots, *shape), device=q.device)
+    check.tensor(name, pool, shape=(num_slots, *shape), device=q.device)
     heads, rows, columns = shape
     inner, slot_stride = rows * columns, pool.stride(0)
     strides = zip(pool.stride()[1:], (inner, columns, 1), shape, strict=True)
@@ -151,7 +133,7 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
 
 def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
     dtypes = (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
-    check_tensor(name, state, dtypes=dtypes)
+    check.tensor(name, state, dtypes=dtypes)
 
 
 def static_fields(

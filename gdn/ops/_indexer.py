@@ -5,20 +5,10 @@ from typing import Any
 
 import torch
 
+from gdn.ops import _check as check
+from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import (
-    ALIGNMENT,
-    FLOAT_DTYPES,
-    FP8,
-    INDEX_DTYPES,
-    INPUT_DTYPES,
-    bad_type,
-    bad_value,
-    check_at_least,
-    check_out,
-    check_tensor,
-    dtype_name,
-)
+from gdn.ops._tensors import ALIGNMENT
 
 Tensor = torch.Tensor
 
@@ -34,18 +24,17 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 def check_logits_out(out: Tensor | None, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in OUT_DTYPES:
         bad_type("out_dtype", "torch.float32 or torch.bfloat16", dtype)
-    check_out(out, shape, dtype, device)
+    check.out(out, shape, dtype, device)
 
 
 def check_skipping(skip_rows_up_to: int, clean_logits: bool) -> None:
-    check_at_least("skip_rows_up_to", skip_rows_up_to)
+    check.at_least("skip_rows_up_to", skip_rows_up_to)
     if skip_rows_up_to and clean_logits:
         bad_value("skip_rows_up_to", "0 with clean_logits=True", skip_rows_up_to)
 
 
 def check_weights(weights: Tensor | None, rows: int, heads: int, device: torch.device) -> None:
-    if weights is not None:
-        check_tensor("weights", weights, shape=[rows, heads], dtypes=FLOAT_DTYPES, device=device)
+    check.optional("weights", weights, shape=[rows, heads], dtypes=FLOAT_DTYPES, device=device)
 
 
 def shared_fields(
@@ -80,7 +69,7 @@ def kernel_weights(weights: Tensor) -> Tensor:
 
 def check_keys(name: str, k: Tensor, tokens: int | None, device: torch.device) -> int:
     """Checks k [tokens, D] or [tokens, kv_heads, D] and returns its kv_heads. tokens None = any number."""
-    check_tensor(name, k, dtypes=INPUT_DTYPES, device=device)
+    check.tensor(name, k, dtypes=INPUT_DTYPES, device=device)
     if k.dim() not in (2, 3) or (isinstance(tokens, int) and isinstance(k.shape[0], int) and k.shape[0] != tokens):
         wanted = "tokens" if tokens is None else tokens
         bad_value(name, f"shape [{wanted}, D] or [{wanted}, kv_heads, D]", f"shape {list(k.shape)}")
@@ -98,22 +87,22 @@ def check_kv_heads(name: str, kv_heads: int, cache_heads: int) -> None:
 
 
 def check_slot_mapping(slot_mapping: Tensor | None, tokens: int, device: torch.device) -> None:
-    check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
 
 
 def check_rope(positions: Tensor, cos_sin: Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device) -> None:
-    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check_at_least("rotary_dim", rotary_dim)
+    check.tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check.at_least("rotary_dim", rotary_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
-    check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=INPUT_DTYPES, device=device)
+    check.tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=INPUT_DTYPES, device=device)
     if is_empty(cos_sin.shape[0]) and not is_empty(tokens):  # positions are clamped to its rows
         bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
 
 
 def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None) -> tuple[int, int]:
     """Checks an indexer cache against head_dim and, if given, the query's dtype; returns its page_size and kv_heads."""
-    check_tensor("cache", cache, dtypes=(torch.uint8, FP8, torch.bfloat16), device=device)
+    check.tensor("cache", cache, dtypes=(torch.uint8, FP8, torch.bfloat16), device=device)
     assert isinstance(cache, Tensor)
     row = head_dim + 4 if cache.dtype == torch.uint8 else head_dim
     if cache.dim() not in (3, 4) or cache.shape[-1] != row:
@@ -142,14 +131,14 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
 
 
 def check_block_tables(block_tables: Tensor, sequences: int, device: torch.device) -> None:
-    check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
 
 
 def check_context_lens(context_lens: Tensor, batch: int, next_n: int, device: torch.device) -> None:
     """[B] or [B, next_n]."""
     per_draft = isinstance(context_lens, Tensor) and context_lens.dim() == 2
     shape = [batch, next_n] if per_draft else [batch]
-    check_tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
+    check.tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
 
 
 def flat_pages(cache: Tensor) -> Tensor:

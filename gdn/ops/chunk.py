@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values
+from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, bad_value, check_checkpoints, check_indices, check_per_sequence, common_dtype, constant
+from gdn.ops._tensors import as_int32, common_dtype, constant
 from gdn.problems import ChunkParams, ChunkProblem
-from gdn.reference import delta_rule as reference
 
 Tensor = torch.Tensor
 
@@ -24,12 +25,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    reference=reference.chunk_gated_delta_rule,
-    writes={"out": always, "initial_state": _is_pooled},
-    returns=_returns,
-    memo=True,
-    varies=("q", "cu_seqlens"),
-    contiguous=("q", "k", "v"),
+    writes={"out": always, "initial_state": _is_pooled}, returns=_returns, varies=("q", "cu_seqlens"), contiguous=("q", "k", "v")
 )
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -103,12 +99,8 @@ def chunk_gated_delta_rule(
         Only False is accepted: tokens come before heads. Kept for the argument order of other packages.
     state_v_first : bool
         Whether states are [V, K] per head instead of [K, V].
-    use_gate_in_kernel : bool
-        Whether `g` is the raw gate.
-    A_log : Tensor [HS], optional
-        Logarithm of the decay rate, any float dtype. Required with `use_gate_in_kernel`.
-    dt_bias : Tensor [HS], optional
-        Bias of the raw gate, any float dtype. None = 0.
+    use_gate_in_kernel, A_log, dt_bias : bool, Tensor [HS] or None, Tensor [HS] or None
+        Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype.
     use_beta_sigmoid_in_kernel : bool
         Whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
@@ -119,11 +111,9 @@ def chunk_gated_delta_rule(
         False = that sequence starts from zero, whatever its slot holds. None = all True.
     final_state_indices : Tensor [>= N], optional
         Slots to store the last states in, instead of state_indices; a null one is not stored. Requires `state_indices`.
-    checkpoint_offsets : Tensor [>= N, C], optional
-        Token counts, multiples of 64: the state after that many tokens of this call is also stored, in the slot of
-        `checkpoint_slots`. 0 and counts beyond the sequence store nothing. Requires `state_indices`.
-    checkpoint_slots : Tensor [>= N, C], optional
-        Slots of the checkpoints; given together with `checkpoint_offsets`. A null one is not stored.
+    checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
+        Token counts, multiples of 64, and slots: the state after that many tokens of this call is also stored in that slot. 0,
+        counts beyond the sequence and null slots store nothing. Both require `state_indices`.
     null_slot : int
         Largest slot index that means padding, >= -1. vLLM's convention is 0.
     out : Tensor [B, T, HS, V], optional
@@ -173,17 +163,16 @@ def chunk_gated_delta_rule(
     sizes = _delta_rule.check_tokens(given, null_slot, out)
     count, device, is_pooled = sizes.num_sequences, q.device, state_indices is not None
     if state_indices is not None:
-        check_indices("state_indices", state_indices, count, device, ranks=(1,))
+        check.indices("state_indices", state_indices, count, device, ranks=(1,))
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-    if has_initial_state is not None:
-        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
     if final_state_indices is not None:
         if state_indices is None:
             bad_value("final_state_indices", "None without state_indices", "a tensor")
-        check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
-    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
+        check.indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
+    check.checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
     if reads_values(device):
         if cu_seqlens is not None:
             _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)

@@ -4,43 +4,29 @@ from typing import Any
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
+from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import (
-    CONV_ACTIVATIONS,
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
     aligned,
     as_int32,
-    bad_value,
-    check_checkpoints,
-    check_indices,
-    check_null_slot,
-    check_offsets,
-    check_one_of,
-    check_per_sequence,
-    check_tensor,
     common_dtype,
     constant,
-    dtype_name,
     dtypes_of,
     even_offsets,
     in_dtype,
     is_aligned,
-    is_less,
     optional,
     target,
 )
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
-from gdn.reference import conv as reference
 
 Tensor = torch.Tensor
 
 
-@operator(
-    reference=reference.causal_conv1d_fn, writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",)
-)
+@operator(writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",))
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -86,11 +72,9 @@ def causal_conv1d_fn(
         False = zeros are to the left of that sequence. None = all True.
     activation : {"silu", "swish"} or None
         Activation of the sum; both names mean SiLU.
-    checkpoint_offsets : Tensor [>= N, C], optional
-        Token counts: the window after that many tokens is also stored, in the slot of `checkpoint_slots`. 0 and counts beyond
-        the sequence store nothing. Requires `conv_states`.
-    checkpoint_slots : Tensor [>= N, C], optional
-        Slots of the checkpoints; given together with `checkpoint_offsets`.
+    checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
+        Token counts, and slots: the window after that many tokens is also stored in that slot. 0 and counts beyond the sequence
+        store nothing. Both require `conv_states`.
     null_slot : int
         Largest slot index that means padding, >= -1. vLLM's convention is 0.
     out : Tensor [tokens, dim], optional
@@ -113,25 +97,20 @@ def causal_conv1d_fn(
     ----------
     .. [1] The name and the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d package of Mamba.
     """
-    check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
+    check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
     _check_filter(x, weight, bias, activation)
-    check_null_slot(null_slot)
+    check.null_slot(null_slot)
     device = x.device
-    count = 1
-    if query_start_loc is not None:
-        check_offsets("query_start_loc", query_start_loc, device)
-        count = query_start_loc.shape[0] - 1
+    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
     if conv_states is not None:
         _check_slots("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
-        check_indices("cache_indices", cache_indices, count, device, ranks=(1,))
-    if has_initial_state is not None:
-        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
-    if out is not None:
-        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,))
+    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+    check.checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
+    check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, x.shape[0])
@@ -174,7 +153,7 @@ def causal_conv1d_fn(
     return y if written is y else y.copy_(written)
 
 
-@operator(reference=reference.causal_conv1d_update, writes={"out": always, "conv_state": always}, in_place={"out": "x"})
+@operator(writes={"out": always, "conv_state": always}, in_place={"out": "x"})
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -201,12 +180,8 @@ def causal_conv1d_update(
         for each of them (any strides; in the other forms a last dimension that is not contiguous is copied, logged once).
     conv_state : Tensor [slots, dim, columns >= w - 1]
         Windows of raw inputs, oldest first; any strides, any float dtype; updated in place.
-    weight : Tensor [dim, w]
-        Filter, w >= 2, any float dtype; weight[:, -1] multiplies the current token.
-    bias : Tensor [dim], optional
-        Bias, any float dtype.
-    activation : {"silu", "swish"} or None
-        Activation of the sum; both names mean SiLU.
+    weight, bias, activation : Tensor [dim, w], Tensor [dim] or None, str or None
+        As for `causal_conv1d_fn`.
     conv_state_indices : Tensor [>= N] or [>= N, 1 + num_spec], optional
         Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. None = 0, 1, 2, ...
         [>= N]: the window of a sequence is columns 0..w-2 of its slot, and afterwards the last w - 1 of [window | inputs] are
@@ -223,7 +198,7 @@ def causal_conv1d_update(
         conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
         conv_state_indices[n, i].
     null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+        Largest slot index that means padding, >= -1.
     out : Tensor, optional
         Tensor like `x` to write y into. It may be `x` itself (in place), and shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -243,7 +218,7 @@ def causal_conv1d_update(
     ----------
     .. [1] The positional arguments are those of ``causal_conv1d_update`` in vLLM, after the causal-conv1d package of Mamba.
     """
-    check_tensor("x", x, dtypes=FLOAT_DTYPES)
+    check.tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
         wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
         bad_value("x", f"shape {wanted}", f"shape {list(x.shape)}")
@@ -251,28 +226,24 @@ def causal_conv1d_update(
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
     _check_filter(x, weight, bias, activation)
-    check_null_slot(null_slot)
+    check.null_slot(null_slot)
     window = weight.shape[1] - 1
-    count, num_tokens = x.shape[0], x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
-    if query_start_loc is not None:
-        check_offsets("query_start_loc", query_start_loc, device)
-        count = query_start_loc.shape[0] - 1
+    num_tokens = x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
+    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=x.shape[0])
     num_spec = 0
     if conv_state_indices is not None:
-        check_indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
+        check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
     _check_slots("conv_state", conv_state, dim, window + num_spec, device)
     if conv_state_indices is None and is_less(conv_state.shape[0], count):
         bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
-    if num_accepted_tokens is not None:
-        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+    check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
     if parent_token is not None:
-        check_tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
+        check.tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
         if conv_state_indices is None or conv_state_indices.dim() != 2:
             bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
-    if out is not None:
-        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
+    check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, num_tokens)
@@ -360,19 +331,18 @@ def _static_fields(
 
 def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     device = x.device
-    check_tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
+    check.tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
     dim = weight.shape[0]
     if is_less(weight.shape[1], 2):
         bad_value("weight", "shape [dim, w >= 2]", f"shape {list(weight.shape)}")
     if x.shape[1] != dim:
         wanted = f"{dim} channels (weight's) in its second dimension: [tokens, dim], [B, dim] or [B, dim, T]"
         bad_value("x", wanted, f"shape {list(x.shape)}")
-    if bias is not None:
-        check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
-    check_one_of("activation", activation, CONV_ACTIVATIONS)
+    check.optional("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
+    check.one_of("activation", activation, CONV_ACTIVATIONS)
 
 
 def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:
-    check_tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
+    check.tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
     if is_less(slots.shape[2], columns):
         bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(slots.shape)}")

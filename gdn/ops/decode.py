@@ -2,42 +2,19 @@
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
+from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, GATE_ACTIVATIONS, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    CONV_ACTIVATIONS,
-    FLOAT_DTYPES,
-    GATE_ACTIVATIONS,
-    INDEX_DTYPES,
-    aligned,
-    as_int32,
-    bad_value,
-    check_at_least,
-    check_indices,
-    check_not_negative,
-    check_null_slot,
-    check_offsets,
-    check_one_of,
-    check_out,
-    check_per_sequence,
-    check_tensor,
-    constant,
-    dtype_name,
-    dtypes_of,
-    is_aligned,
-    optional,
-)
+from gdn.ops._tensors import aligned, as_int32, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
-from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
 
 
 @operator(
-    reference=reference.fused_gdn_decode,
     writes={"out": always, "conv_state": always, "ssm_state": always},
-    memo=True,
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),
 )
@@ -117,27 +94,19 @@ def fused_gdn_decode(
     query_start_loc : Tensor [N + 1], optional
         Token offsets of the sequences, int32 or int64, starting at 0. None = one token per sequence.
     num_accepted_tokens : Tensor [>= N], optional
-        Accepted tokens of the previous step, int32 (or int64), with 2-D `state_indices`. Outside 1..columns the sequence is
-        padding.
+        Accepted tokens of the previous step, with 2-D `state_indices`, as for `fused_recurrent_gated_delta_rule`.
     num_k_heads, head_k_dim, head_v_dim : int
         H, K and V.
-    scale : float, optional
-        Factor of the queries. None = K**-0.5.
-    eps : float
-        Added to the mean square of the RMS norm; finite, >= 0.
-    activation : {"silu", "swish"} or None
-        Activation after the convolution; both names mean SiLU.
-    gate_activation : {"silu", "swish", "sigmoid"}
-        Activation of z.
+    scale, eps : float
+        Factor of the queries (None = K**-0.5); added to the mean square of the RMS norm, finite, >= 0.
+    activation, gate_activation : {"silu", "swish"} or None, {"silu", "swish", "sigmoid"}
+        Activation after the convolution (both names mean SiLU), and that of z.
     projection_layout : {"flat", "interleaved"}
         Layout of the projections: separate tensors, or per key-head group.
     rounding_seed : Tensor [1] of int64, optional
-        Seed on the device, advanced by the caller (a CUDA graph replays it): a bfloat16 pool is rounded stochastically. None =
-        rounded to nearest.
-    state_v_first : bool
-        Whether states are [V, K] per head instead of [K, V].
-    null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+        Seed on the device, advanced by the caller (a CUDA graph replays it), as for `fused_recurrent_gated_delta_rule`.
+    state_v_first, null_slot : bool, int
+        Layout of a state, and largest slot index that means padding, as for `chunk_gated_delta_rule`.
     out : Tensor [tokens, HV * V], optional
         Tensor to write the result into, last dimension contiguous. It shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -160,38 +129,33 @@ def fused_gdn_decode(
     """
     heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
     device, length, floats = mixed_qkv.device, mixed_qkv.shape[0], FLOAT_DTYPES
-    check_tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
-    check_tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
+    check.tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
+    check.tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
     channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
-    check_tensor("conv_weight", conv_weight, shape=(channels, "w >= 2"), dtypes=floats, device=device)
+    check.tensor("conv_weight", conv_weight, shape=(channels, "w >= 2"), dtypes=floats, device=device)
     if conv_weight.shape[1] < 2:
         bad_value("conv_weight", f"shape [{channels}, w >= 2]", f"shape {list(conv_weight.shape)}")
-    if conv_bias is not None:
-        check_tensor("conv_bias", conv_bias, shape=(channels,), dtypes=floats, device=device)
-    check_one_of("activation", activation, CONV_ACTIVATIONS)
-    check_one_of("gate_activation", gate_activation, GATE_ACTIVATIONS)
-    check_not_negative("eps", eps)
-    check_null_slot(null_slot)
+    check.optional("conv_bias", conv_bias, shape=(channels,), dtypes=floats, device=device)
+    check.one_of("activation", activation, CONV_ACTIVATIONS)
+    check.one_of("gate_activation", gate_activation, GATE_ACTIVATIONS)
+    check.not_negative("eps", eps)
+    check.null_slot(null_slot)
 
-    count = length
-    if query_start_loc is not None:
-        check_offsets("query_start_loc", query_start_loc, device)
-        count = query_start_loc.shape[0] - 1
-    check_indices("state_indices", state_indices, count, device, ranks=(1, 2))
+    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=length)
+    check.indices("state_indices", state_indices, count, device, ranks=(1, 2))
     num_columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
     columns = conv_weight.shape[1] - 2 + num_columns
-    check_tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
+    check.tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
     if conv_state.shape[2] < columns:
         bad_value("conv_state", f"shape [slots, {channels}, columns >= {columns}]", f"shape {list(conv_state.shape)}")
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
-        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+        check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if state_indices.dim() != 2:
             bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
-    if rounding_seed is not None:
-        check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
-    check_out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
+    check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
+    check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, length)
@@ -255,22 +219,22 @@ def _check_projections(
 ) -> int:
     """Checks the projections; returns the number of value heads."""
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
-        check_at_least(name, value, 1)
-    check_one_of("projection_layout", projection_layout, ("flat", "interleaved"))
-    check_tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
+        check.at_least(name, value, 1)
+    check.one_of("projection_layout", projection_layout, ("flat", "interleaved"))
+    check.tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
     device, dtypes = mixed_qkv.device, FLOAT_DTYPES
-    check_tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
+    check.tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
     heads = A_log.shape[0]
     if heads == 0 or heads % num_k_heads:
         bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
     is_flat = projection_layout == "flat"
     width = 2 * num_k_heads * head_k_dim + (1 if is_flat else 2) * heads * head_v_dim
-    check_tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
+    check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
     length = mixed_qkv.shape[0]
     for name, tensor, shape in (("z", z, (length, heads, head_v_dim)), ("a", a, (length, heads))):
         if is_flat:
-            check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
+            check.tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
         elif tensor is not None:
             bad_value(name, "None with projection_layout='interleaved'", "a tensor")
-    check_tensor("b", b, shape=(length, heads if is_flat else 2 * heads), dtypes=dtypes, device=device)
+    check.tensor("b", b, shape=(length, heads if is_flat else 2 * heads), dtypes=dtypes, device=device)
     return heads

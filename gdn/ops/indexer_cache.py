@@ -4,25 +4,18 @@ from typing import Any
 
 import torch
 
-from gdn import reference
-from gdn.ops import _values
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._indexer import check_cache, check_keys, check_kv_heads, check_slot_mapping, flat_pages, with_kv_heads
+from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty, last_value
-from gdn.ops._tensors import FP8, INDEX_DTYPES, aligned, bad_value, check_at_least, check_tensor, dtype_name, dtypes_of
+from gdn.ops._tensors import aligned, dtypes_of
 from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
 
 Tensor = torch.Tensor
 
 
-@operator(
-    reference=reference.write_indexer_cache,
-    writes={"cache": always},
-    returns=lambda _: (),
-    memo=True,
-    varies=("k", "cache"),
-    contiguous=("k",),
-)
+@operator(writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))
 def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None) -> None:
     """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
@@ -49,11 +42,11 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
     ----------
     .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM; the slot mapping is vLLM's.
     """
-    check_tensor("k", k)
-    kv_heads = check_keys("k", k, None, k.device)
-    page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
-    check_kv_heads("k", kv_heads, cache_heads)
-    check_slot_mapping(slot_mapping, k.shape[0], k.device)
+    check.tensor("k", k)
+    kv_heads = _indexer.check_keys("k", k, None, k.device)
+    page_size, cache_heads = _indexer.check_cache(cache, k.shape[-1], k.device, None)
+    _indexer.check_kv_heads("k", kv_heads, cache_heads)
+    _indexer.check_slot_mapping(slot_mapping, k.shape[0], k.device)
     if reads_values(k.device):
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
     problem = WriteIndexerCacheProblem(
@@ -65,7 +58,7 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
     )
     prepared = prepare(problem, k.device, backend)
     if not is_empty(k.shape[0], cache.shape[0]):
-        params = WriteIndexerCacheParams(k=aligned("k", with_kv_heads(k)), cache=flat_pages(cache), slot_mapping=slot_mapping)
+        params = WriteIndexerCacheParams(aligned("k", _indexer.with_kv_heads(k)), _indexer.flat_pages(cache), slot_mapping)
         launch(prepared, params, (cache,), aligned=(k, cache))
 
 
@@ -73,7 +66,7 @@ def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if arguments["cache"].dtype == torch.uint8 else None)
 
 
-@operator(reference=reference.gather_indexer_cache, returns=_gathered, memo=True, varies=("block_tables", "cu_seqlens"))
+@operator(returns=_gathered, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
     cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -106,17 +99,16 @@ def gather_indexer_cache(
     TypeError, ValueError
         Named after the argument, before anything is launched.
     """
-    check_tensor("cache", cache)
+    check.tensor("cache", cache)
     device = cache.device
     head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
-    page_size, kv_heads = check_cache(cache, max(1, head_dim), device, None)
-    check_tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
+    page_size, kv_heads = _indexer.check_cache(cache, max(1, head_dim), device, None)
+    check.tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
     if cu_seqlens.shape[0] < 1:
         bad_value("cu_seqlens", "shape [N + 1]", f"shape {list(cu_seqlens.shape)}")
     sequences = cu_seqlens.shape[0] - 1
-    check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
-    if num_rows is not None:
-        check_at_least("num_rows", num_rows)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
+    check.at_least("num_rows", num_rows)
     if reads_values(device):
         _values.check_offsets("cu_seqlens", cu_seqlens)
         lengths = cu_seqlens.diff()
@@ -139,7 +131,7 @@ def gather_indexer_cache(
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    params = GatherIndexerCacheParams(flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    params = GatherIndexerCacheParams(_indexer.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
     else:

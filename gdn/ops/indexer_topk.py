@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from gdn import runtime
-from gdn.ops import _values
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
 from gdn.ops._call import always, check_memory, operator, validates
-from gdn.ops._indexer import QUERY_DTYPES, check_block_tables, check_cache, check_context_lens, check_weights
+from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty, is_tracing
-from gdn.ops._tensors import bad_value, check_at_least, check_out, check_tensor, contiguous, contiguous_int32
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_values, paged_mqa_logits
 from gdn.ops.topk import select_rows
@@ -62,8 +63,7 @@ def indexer_topk(
         Tensor to write the indices into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
-        A kernel backend applies to the logits; the selection runs on whatever backend has a kernel. "reference" applies to
-        both.
+        A kernel backend applies to the logits, and the selection runs on any that has a kernel; "reference" applies to both.
 
     Returns
     -------
@@ -89,11 +89,10 @@ def indexer_topk(
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     num_rows, num_keys, device = q.shape[0], k.shape[0], q.device
-    check_at_least("topk", topk)
-    if max_seqlen_k is not None:
-        check_at_least("max_seqlen_k", max_seqlen_k)
+    check.at_least("topk", topk)
+    check.at_least("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
-    check_out(out, [num_rows, topk], torch.int32, device)
+    check.out(out, [num_rows, topk], torch.int32, device)
     check_memory()
     if is_tracing():
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
@@ -149,8 +148,7 @@ def paged_indexer_topk(
     scale, relu : float, bool
         As for `mqa_logits`.
     workspace_bytes : int, optional
-        Bytes of float32 scores held at a time; at least one sequence's next_n rows. None =
-        ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``.
+        As for `indexer_topk`; at least one sequence's next_n rows.
     max_context_len : int, optional
         Bound on the lengths. None = what `block_tables` can address (max_pages * page_size).
     out : Tensor [B * next_n, topk] of int32, optional
@@ -172,19 +170,18 @@ def paged_indexer_topk(
     ----------
     .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
-    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
+    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
     batch, next_n, num_heads, head_dim = q.shape
     device = q.device
-    page_size, _ = check_cache(cache, head_dim, device, q.dtype)
-    check_weights(weights, batch * next_n, num_heads, device)
-    check_context_lens(context_lens, batch, next_n, device)
-    check_block_tables(block_tables, batch, device)
-    check_at_least("topk", topk)
-    if max_context_len is not None:
-        check_at_least("max_context_len", max_context_len)
+    page_size, _ = _indexer.check_cache(cache, head_dim, device, q.dtype)
+    _indexer.check_weights(weights, batch * next_n, num_heads, device)
+    _indexer.check_context_lens(context_lens, batch, next_n, device)
+    _indexer.check_block_tables(block_tables, batch, device)
+    check.at_least("topk", topk)
+    check.at_least("max_context_len", max_context_len)
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
-    check_out(out, [batch * next_n, topk], torch.int32, device)
+    check.out(out, [batch * next_n, topk], torch.int32, device)
     check_memory()
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
@@ -244,7 +241,7 @@ def _units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -
     """Number of rows (or sequences) whose scores fit the workspace; above 128 a multiple of 128, so that blocks are aligned."""
     if workspace_bytes is None:
         workspace_bytes = max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)
-    check_at_least("workspace_bytes", workspace_bytes)
+    check.at_least("workspace_bytes", workspace_bytes)
     if workspace_bytes < unit_bytes and units:
         bad_value("workspace_bytes", f"at least {unit_bytes}, the scores of one row (paged: one sequence)", workspace_bytes)
     step = workspace_bytes // max(1, unit_bytes)

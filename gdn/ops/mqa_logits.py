@@ -2,38 +2,19 @@
 
 import torch
 
-from gdn import reference
-from gdn.ops import _values
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, validates
-from gdn.ops._indexer import (
-    QUERY_DTYPES,
-    check_heads,
-    check_logits_out,
-    check_skipping,
-    check_weights,
-    kernel_weights,
-    shared_fields,
-    with_kv_heads,
-)
+from gdn.ops._check import FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    FP8,
-    INDEX_DTYPES,
-    bad_type,
-    bad_value,
-    check_at_least,
-    check_tensor,
-    contiguous,
-    contiguous_int32,
-    dtype_name,
-)
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
 Tensor = torch.Tensor
 
 
-@operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
+@operator(writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def mqa_logits(
     q: Tensor,
     k: Tensor,
@@ -68,11 +49,9 @@ def mqa_logits(
     weights : Tensor [M, H] or None
         Weight of each head, float32, bfloat16, float16 or float64, any row stride. None = 1. The scale of an FP8 `q` is folded
         in here.
-    cu_seqlen_ks : Tensor [M]
-        First visible key row of each query row, int32 (int64 is converted). Not a cumulative sum: one range
-        [cu_seqlen_ks[i], cu_seqlen_ke[i]) per row, clamped to [0, Nk].
-    cu_seqlen_ke : Tensor [M]
-        End of each range, int32 (int64 is converted). A range with ks >= ke is empty.
+    cu_seqlen_ks, cu_seqlen_ke : Tensor [M]
+        First visible key row of each query row, and the end, int32 (int64 is converted). Not a cumulative sum: one range
+        [cu_seqlen_ks[i], cu_seqlen_ke[i]) per row, clamped to [0, Nk]; empty where ks >= ke.
     k_scale : Tensor [Nk] or [Nk, kv_heads] of float32, optional
         Scale of each key row, for FP8 keys only. None = 1.
     scale : float
@@ -122,17 +101,17 @@ def mqa_logits(
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
     num_queries, num_keys, num_kv_heads = q.shape[0], k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    check_skipping(skip_rows_up_to, clean_logits)
+    _indexer.check_skipping(skip_rows_up_to, clean_logits)
     num_columns = num_keys
     if max_seqlen_k is not None:
-        check_at_least("max_seqlen_k", max_seqlen_k)
+        check.at_least("max_seqlen_k", max_seqlen_k)
         num_columns = max_seqlen_k
-    check_logits_out(out, [num_queries, num_columns], out_dtype, device)
+    _indexer.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     problem = MqaLogitsProblem(
-        **shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
+        **_indexer.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
         has_k_scale=k_scale is not None,
         packed=max_seqlen_k is not None,
         num_queries=num_queries,
@@ -149,9 +128,9 @@ def mqa_logits(
     scales = None
     if k_scale is not None:
         scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    row_weights = None if weights is None else make(kernel_weights, weights)
+    row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
     ranges = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
-    rows, keys = contiguous("q", q), contiguous("k", with_kv_heads(k))
+    rows, keys = contiguous("q", q), contiguous("k", _indexer.with_kv_heads(k))
     params = MqaLogitsParams(rows, keys, scales, row_weights, *ranges, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, k, k_scale))
     return out
@@ -161,24 +140,24 @@ def check_operands(
     q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor, k_scale: Tensor | None
 ) -> None:
     """Checks the operands that `mqa_logits` and `indexer_topk` share."""
-    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES)
+    check.tensor("q", q, shape=["M", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, Tensor) or k.dim() != 2:
-        check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
+        check.tensor("k", k, shape=["Nk", "kv_heads", head_dim])
     dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # the cache's dtype, or that of q
-    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
+    check.tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    check_heads(num_heads, num_kv_heads)
+    _indexer.check_heads(num_heads, num_kv_heads)
     if k_scale is not None:
         if q.dtype != FP8:
             bad_value("k_scale", f"None for {dtype_name(k.dtype)} keys", "a tensor")
         flat = isinstance(k_scale, Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
         shape = [num_keys] if flat else [num_keys, num_kv_heads]
-        check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
-    check_weights(weights, num_queries, num_heads, device)
-    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+        check.tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
+    _indexer.check_weights(weights, num_queries, num_heads, device)
+    check.tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
 
 
 def fp8_mqa_logits(
@@ -198,12 +177,8 @@ def fp8_mqa_logits(
         Queries; their scales are folded into `weights`.
     kv : tuple of Tensor
         (k [Nk, D] float8_e4m3fn, k_scale [Nk] float32).
-    weights : Tensor [M, H]
-        Weight of each head, any float dtype.
-    cu_seqlen_ks, cu_seqlen_ke : Tensor [M]
-        Range of key rows of each query row, as for `mqa_logits`.
-    clean_logits : bool
-        Whether columns outside a row's range are -inf (True) or unspecified (False).
+    weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits : Tensor, Tensor, Tensor, bool
+        As for `mqa_logits`.
     max_seqlen_k : int
         Columns of the result, column 0 of row i being key cu_seqlen_ks[i]. 0: the result is [M, Nk].
 

@@ -2,28 +2,17 @@
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops._call import launch, operator, prepare
+from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    ALIGNMENT,
-    FLOAT_DTYPES,
-    GATE_ACTIVATIONS,
-    aligned,
-    bad_value,
-    check_not_negative,
-    check_one_of,
-    check_tensor,
-    constant,
-    dtype_name,
-    dtypes_of,
-)
+from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
-from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
 
 
-@operator(reference=reference.rms_norm_gated, contiguous=("x", "z"))
+@operator(contiguous=("x", "z"))
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
 ) -> Tensor:
@@ -35,12 +24,9 @@ def rms_norm_gated(
 
     Parameters
     ----------
-    x : Tensor [..., V]
-        Values to normalise, any float dtype and strides. A last dimension that is not contiguous is copied, logged once.
-    z : Tensor [..., V]
-        Input of the gate, of the shape of `x`; any float dtype and strides.
-    weight : Tensor [V]
-        Gain, any float dtype.
+    x, z, weight : Tensor [..., V], Tensor [..., V], Tensor [V]
+        Values to normalise, input of the gate and gain; any float dtypes and strides. A last dimension of x or z that is not
+        contiguous is copied, logged once.
     eps : float
         Added to the mean square; finite, >= 0.
     activation : {"silu", "swish", "sigmoid"}
@@ -63,13 +49,13 @@ def rms_norm_gated(
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     .. [2] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
     """
-    check_tensor("x", x, dtypes=FLOAT_DTYPES)
+    check.tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
         bad_value("x", "shape [..., V]", "shape []")
-    check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
-    check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
-    check_not_negative("eps", eps)
-    check_one_of("activation", activation, GATE_ACTIVATIONS)
+    check.tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
+    check.tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
+    check.not_negative("eps", eps)
+    check.one_of("activation", activation, GATE_ACTIVATIONS)
     dim = x.shape[-1]
     # Contiguous tensors count as rows of one head: the number of heads is compiled in.
     heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]

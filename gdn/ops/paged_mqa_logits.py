@@ -2,37 +2,19 @@
 
 import torch
 
-from gdn import reference
-from gdn.ops import _values
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values
-from gdn.ops._indexer import (
-    QUERY_DTYPES,
-    check_block_tables,
-    check_cache,
-    check_context_lens,
-    check_heads,
-    check_logits_out,
-    check_skipping,
-    check_weights,
-    flat_pages,
-    kernel_weights,
-    shared_fields,
-)
+from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous, contiguous_int32
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 
 Tensor = torch.Tensor
 
 
-@operator(
-    reference=reference.paged_mqa_logits,
-    writes={"out": always},
-    memo=True,
-    varies=("q", "block_tables"),
-    contiguous=("q", "weights", "block_tables"),
-)
+@operator(writes={"out": always}, varies=("q", "block_tables"), contiguous=("q", "weights", "block_tables"))
 def paged_mqa_logits(
     q: Tensor,
     cache: Tensor,
@@ -105,23 +87,23 @@ def paged_mqa_logits(
     .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     .. [2] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM.
     """
-    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
+    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
     device = q.device
     batch, next_n, num_heads, head_dim = q.shape
     if next_n < 1:
         bad_value("q", "shape [B, next_n, H, D] with next_n >= 1", f"shape {list(q.shape)}")
-    page_size, num_kv_heads = check_cache(cache, head_dim, device, q.dtype)
-    check_heads(num_heads, num_kv_heads)
-    check_weights(weights, batch * next_n, num_heads, device)
-    check_context_lens(context_lens, batch, next_n, device)
-    check_block_tables(block_tables, batch, device)
-    check_at_least("max_context_len", max_context_len)
-    check_skipping(skip_rows_up_to, clean_logits)
-    check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
+    page_size, num_kv_heads = _indexer.check_cache(cache, head_dim, device, q.dtype)
+    _indexer.check_heads(num_heads, num_kv_heads)
+    _indexer.check_weights(weights, batch * next_n, num_heads, device)
+    _indexer.check_context_lens(context_lens, batch, next_n, device)
+    _indexer.check_block_tables(block_tables, batch, device)
+    check.at_least("max_context_len", max_context_len)
+    _indexer.check_skipping(skip_rows_up_to, clean_logits)
+    _indexer.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
     problem = PagedMqaLogitsProblem(
-        **shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
+        **_indexer.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
         has_k_scale=cache.dtype == torch.uint8,
         page_size=page_size,
         next_n=next_n,
@@ -137,8 +119,8 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if nothing_cached or is_empty(batch, max_context_len):
         return out
-    row_weights = None if weights is None else make(kernel_weights, weights)
-    rows, pages, lengths = contiguous("q", q), flat_pages(cache), make(contiguous_int32, context_lens)
+    row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
+    rows, pages, lengths = contiguous("q", q), _indexer.flat_pages(cache), make(contiguous_int32, context_lens)
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out
@@ -194,8 +176,8 @@ def fp8_paged_mqa_logits(
     if indices is not None:
         bad_value("indices", "None", type(indices).__name__)
     if max_context_len is None:
-        check_tensor("block_tables", block_tables, shape=["B", "max_pages"])
-        check_tensor("cache", cache)
+        check.tensor("block_tables", block_tables, shape=["B", "max_pages"])
+        check.tensor("cache", cache)
         if cache.dim() < 3:
             bad_value("cache", "shape [pages, page_size, kv_heads, D + 4]", f"shape {list(cache.shape)}")
         max_context_len = block_tables.shape[1] * cache.shape[1]
@@ -227,7 +209,7 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
     ----------
     .. [1] ``get_paged_mqa_logits_metadata`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
-    check_tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
+    check.tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
     for name, value in {"block_kv": block_kv, "num_sms": num_sms}.items():
-        check_at_least(name, Kind(int, False).check(name, value), 1)
+        check.at_least(name, Kind(int, False).check(name, value), 1)
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)

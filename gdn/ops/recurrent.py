@@ -5,22 +5,13 @@ from typing import Any
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
+from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    INDEX_DTYPES,
-    as_int32,
-    bad_value,
-    check_indices,
-    check_per_sequence,
-    check_tensor,
-    common_dtype,
-    constant,
-    row_indices,
-)
+from gdn.ops._tensors import as_int32, common_dtype, constant, row_indices
 from gdn.problems import RecurrentParams, RecurrentProblem
-from gdn.reference import delta_rule as reference
 
 Tensor = torch.Tensor
 
@@ -39,10 +30,8 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    reference=reference.fused_recurrent_gated_delta_rule,
     writes={"out": always, "initial_state": _is_in_place},
     returns=_returns,
-    memo=True,
     varies=("q", "cu_seqlens"),
     contiguous=("q", "k", "v"),
 )
@@ -80,9 +69,8 @@ def fused_recurrent_gated_delta_rule(
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    The state is float32 within a call; only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is
-    recorded, and autocast has no influence. Symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed
-    sequences; HS = max(Hq, HV) state heads.
+    State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS = max(Hq, HV)
+    state heads.
 
     Parameters
     ----------
@@ -126,10 +114,8 @@ def fused_recurrent_gated_delta_rule(
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
         `gdn.reference.rounding` defines. None = rounded to nearest. No effect on float32 states.
-    null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
-    out : Tensor [B, T, HS, V], optional
-        Tensor to write o into, as for `chunk_gated_delta_rule`.
+    null_slot, out : int, Tensor [B, T, HS, V] or None
+        Largest slot index that means padding, and tensor to write o into, as for `chunk_gated_delta_rule`.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
@@ -168,7 +154,7 @@ def fused_recurrent_gated_delta_rule(
     sizes = _delta_rule.check_tokens(given, null_slot, out)
     count, device = sizes.num_sequences, q.device
     if ssm_state_indices is not None:
-        check_indices("ssm_state_indices", ssm_state_indices, count, device, ranks=(1, 2))
+        check.indices("ssm_state_indices", ssm_state_indices, count, device, ranks=(1, 2))
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
         if inplace_final_state is False:
             expected = "None or True with ssm_state_indices (in place always; disable_state_update=True leaves the pool as it is)"
@@ -178,8 +164,7 @@ def fused_recurrent_gated_delta_rule(
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
     _check_optional(sizes, device, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
-    if rounding_seed is not None:
-        check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
+    check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
         if cu_seqlens is not None:
             _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
@@ -256,15 +241,15 @@ def _check_optional(
     if final_state_indices is not None:
         if indices is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
+        check.indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
         if has_columns and final_state_indices.shape[1] != indices.shape[1]:
             bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
     if num_accepted_tokens is not None:
-        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+        check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if not has_columns:
             bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
     if parent_token is not None:
         shape = (sizes.num_tokens,) if parent_token.dim() == 1 else (sizes.batch, sizes.length)
-        check_tensor("parent_token", parent_token, shape=shape, dtypes=(torch.int32,), device=device)
+        check.tensor("parent_token", parent_token, shape=shape, dtypes=(torch.int32,), device=device)
         if not has_columns:
             bad_value("parent_token", "None without 2-D ssm_state_indices", "a tensor")

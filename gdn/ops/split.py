@@ -2,20 +2,17 @@
 
 import torch
 
+from gdn.ops import _check as check
 from gdn.ops._call import NEW, launch, operator, prepare
+from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, aligned, bad_value, check_at_least, check_tensor, dtype_name
+from gdn.ops._tensors import ALIGNMENT, aligned
 from gdn.problems import SplitParams, SplitProblem
-from gdn.reference import steps as reference
 
 Tensor = torch.Tensor
 
 
-@operator(
-    reference=reference.fused_qkvzba_split_reshape_cat,
-    returns=lambda _: (NEW, NEW, NEW, NEW),
-    contiguous=("mixed_qkvz", "mixed_ba"),
-)
+@operator(returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
@@ -40,14 +37,8 @@ def fused_qkvzba_split_reshape_cat(
         once.
     mixed_ba : Tensor [L, 2 * HV]
         Projection of b and a; any float dtype and row stride, last dimension as for `mixed_qkvz`.
-    num_heads_qk : int
-        Hqk, heads of q and of k.
-    num_heads_v : int
-        HV, a multiple of `num_heads_qk`.
-    head_qk : int
-        K, head dimension of q and k.
-    head_v : int
-        V, head dimension of v and z.
+    num_heads_qk, num_heads_v, head_qk, head_v : int
+        Hqk heads of q and of k; HV heads of v and z, a multiple of Hqk; their head dimensions K and V.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
@@ -55,12 +46,8 @@ def fused_qkvzba_split_reshape_cat(
     -------
     mixed_qkv : Tensor [L, 2 * Hqk * K + HV * V]
         [all q heads | all k heads | all v heads]. All four results are new and contiguous.
-    z : Tensor [L, HV, V]
-        Input of the output gate.
-    b : Tensor [L, HV]
-        Raw write strength.
-    a : Tensor [L, HV]
-        Raw decay gate.
+    z, b, a : Tensor [L, HV, V], Tensor [L, HV], Tensor [L, HV]
+        Input of the output gate, raw write strength and raw decay gate.
 
     Raises
     ------
@@ -74,13 +61,13 @@ def fused_qkvzba_split_reshape_cat(
     """
     sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
-        check_at_least(name, value, 1)
+        check.at_least(name, value, 1)
     if num_heads_v % num_heads_qk:
         bad_value("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
     width = 2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v
-    check_tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES)
+    check.tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES)
     length, device = mixed_qkvz.shape[0], mixed_qkvz.device
-    check_tensor("mixed_ba", mixed_ba, shape=(length, 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=device)
+    check.tensor("mixed_ba", mixed_ba, shape=(length, 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=device)
     problem = SplitProblem(
         num_k_heads=num_heads_qk,
         num_v_heads=num_heads_v,

@@ -3,18 +3,11 @@
 import torch
 
 from gdn import reference
+from gdn.ops import _check as check
 from gdn.ops._call import always, choose, launch, new, operator, prepare, run_reference
+from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    check_at_least,
-    check_one_of,
-    check_out,
-    check_tensor,
-    dtype_name,
-    dtypes_of,
-)
+from gdn.ops._tensors import dtypes_of
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
@@ -41,14 +34,11 @@ def topk_indices(
     Parameters
     ----------
     logits : Tensor [rows, n]
-        Scores, float32, bfloat16, float16 or float64; any row stride. A last dimension that is not contiguous is copied, logged
-        once.
+        Scores, any float dtype and row stride. A last dimension that is not contiguous is copied, logged once.
     k : int
         Columns of the result, >= 0; a row with fewer selectable values ends in -1.
-    row_starts : Tensor [rows], optional
-        First column of each row's range, int32 or int64, clamped to [0, n]. None = 0.
-    row_ends : Tensor [rows], optional
-        End of each row's range, int32 or int64, clamped to [0, n]. Only columns [start, end) are read. None = n.
+    row_starts, row_ends : Tensor [rows], optional
+        Each row's range of columns, int32 or int64, clamped to [0, n]; None = 0 and n. Only columns [start, end) are read.
     sorted_by : {"index", "score"}
         Order of the result: ascending indices, or descending scores with ties by ascending index. -1 is always last.
     out : Tensor [rows, k] of int32, optional
@@ -75,14 +65,14 @@ def topk_indices(
     >>> gdn.topk_indices(logits, 3, torch.tensor([0, 2]), torch.tensor([4, 4])).tolist()
     [[1, 2, 3], [0, 1, -1]]
     """
-    check_tensor("logits", logits, shape=["rows", "n"], dtypes=FLOAT_DTYPES)
+    check.tensor("logits", logits, shape=["rows", "n"], dtypes=FLOAT_DTYPES)
     rows, device = logits.shape[0], logits.device
-    check_at_least("k", k)
+    check.at_least("k", k)
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
         if bound is not None:
-            check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
-    check_one_of("sorted_by", sorted_by, ("index", "score"))
-    check_out(out, [rows, k], torch.int32, device)
+            check.tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
+    check.one_of("sorted_by", sorted_by, ("index", "score"))
+    check.out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
 
 
@@ -102,8 +92,7 @@ def select_rows(
 
     list_short: rows of at most k columns list all of them, and are not read.
     num_keys: number of keys that row_starts and row_ends refer to; column 0 of a row is then its first key.
-    drafts: rows per entry of row_ends [rows / drafts], which is the end of the last of them; each row before has one column
-        less.
+    drafts: rows per entry of row_ends [rows / drafts], the end of the last of them; each row before has one column less.
     """
     rows, device = logits.shape[0], logits.device
     problem = TopkProblem(
@@ -148,7 +137,7 @@ def _lengths(logits: Tensor, row_starts: Tensor | None, row_ends: Tensor | None)
     return end - start
 
 
-@operator(reference=reference.expand_topk_groups, writes={"out": always}, memo=True, varies=("group_indices", "positions"))
+@operator(writes={"out": always}, varies=("group_indices", "positions"))
 def expand_topk_groups(
     group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
@@ -186,11 +175,11 @@ def expand_topk_groups(
     >>> gdn.expand_topk_groups(torch.tensor([[1, -1]]), torch.tensor([9])).tolist()  # groups of 4: 4..7, and the tail 8..9
     [[4, 5, 6, 7, 8, 9, -1, -1, -1, -1, -1]]
     """
-    check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
+    check.tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape
-    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
-    check_at_least("ratio", ratio, 1)
-    check_out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
+    check.tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
+    check.at_least("ratio", ratio, 1)
+    check.out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
     dtypes = dtypes_of(group=group_indices, position=positions)
     problem = ExpandTopkGroupsProblem(ratio=ratio, **dtypes, num_tokens=tokens, k=k)
     prepared = prepare(problem, group_indices.device, backend)

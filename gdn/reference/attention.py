@@ -45,12 +45,7 @@ def sparse_attention(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q [tokens, heads, D] -> o [tokens, heads, D], and lse [tokens, heads] float32 (natural logarithm) on request.
-
-    kv_cache: (k_cache, v_cache), each [num_blocks, block_size, kv_heads, D] with any block and token stride, or one
-    tensor [2, ...]. topk_indices [tokens, k]: positions in the query's sequence, -1 = none, anywhere in the row; with
-    topk_length [tokens] only the first ones of a row count. block_tables [N, max_blocks].
-    """
+    """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request."""
     k_cache, v_cache = kv_cache[0], kv_cache[1]
     num_tokens, num_heads, dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape

@@ -42,8 +42,8 @@ def quantize_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
 def _write_flat(view: Tensor, slots: Tensor, values: Tensor, keep: Tensor) -> None:
     """view[slot // page_size, slot % page_size] = values where keep; kept slots are distinct. No host read.
 
-    view [pages, page_size, ...] with any page stride, slots [tokens]. A skipped token repeats the write of a kept one
-    (the same bytes to the same row), or of row 0's old content where nothing is kept.
+    view [pages, page_size, ...], any page stride; slots [tokens]. A skipped token repeats the write of a kept one (the same bytes
+    to the same row), or of row 0's old content where nothing is kept.
     """
     page_size = view.shape[1]
     if slots.numel() == 0 or view.shape[0] == 0:
@@ -61,11 +61,7 @@ def _write_flat(view: Tensor, slots: Tensor, values: Tensor, keep: Tensor) -> No
 
 @inference_only
 def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Writes k [tokens, D] or [tokens, kv_heads, D] to rows slot_mapping [tokens] of the cache; negative = skip.
-
-    A uint8 cache gets e4m3 values and one scale per (row, kv head), a float8_e4m3fn cache plain casts, any other cache values in
-    its dtype.
-    """
+    """`gdn.write_indexer_cache`; a cache of another float dtype gets values in its dtype."""
     if k.dim() == 2:
         k = k[:, None]
     values, scales = page_views(cache, k.shape[-1])
@@ -114,16 +110,7 @@ def prepare_indexer(
     zero_centred: bool = True,
     fp8: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Norm, RoPE, quantisation, scale folding and the cache write of one step.
-
-    q [tokens, H, D], k [tokens, D] or [tokens, kv_heads, D], weights [tokens, H] or None -> (q, weights'):
-        bf16              q in its own dtype, weights as given: the logits still need scale = 1 / sqrt(D)
-        FP8 with scales   q e4m3, weights' = weights * q_scale / sqrt(D) float32 (weights None counts as 1): scale = 1
-        FP8 scale-free    q plainly cast, weights as given: the logits still need scale = 1 / sqrt(D)
-    fp8=None follows the cache: uint8 = with scales, float8_e4m3fn = scale-free. k, k_norm, cache and slot_mapping may be
-    None together (compressed keys are written elsewhere); then fp8 decides, with scales where weights are given.
-    Norm and RoPE are float32; their result is rounded once to the input's dtype, and quantised from there.
-    """
+    """`gdn.prepare_indexer`. Norm and RoPE are float32; their result is rounded once to the dtype of q, before quantisation."""
     dim = q.shape[-1]
     q_rotated = rope(rms_norm(q, q_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(q.dtype).contiguous()
     if k is not None and k_norm is not None and cache is not None and slot_mapping is not None:
@@ -157,13 +144,7 @@ def compress_indexer_keys(
     zero_centred: bool = True,
     null_slot: int = -1,
 ) -> None:
-    """Keys of finished groups of `ratio` tokens go to the cache, raw keys to their sequence's ring.
-
-    raw_k [tokens, D] or [tokens, kv_heads, D]; ring [sequences, size, (kv_heads,) D]; ring_slots [tokens] the sequence's
-    ring (negative or null_slot: the token is skipped); slot_mapping [tokens] the cache row of the token's group, read at
-    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence are neighbours, in the order of their positions.
-    A group's key: float32 mean of its raw keys, rounded to their dtype, norm, RoPE at the group's first position.
-    """
+    """`gdn.compress_indexer_keys`: the float32 mean of a group is rounded to the dtype of its raw keys before the norm."""
     if raw_k.dim() == 2:
         raw_k = raw_k[:, None]
     if ring.dim() == 3:
@@ -199,11 +180,7 @@ def compress_indexer_keys(
 def gather_indexer_cache(
     cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows of N sequences out of their pages, packed: keys [rows, (kv_heads,) D] and scales [rows, (kv_heads)] or None.
-
-    block_tables [N, max_pages], cu_seqlens [N + 1]. num_rows: rows of the result; None = cu_seqlens[N], read back to the
-    host. Rows at or beyond cu_seqlens[N] are zero.
-    """
+    """`gdn.gather_indexer_cache`."""
     values, scales = page_views(cache)
     page_size = values.shape[1]
     bounds = cu_seqlens.long().contiguous()  # searchsorted warns otherwise

@@ -98,11 +98,7 @@ def mqa_logits(
     out_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Ragged prefill: out [M, Nk], or [M, max_seqlen_k] with column 0 of row i at key cu_seqlen_ks[i].
-
-    q [M, H, D]; k [Nk, D] or [Nk, kv_heads, D]; k_scale [Nk] or [Nk, kv_heads]; weights [M, H].
-    clean_logits=False allows anything outside the ranges; here it is -inf all the same.
-    """
+    """`gdn.mqa_logits`. Columns outside the ranges are -inf, with clean_logits=False too."""
     if k.dim() == 2:
         k = k[:, None]
     if k_scale is not None and k_scale.dim() == 1:
@@ -131,11 +127,9 @@ def mqa_logits(
 
 
 def page_views(cache: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """Typed views of an indexer cache: values [pages, page_size, kv_heads, D] and, in uint8 pages, their float32 scales.
+    """Typed views of an indexer cache: values [pages, page_size, kv_heads, D], and float32 scales [pages, page_size, kv_heads]
 
-    cache: uint8 [pages, page_size, kv_heads, D + 4], or float8_e4m3fn / bfloat16 [pages, page_size, kv_heads, D]; the
-    kv_heads axis may be missing. A uint8 page holds its page_size * kv_heads * D e4m3 values first, then its
-    page_size * kv_heads scales [pages, page_size, kv_heads]. Views, so writes reach the cache.
+    cache: as for `gdn.paged_mqa_logits`, only uint8 has scales; the kv_heads axis may be missing. Writes to the views reach it.
     """
     if cache.dim() == 3:
         cache = cache.unsqueeze(2)
@@ -183,11 +177,7 @@ def paged_mqa_logits(
     out_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode from cache pages: out [B * next_n, max_context_len].
-
-    q [B, next_n, H, D]; cache as `page_views`; weights [B * next_n, H]; context_lens [B] or [B, next_n]; block_tables
-    [B, max_pages] page of each page_size keys of a sequence. Entries after a sequence's last page may hold anything.
-    """
+    """`gdn.paged_mqa_logits`; cache as `page_views`. Entries of block_tables after a sequence's last page may hold anything."""
     batch, next_n, num_heads, head_dim = q.shape
     values, scales = page_views(cache, head_dim)
     num_pages, page_size = values.shape[:2]

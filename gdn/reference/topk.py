@@ -50,12 +50,7 @@ def topk_indices(
     sorted_by: str = "index",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Columns of the k largest values of each row's range, relative to its start: [rows, k] int32, -1 last.
-
-    logits [rows, n] any float dtype; row_starts, row_ends [rows], None = 0 and n. NaN and -inf are never selected; among
-    equal values (-0.0 equals 0.0) the smaller column wins. sorted_by "index": ascending; "score": descending, ties by
-    column.
-    """
+    """`gdn.topk_indices`."""
     rows, n = logits.shape
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
@@ -105,11 +100,7 @@ def indexer_topk(
     max_seqlen_k: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """topk_indices(mqa_logits(...)) with at most workspace_bytes of float32 logits at a time: [M, topk] int32.
-
-    Indices are relative to cu_seqlen_ks and ascend. A row with at most topk visible keys lists them unscored.
-    max_seqlen_k: a bound on the length of every range; a row of logits then has that many columns instead of Nk.
-    """
+    """`gdn.indexer_topk`, with at most workspace_bytes of float32 logits at a time."""
     num_rows, num_keys = q.shape[0], k.shape[0]
     if out is None:
         out = torch.empty(num_rows, topk, dtype=torch.int32, device=q.device)
@@ -151,10 +142,7 @@ def paged_indexer_topk(
     max_context_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """topk_indices(paged_mqa_logits(...)), whole sequences at a time: [B * next_n, topk] int32, positions ascending.
-
-    max_context_len: a bound on the lengths; None = what block_tables can address.
-    """
+    """`gdn.paged_indexer_topk`, whole sequences at a time."""
     batch, next_n = q.shape[:2]
     width = block_tables.shape[1] * cache.shape[1]
     if max_context_len is not None:
@@ -178,12 +166,7 @@ def paged_indexer_topk(
 
 @inference_only
 def expand_topk_groups(group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None) -> Tensor:
-    """Groups of `ratio` tokens to token positions, with the causal tail: [tokens, k * ratio + ratio - 1] int32.
-
-    group_indices [tokens, k], -1 = none; positions [tokens]. The tail is the query's own unfinished group, up to and
-    including the query: tokens (pos + 1) // ratio * ratio .. pos. Groups keep their order, the tail follows, -1 is last.
-    An int64 value that does not fit int32 is not a group, and as a position has no tail.
-    """
+    """`gdn.expand_topk_groups`. An int64 value that does not fit int32 is not a group, and as a position has no tail."""
     tokens, k = group_indices.shape
     device = group_indices.device
     if out is None:
