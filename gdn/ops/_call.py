@@ -28,6 +28,7 @@ from gdn.ops import _library, _modes
 from gdn.ops._check import bad_value
 from gdn.ops._kinds import Kind, kind_of
 from gdn.ops._library import NEW as NEW
+from gdn.ops._library import Arguments, Condition
 from gdn.ops._library import always as always
 from gdn.ops._memo import Created, Memo, Recorded
 from gdn.ops._overlap import overlaps_itself, shares_element
@@ -37,8 +38,6 @@ from gdn.runtime import Choice, Prepared, env, is_explaining
 
 Tensor = torch.Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
-Arguments = dict[str, Any]
-Condition = Callable[[Arguments], bool]
 
 
 class _RunReference(Exception):

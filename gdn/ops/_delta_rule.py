@@ -15,6 +15,7 @@ from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, even_offset
 Tensor = torch.Tensor
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -43,8 +44,8 @@ class Sizes:
     num_q_heads: int
     num_k_heads: int
     num_v_heads: int
-    k_dim: int
-    v_dim: int
+    head_k_dim: int
+    head_v_dim: int
 
     @property
     def num_heads(self) -> int:
@@ -56,7 +57,7 @@ class Sizes:
         return self.batch * self.length
 
     def state_shape(self, state_v_first: bool) -> tuple[int, int, int]:
-        inner = (self.v_dim, self.k_dim) if state_v_first else (self.k_dim, self.v_dim)
+        inner = (self.head_v_dim, self.head_k_dim) if state_v_first else (self.head_k_dim, self.head_v_dim)
         return (self.num_heads, *inner)
 
 
@@ -140,13 +141,10 @@ def static_fields(
     sizes: Sizes, tokens: Tokens, initial_state: Tensor | None, index_dtype: torch.dtype | None, state_v_first: bool
 ) -> dict[str, Any]:
     """Fields of DeltaRuleProblem that follow from tensors, and the sizes."""
+    names = ("num_q_heads", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_tokens", "num_sequences")
     cu_seqlens, state = tokens.cu_seqlens, initial_state
     return {
-        "num_q_heads": sizes.num_q_heads,
-        "num_k_heads": sizes.num_k_heads,
-        "num_v_heads": sizes.num_v_heads,
-        "head_k_dim": sizes.k_dim,
-        "head_v_dim": sizes.v_dim,
+        **{name: getattr(sizes, name) for name in names},
         "dtype": dtype_name(tokens.q.dtype),
         "state_dtype": "float32" if state is None else dtype_name(state.dtype),
         **dtypes_of(gate=tokens.g, beta=tokens.beta),
@@ -156,41 +154,27 @@ def static_fields(
         "state_v_first": state_v_first,
         "use_gate": tokens.use_gate,
         "use_beta_sigmoid": tokens.use_beta_sigmoid,
-        "num_tokens": sizes.num_tokens,
-        "num_sequences": sizes.num_sequences,
     }
 
 
-class Packed(NamedTuple):
-    """Token tensors in the form that kernels take: [1, L, heads, D] and [1, L, HS]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    A_log: Tensor | None  # float32; None without the raw gate
-    dt_bias: Tensor | None  # float32, zeros where the caller gave none; None without the raw gate
-
-
 def pack(sizes: Sizes, tokens: Tokens) -> tuple[Packed, Tensor]:
-    """Packs the tokens, with parameters in float32; also the offsets [N + 1] of the sequences."""
+    """First seven Params of a launch, and the offsets [N + 1] of the sequences.
+
+    q, k, v [1, L, heads, D]; g, beta [1, L, HS]; A_log and dt_bias (zeros where the caller gave none) in float32, None without
+    the raw gate.
+    """
     device = tokens.q.device
-    A_log: Tensor | None = None
-    dt_bias: Tensor | None = None
+    A_log = dt_bias = None
     if tokens.use_gate:
         assert tokens.A_log is not None  # checked
-        A_log = make(_float32, tokens.A_log)
-        if tokens.dt_bias is None:
-            dt_bias = make(functools.partial(zeros, sizes.num_heads, device))
-        else:
-            dt_bias = make(_float32, tokens.dt_bias)
+        A_log, no_bias = make(_float32, tokens.A_log), functools.partial(zeros, sizes.num_heads, device)
+        dt_bias = make(no_bias) if tokens.dt_bias is None else make(_float32, tokens.dt_bias)
     cu_seqlens = tokens.cu_seqlens
     if cu_seqlens is None:
         cu_seqlens = make(functools.partial(even_offsets, sizes.batch, sizes.length, device))
     q, k, v = (_packed_rows(name, x) for name, x in (("q", tokens.q), ("k", tokens.k), ("v", tokens.v)))
     g, beta = (None if x is None else _one_row(x) for x in (tokens.g, tokens.beta))
-    return Packed(q, k, v, g, beta, A_log, dt_bias), cu_seqlens.contiguous()
+    return (q, k, v, g, beta, A_log, dt_bias), cu_seqlens.contiguous()
 
 
 def new_state(sizes: Sizes, q: Tensor, state_v_first: bool) -> Tensor:
@@ -240,7 +224,7 @@ def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]
 
     The second is o itself or a view of it, except where `out` is not aligned: `finish` then copies back.
     """
-    shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
+    shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.head_v_dim)
     o = new(v.dtype, v.device, *shape) if out is None else out
     written = o if sizes.batch == 1 else o.view(1, sizes.num_tokens, *shape[2:])
     if out is not None and not _rows_are_aligned(written, is_written=True):

@@ -220,7 +220,7 @@ def chunk_gated_delta_rule(
     if has_initial_state is not None:
         has_initial_state = has_initial_state.contiguous()
     workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
-    scale = sizes.k_dim**-0.5 if scale is None else scale
+    scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = ChunkParams(
         *tokens, initial_state, state_indices, has_initial_state, final_state, final_state_indices, cu_seqlens,
         checkpoint_offsets, checkpoint_slots, written, workspace, scale, null_slot,

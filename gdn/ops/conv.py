@@ -248,9 +248,24 @@ def causal_conv1d_update(
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, num_tokens)
         bounds = _values.token_bounds(query_start_loc, count, num_tokens // max(count, 1), device)
-        _check_update_slots(
-            bounds, conv_state, conv_state_indices, num_accepted_tokens, parent_token, null_slot, window, validates(device)
-        )
+        num_windows = conv_state.shape[2] - window + 1
+        if conv_state_indices is not None and conv_state_indices.dim() == 2:
+            num_columns = conv_state_indices.shape[1]
+            num_windows = num_columns if parent_token is not None else min(num_windows, num_columns)
+        slots, null = conv_state_indices, null_slot
+        if slots is None:
+            null, slots = -1, torch.arange(bounds.numel() - 1, device=device)
+        use = ("conv_state_indices", bounds, slots, null)
+        if parent_token is not None:  # one slot per node of a draft tree
+            touched = _values.decode_slots(*use, num_accepted_tokens=num_accepted_tokens)
+            _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+        else:
+            touched = _values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
+        if num_accepted_tokens is not None:
+            first = slots if parent_token is not None or slots.dim() == 1 else slots[:, 0]
+            strict = validates(device)
+            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null, strict=strict)
+        _values.check_touched(touched, conv_state, null)
 
     cu_seqlens_dtype = dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None
     index_dtype = None if conv_state_indices is None else conv_state_indices.dtype
@@ -282,35 +297,6 @@ def causal_conv1d_update(
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)
-
-
-def _check_update_slots(
-    bounds: Tensor,
-    conv_state: Tensor,
-    indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    parent_token: Tensor | None,
-    null_slot: int,
-    window: int,
-    strict: bool,
-) -> None:
-    """Checks the windows that a decode step reads and writes: one slot per sequence, or per node of a draft tree."""
-    name, num_windows = "conv_state_indices", conv_state.shape[2] - window + 1
-    if indices is not None and indices.dim() == 2:
-        num_windows = indices.shape[1] if parent_token is not None else min(num_windows, indices.shape[1])
-    if indices is None:
-        null_slot, indices = -1, torch.arange(bounds.numel() - 1, device=bounds.device)
-    if parent_token is not None:
-        touched = _values.decode_slots(name, bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens)
-        _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
-    else:
-        touched = _values.window_slots(
-            name, bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows
-        )
-    if num_accepted_tokens is not None:
-        first = indices if parent_token is not None or indices.dim() == 1 else indices[:, 0]
-        _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict)
-    _values.check_touched(touched, conv_state, null_slot)
 
 
 def _static_fields(

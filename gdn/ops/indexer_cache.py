@@ -49,13 +49,8 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
     _indexer.check_slot_mapping(slot_mapping, k.shape[0], k.device)
     if reads_values(k.device):
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
-    problem = WriteIndexerCacheProblem(
-        num_kv_heads=kv_heads,
-        head_dim=k.shape[-1],
-        dtype=dtype_name(k.dtype),
-        **dtypes_of(cache=cache, slot=slot_mapping),
-        num_tokens=k.shape[0],
-    )
+    dtypes: dict[str, Any] = {"dtype": dtype_name(k.dtype), **dtypes_of(cache=cache, slot=slot_mapping)}
+    problem = WriteIndexerCacheProblem(num_kv_heads=kv_heads, head_dim=k.shape[-1], **dtypes, num_tokens=k.shape[0])
     prepared = prepare(problem, k.device, backend)
     if not is_empty(k.shape[0], cache.shape[0]):
         params = WriteIndexerCacheParams(aligned("k", _indexer.with_kv_heads(k)), _indexer.flat_pages(cache), slot_mapping)
@@ -119,23 +114,17 @@ def gather_indexer_cache(
     rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
     settle(num_rows=rows)
     scaled = cache.dtype == torch.uint8
-    problem = GatherIndexerCacheProblem(
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        **dtypes_of(cache=cache, cu_seqlens=cu_seqlens),
-        num_rows=rows,
-        num_sequences=sequences,
-    )
+    sizes: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": head_dim, "num_rows": rows, "num_sequences": sequences}
+    problem = GatherIndexerCacheProblem(**dtypes_of(cache=cache, cu_seqlens=cu_seqlens), **sizes)
     prepared = prepare(problem, device, backend)
     if is_empty(rows, cache.shape[0], *block_tables.shape):
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
     params = GatherIndexerCacheParams(_indexer.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    results = (k.view(rows, kv_heads, head_dim), k_scale)
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
-    else:
-        results = (k.view(rows, kv_heads, head_dim), k_scale)
     # Rows that were read back from the device are no plan: the next call may have another number.
     launch(prepared, params, None if num_rows is None else results, aligned=(cache,))
     return results

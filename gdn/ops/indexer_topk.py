@@ -165,10 +165,6 @@ def paged_indexer_topk(
     ------
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
-
-    References
-    ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
     check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
     batch, next_n, num_heads, head_dim = q.shape

@@ -1,5 +1,7 @@
 """Public operators `mqa_logits` and, with DeepGEMM's signature, `fp8_mqa_logits`: indexer logits of ragged prefill."""
 
+from typing import Any
+
 import torch
 
 from gdn.ops import _check as check
@@ -102,22 +104,15 @@ def mqa_logits(
     device = q.device
     num_queries, num_keys, num_kv_heads = q.shape[0], k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     _indexer.check_skipping(skip_rows_up_to, clean_logits)
-    num_columns = num_keys
-    if max_seqlen_k is not None:
-        check.at_least("max_seqlen_k", max_seqlen_k)
-        num_columns = max_seqlen_k
+    check.at_least("max_seqlen_k", max_seqlen_k)
+    num_columns = num_keys if max_seqlen_k is None else max_seqlen_k
     _indexer.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
-    problem = MqaLogitsProblem(
-        **_indexer.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
-        has_k_scale=k_scale is not None,
-        packed=max_seqlen_k is not None,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        num_columns=num_columns,
-    )
+    shared = _indexer.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
+    sizes: dict[str, Any] = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_columns}
+    problem = MqaLogitsProblem(**shared, has_k_scale=k_scale is not None, packed=max_seqlen_k is not None, **sizes)
     prepared = prepare(problem, device, backend)
     if out is None:
         out = new(out_dtype, device, num_queries, num_columns)

@@ -1,5 +1,7 @@
 """Public operator `rms_norm_gated`: the gated RMS norm after the recurrence."""
 
+from typing import Any
+
 import torch
 
 from gdn.ops import _check as check
@@ -59,14 +61,9 @@ def rms_norm_gated(
     dim = x.shape[-1]
     # Contiguous tensors count as rows of one head: the number of heads is compiled in.
     heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]
-    problem = RmsNormGatedProblem(
-        num_heads=heads,
-        head_dim=dim,
-        dtype=dtype_name(x.dtype),
-        **dtypes_of(z=z, weight=weight),
-        sigmoid=activation == "sigmoid",
-        num_tokens=x.numel() // max(heads * dim, 1),
-    )
+    dtypes: dict[str, Any] = {"dtype": dtype_name(x.dtype), **dtypes_of(z=z, weight=weight)}
+    sizes: dict[str, Any] = {"num_heads": heads, "head_dim": dim, "num_tokens": x.numel() // max(heads * dim, 1)}
+    problem = RmsNormGatedProblem(**dtypes, sigmoid=activation == "sigmoid", **sizes)
     prepared = prepare(problem, x.device, backend)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not is_empty(*x.shape):

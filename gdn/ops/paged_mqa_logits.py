@@ -1,5 +1,7 @@
 """Public operators `paged_mqa_logits` and, with DeepGEMM's signatures, `fp8_paged_mqa_logits` and its metadata."""
 
+from typing import Any
+
 import torch
 
 from gdn.ops import _check as check
@@ -102,15 +104,10 @@ def paged_mqa_logits(
     _indexer.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
-    problem = PagedMqaLogitsProblem(
-        **_indexer.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
-        has_k_scale=cache.dtype == torch.uint8,
-        page_size=page_size,
-        next_n=next_n,
-        per_draft_lengths=context_lens.dim() == 2,
-        batch=batch,
-        max_context_len=max_context_len,
-    )
+    shared = _indexer.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
+    sizes: dict[str, Any] = {"page_size": page_size, "next_n": next_n, "batch": batch, "max_context_len": max_context_len}
+    is_scaled, per_draft = cache.dtype == torch.uint8, context_lens.dim() == 2
+    problem = PagedMqaLogitsProblem(**shared, has_k_scale=is_scaled, per_draft_lengths=per_draft, **sizes)
     prepared = prepare(problem, device, backend)
     if out is None:
         out = new(out_dtype, device, batch * next_n, max_context_len)

@@ -217,7 +217,7 @@ def fused_recurrent_gated_delta_rule(
         initial_state = constant(initial_state)
     accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
     parents = None if parent_token is None else parent_token.reshape(-1).contiguous()
-    scale = sizes.k_dim**-0.5 if scale is None else scale
+    scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = RecurrentParams(
         *tokens, initial_state, indices, accepted, final_state, final_state_indices, cu_seqlens, parents, rounding_seed, written,
         scale, null_slot,

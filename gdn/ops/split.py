@@ -1,5 +1,7 @@
 """Public operator `fused_qkvzba_split_reshape_cat`: splits interleaved input projections."""
 
+from typing import Any
+
 import torch
 
 from gdn.ops import _check as check
@@ -59,7 +61,7 @@ def fused_qkvzba_split_reshape_cat(
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layout of the projections).
     .. [2] The arguments are those of ``fused_qkvzba_split_reshape_cat`` in vLLM.
     """
-    sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
+    sizes: dict[str, Any] = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
         check.at_least(name, value, 1)
     if num_heads_v % num_heads_qk:
@@ -68,15 +70,8 @@ def fused_qkvzba_split_reshape_cat(
     check.tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES)
     length, device = mixed_qkvz.shape[0], mixed_qkvz.device
     check.tensor("mixed_ba", mixed_ba, shape=(length, 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=device)
-    problem = SplitProblem(
-        num_k_heads=num_heads_qk,
-        num_v_heads=num_heads_v,
-        head_k_dim=head_qk,
-        head_v_dim=head_v,
-        dtype=dtype_name(mixed_qkvz.dtype),
-        ba_dtype=dtype_name(mixed_ba.dtype),
-        num_tokens=length,
-    )
+    heads: dict[str, Any] = {"num_k_heads": num_heads_qk, "num_v_heads": num_heads_v, "head_k_dim": head_qk, "head_v_dim": head_v}
+    problem = SplitProblem(**heads, dtype=dtype_name(mixed_qkvz.dtype), ba_dtype=dtype_name(mixed_ba.dtype), num_tokens=length)
     prepared = prepare(problem, device, backend)
 
     def new(like: Tensor, *shape: int) -> Tensor:

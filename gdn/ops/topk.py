@@ -1,5 +1,7 @@
 """Public operators `topk_indices` (exact top-k over rows of logits) and `expand_topk_groups` (groups to token positions)."""
 
+from typing import Any
+
 import torch
 
 from gdn import reference
@@ -95,14 +97,9 @@ def select_rows(
     drafts: rows per entry of row_ends [rows / drafts], the end of the last of them; each row before has one column less.
     """
     rows, device = logits.shape[0], logits.device
-    problem = TopkProblem(
-        dtype=dtype_name(logits.dtype),
-        **dtypes_of(starts=row_starts, ends=row_ends),
-        sorted_by=sorted_by,
-        k=k,
-        num_rows=rows,
-        num_columns=logits.shape[1],
-    )
+    dtypes = dtypes_of(starts=row_starts, ends=row_ends)
+    sizes: dict[str, Any] = {"k": k, "num_rows": rows, "num_columns": logits.shape[1]}
+    problem = TopkProblem(dtype=dtype_name(logits.dtype), **dtypes, sorted_by=sorted_by, **sizes)
     prepared = choose(problem, device, backend)
     if prepared.launch is None:
         row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)

@@ -58,6 +58,11 @@ class Problem:
 
     op: ClassVar[str]  # the operator's name in the registry, the tables and GDN_BACKEND_<OP>
 
+    def __init_subclass__(cls, op: str | None = None) -> None:
+        """op: given by the problem of an operator (`class ChunkProblem(DeltaRuleProblem, op="chunk")`)."""
+        if op is not None:
+            cls.op = op
+
     def static_fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _names(type(self), False)}  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """The indexer's steps and caches around its logits: quantisation, preparation, caches, compressed keys."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
 
@@ -9,10 +9,8 @@ Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf impor
 
 
 @dataclass(frozen=True)
-class QuantizeFp8Problem(Problem):
+class QuantizeFp8Problem(Problem, op="quantize_fp8"):
     """`gdn.quantize_fp8`."""
-
-    op: ClassVar[str] = "quantize_fp8"
 
     num_groups: int = field(metadata=TUNES)  # G
     group_dim: int = field(metadata=TUNES)
@@ -53,10 +51,8 @@ class IndexerCacheProblem(Problem):
 
 
 @dataclass(frozen=True)
-class WriteIndexerCacheProblem(IndexerCacheProblem):
+class WriteIndexerCacheProblem(IndexerCacheProblem, op="write_indexer_cache"):
     """`gdn.write_indexer_cache`."""
-
-    op: ClassVar[str] = "write_indexer_cache"
 
     dtype: str = field(metadata=TUNES)  # of k: bfloat16 | float16
     slot_dtype: str = field(metadata=COMPILES)  # int32 | int64
@@ -89,10 +85,8 @@ class RotatedKeysProblem(IndexerCacheProblem):
 
 
 @dataclass(frozen=True)
-class PrepareIndexerProblem(RotatedKeysProblem):
+class PrepareIndexerProblem(RotatedKeysProblem, op="prepare_indexer"):
     """`gdn.prepare_indexer`. Positions are clamped to the rows of cos_sin; a negative slot writes nothing."""
-
-    op: ClassVar[str] = "prepare_indexer"
 
     num_heads: int = field(metadata=TUNES)
     k_dtype: str | None = field(metadata=COMPILES)
@@ -132,10 +126,8 @@ class PrepareIndexerParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CompressIndexerKeysProblem(RotatedKeysProblem):
+class CompressIndexerKeysProblem(RotatedKeysProblem, op="compress_indexer_keys"):
     """`gdn.compress_indexer_keys`. Ring rows are read before the same call overwrites them."""
-
-    op: ClassVar[str] = "compress_indexer_keys"
 
     ratio: int = field(metadata=TUNES)
     ring_slot_dtype: str = field(metadata=COMPILES)
@@ -166,13 +158,11 @@ class CompressIndexerKeysParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatherIndexerCacheProblem(IndexerCacheProblem):
+class GatherIndexerCacheProblem(IndexerCacheProblem, op="gather_indexer_cache"):
     """`gdn.gather_indexer_cache`.
 
     Every row is written: those at or beyond cu_seqlens[N] with zeros. Page numbers are clamped to the cache.
     """
-
-    op: ClassVar[str] = "gather_indexer_cache"
 
     cu_seqlens_dtype: str = field(metadata=COMPILES)
     num_rows: int = size()
@@ -193,10 +183,8 @@ class GatherIndexerCacheParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpandTopkGroupsProblem(Problem):
+class ExpandTopkGroupsProblem(Problem, op="expand_topk_groups"):
     """`gdn.expand_topk_groups`. Every entry of out is written."""
-
-    op: ClassVar[str] = "expand_topk_groups"
 
     ratio: int = field(metadata=TUNES)
     group_dtype: str = field(metadata=TUNES)  # int32 | int64

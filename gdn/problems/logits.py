@@ -1,7 +1,7 @@
 """The indexer's logits and top-k."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
 
@@ -31,10 +31,8 @@ class LogitsProblem(Problem):
 
 
 @dataclass(frozen=True)
-class MqaLogitsProblem(LogitsProblem):
+class MqaLogitsProblem(LogitsProblem, op="mqa_logits"):
     """`gdn.mqa_logits`: ragged prefill."""
-
-    op: ClassVar[str] = "mqa_logits"
 
     packed: bool = field(metadata=COMPILES)  # out columns are relative to ks[i]
     num_queries: int = size()
@@ -50,10 +48,8 @@ class MqaLogitsProblem(LogitsProblem):
 
 
 @dataclass(frozen=True)
-class PagedMqaLogitsProblem(LogitsProblem):
+class PagedMqaLogitsProblem(LogitsProblem, op="paged_mqa_logits"):
     """`gdn.paged_mqa_logits`: decode from cache pages; operations and bytes count every context as max_context_len long."""
-
-    op: ClassVar[str] = "paged_mqa_logits"
 
     page_size: int = field(metadata=TUNES)
     next_n: int = field(metadata=TUNES)
@@ -104,10 +100,8 @@ class PagedMqaLogitsParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TopkProblem(Problem):
+class TopkProblem(Problem, op="topk"):
     """`gdn.topk_indices`. Every entry of out is written. Only a row's own range is read."""
-
-    op: ClassVar[str] = "topk"
 
     dtype: str = field(metadata=TUNES)  # of logits: float32 | bfloat16 (others on the reference)
     starts_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows start at column 0

@@ -1,7 +1,7 @@
 """Steps around the gated delta rule: causal convolution, projection split, gates, gated norm."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
 
@@ -36,14 +36,12 @@ class ConvolutionProblem(Problem):
 
 
 @dataclass(frozen=True)
-class Conv1dProblem(ConvolutionProblem):
+class Conv1dProblem(ConvolutionProblem, op="conv1d"):
     """`gdn.causal_conv1d_fn`: packed prompts.
 
     Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero. The slot of a
     sequence is read before it is written; a checkpoint is written after the sequence's own slot.
     """
-
-    op: ClassVar[str] = "conv1d"
 
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     checkpoint_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = no checkpoints
@@ -78,10 +76,8 @@ class Conv1dParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conv1dUpdateProblem(ConvolutionProblem):
+class Conv1dUpdateProblem(ConvolutionProblem, op="conv1d_update"):
     """`gdn.causal_conv1d_update`: one decode step."""
-
-    op: ClassVar[str] = "conv1d_update"
 
     has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
@@ -125,10 +121,8 @@ class Conv1dUpdateParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SplitProblem(Problem):
+class SplitProblem(Problem, op="split"):
     """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart."""
-
-    op: ClassVar[str] = "split"
 
     num_k_heads: int = field(metadata=TUNES)
     num_v_heads: int = field(metadata=TUNES)
@@ -162,10 +156,8 @@ class SplitParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatingProblem(Problem):
+class GatingProblem(Problem, op="gating"):
     """`gdn.fused_gdn_gating`."""
-
-    op: ClassVar[str] = "gating"
 
     num_heads: int = field(metadata=TUNES)
     a_dtype: str = field(metadata=TUNES)
@@ -192,10 +184,8 @@ class GatingParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RmsNormGatedProblem(Problem):
+class RmsNormGatedProblem(Problem, op="rms_norm_gated"):
     """`gdn.rms_norm_gated`."""
-
-    op: ClassVar[str] = "rms_norm_gated"
 
     num_heads: int = field(metadata=TUNES)
     head_dim: int = field(metadata=TUNES)

@@ -9,8 +9,7 @@ Computed in float32. A position j counts if 0 <= j <= the query's own (causal); 
 
 import torch
 
-from gdn.reference.logits import compute_dtype
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only
 
 Tensor = torch.Tensor
 

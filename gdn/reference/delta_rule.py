@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
 from gdn.reference.rounding import stochastic_bfloat16
 
 Tensor = torch.Tensor
@@ -62,7 +62,7 @@ def chunk_gated_delta_rule(
 
     read_slots = list(range(len(sequences))) if state_indices is None else state_indices.tolist()
     write_slots = read_slots if final_state_indices is None else final_state_indices.tolist()
-    is_continued = None if has_initial_state is None else has_initial_state.tolist()
+    is_continued = listed(has_initial_state)
     checkpoints: list[list[tuple[int, int]]] = [[] for _ in sequences]
     if checkpoint_offsets is not None and checkpoint_slots is not None:
         pairs = zip(checkpoint_offsets.tolist(), checkpoint_slots.tolist(), strict=True)
@@ -90,11 +90,8 @@ def chunk_gated_delta_rule(
         elif final_state is not None:
             _store(final_state, n, state, state_v_first)
 
-    if out is not None:
-        o = out.copy_(o)
-    if state_indices is not None and output_final_state:
-        return o, initial_state
-    return o, final_state
+    pool = initial_state if output_final_state else None
+    return (o if out is None else out.copy_(o)), (final_state if state_indices is None else pool)
 
 
 @inference_only
@@ -148,7 +145,7 @@ def fused_recurrent_gated_delta_rule(
     rows = [[n] for n in range(len(sequences))]
     read_slots = rows if ssm_state_indices is None else _columns(ssm_state_indices)
     write_slots = read_slots if final_state_indices is None else _columns(final_state_indices)
-    accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    accepted = listed(num_accepted_tokens)
     seed = None if rounding_seed is None else int(rounding_seed.item())
     parents = None if parent_token is None else parent_token.flatten().tolist()
 
@@ -251,7 +248,7 @@ class _Tokens:
     use_beta_sigmoid: bool
 
     def __post_init__(self) -> None:
-        self.dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        self.dtype = compute_dtype(self.q)
         self.num_heads = max(self.q.shape[2], self.v.shape[2])
 
     def rows(self, b: int, start: int, end: int) -> tuple[Tensor, ...]:
@@ -261,28 +258,24 @@ class _Tokens:
             q = q * (q.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
             k = k * (k.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return q * scale, k, v, self._log_decay(b, start, end), self._beta(b, start, end)
+        g, beta = q.new_zeros(self.num_heads, end - start), q.new_ones(self.num_heads, end - start)
+        if self.g is not None:
+            g = self._log_decay(self.g[b, start:end].to(self.dtype)).t()
+        if self.beta is not None:
+            beta = self.beta[b, start:end].to(self.dtype).t()
+            beta = beta.sigmoid() if self.use_beta_sigmoid else beta
+        return q * scale, k, v, g, beta
 
     def _expanded(self, x: Tensor) -> Tensor:
         """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""
         return x.to(self.dtype).repeat_interleave(self.num_heads // x.shape[1], dim=1).transpose(0, 1)
 
-    def _log_decay(self, b: int, start: int, end: int) -> Tensor:
-        if self.g is None:
-            return self.q.new_zeros(self.num_heads, end - start, dtype=self.dtype)
-        g = self.g[b, start:end].to(self.dtype)
-        if self.use_gate:
-            assert self.A_log is not None  # checked by the operator
-            if self.dt_bias is not None:
-                g = g + self.dt_bias.to(self.dtype)
-            g = -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(g, beta=1.0, threshold=20.0)
-        return g.t()
-
-    def _beta(self, b: int, start: int, end: int) -> Tensor:
-        if self.beta is None:
-            return self.q.new_ones(self.num_heads, end - start, dtype=self.dtype)
-        beta = self.beta[b, start:end].to(self.dtype)
-        return (beta.sigmoid() if self.use_beta_sigmoid else beta).t()
+    def _log_decay(self, g: Tensor) -> Tensor:
+        if not self.use_gate:
+            return g
+        assert self.A_log is not None  # checked by the operator
+        a = g if self.dt_bias is None else g + self.dt_bias.to(self.dtype)
+        return -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(a, beta=1.0, threshold=20.0)
 
     def zero_output(self) -> Tensor:
         """[B, T, HS, V]: rows that no live sequence owns stay zero."""
@@ -299,11 +292,9 @@ class _Tokens:
 
 def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
     """(batch row, first token, end) of every sequence; a length below zero counts as empty."""
-    batch, length = q.shape[:2]
     if cu_seqlens is None:
-        return [(b, 0, length) for b in range(batch)]
-    offsets = cu_seqlens.tolist()
-    return [(0, start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [(b, 0, q.shape[1]) for b in range(q.shape[0])]
+    return [(0, start, end) for start, end in ranges(cu_seqlens)]
 
 
 def _columns(indices: Tensor) -> list[list[int]]:

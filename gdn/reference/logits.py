@@ -11,17 +11,12 @@ these functions can be captured in a CUDA graph.
 
 import torch
 
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only
 
 Tensor = torch.Tensor
 
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024
-
-
-def compute_dtype(q: Tensor) -> torch.dtype:
-    """Dtype of sums: float32, or float64 for float64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # All products are tiles of this one shape, padded with zeros: a matrix product of another shape may add in another order, and a
@@ -62,24 +57,16 @@ def _tile(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool, k_scale: Ten
         products = torch.matmul(q[:, heads], k[:, kv_head].T)  # [TILE_ROWS, group, TILE_KEYS]
         if relu:
             products = products.relu_()
-        if weights is None:
-            head_sum = products.sum(dim=1)
-        else:
-            head_sum = torch.matmul(weights[:, None, heads], products)[:, 0]
+        head_sum = products.sum(dim=1) if weights is None else torch.matmul(weights[:, None, heads], products)[:, 0]
         head_sum = head_sum[:, :count]
         total += head_sum if k_scale is None else head_sum * k_scale[:, kv_head]
     return total
 
 
-def rows_per_block(num_heads: int, num_keys: int, dtype: torch.dtype) -> int:
-    return max(1, BLOCK_BYTES // max(1, num_heads * num_keys * dtype.itemsize))
-
-
 def key_range(starts: Tensor, ends: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Ranges clamped to [0, num_keys], with end >= start: starts and ends [rows] -> int64."""
     start = starts.long().clamp(0, num_keys)
-    end = torch.maximum(ends.long().clamp(0, num_keys), start)
-    return start, end
+    return start, torch.maximum(ends.long().clamp(0, num_keys), start)
 
 
 @inference_only
@@ -113,7 +100,7 @@ def mqa_logits(
     start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
     first = start[:, None] if max_seqlen_k is not None else torch.zeros_like(start)[:, None]
     columns = torch.arange(num_columns, device=q.device)
-    block = rows_per_block(num_heads, num_keys, compute_dtype(q))
+    block = max(1, BLOCK_BYTES // max(1, num_heads * num_keys * compute_dtype(q).itemsize))
     for low in range(0, num_rows, block):
         rows = slice(low, min(low + block, num_rows))
         row_weights = weights[rows] if weights is not None else None
@@ -158,7 +145,7 @@ def visible_lengths(context_lens: Tensor, batch: int, next_n: int, limit: int) -
     """
     lengths = context_lens.long().clamp(min=0)
     if lengths.dim() == 1:
-        lengths = lengths.clamp(min=0)[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
+        lengths = lengths[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
     return lengths.reshape(batch * next_n).clamp(0, limit)
 
 

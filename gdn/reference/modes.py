@@ -1,8 +1,8 @@
-"""Modes of torch that must not affect the reference: autograd and autocast."""
+"""What the references share: they run without autograd and autocast, and compare indices as Python ints."""
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -29,3 +29,19 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
 
     return wrapper
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype of sums: float32, or float64 for float64 inputs."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def listed(x: torch.Tensor | None) -> Any:
+    """Values of a tensor as (nested lists of) Python numbers."""
+    return None if x is None else x.tolist()
+
+
+def ranges(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    """(first token, end) of every sequence from offsets [N + 1]; a length below zero counts as empty."""
+    bounds = offsets.tolist()
+    return [(start, max(start, end)) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -1,10 +1,12 @@
 """The steps around the recurrence in plain torch: split, gates, gated norm, and one whole decode step."""
 
+from typing import Any
+
 import torch
 
 from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only
 
 Tensor = torch.Tensor
 
@@ -14,7 +16,7 @@ def fused_gdn_gating(
     A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
 ) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias), beta_output = sigmoid(b); a, b [..., HV] -> float32 of their shape, contiguous."""
-    dtype = _compute_dtype(a)
+    dtype = compute_dtype(a)
     softplus = torch.nn.functional.softplus(a.to(dtype) + dt_bias.to(dtype), beta=beta, threshold=threshold)
     g, beta_output = -A_log.to(dtype).exp() * softplus, b.to(dtype).sigmoid()
     return g.contiguous(), beta_output.contiguous()  # an elementwise result takes the strides of its input
@@ -42,7 +44,7 @@ def fused_qkvzba_split_reshape_cat(
 @inference_only
 def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x, contiguous."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     wide, gate = x.to(dtype), z.to(dtype)
     gate = gate.sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(gate)
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -93,35 +95,17 @@ def fused_gdn_decode(
     if state_indices.dim() == 2:
         state_indices = _without_padding(state_indices, num_accepted_tokens, query_start_loc.shape[0] - 1, null_slot)
 
-    x = causal_conv1d_update(
-        mixed_qkv,
-        conv_state,
-        conv_weight,
-        conv_bias,
-        activation,
-        conv_state_indices=state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        query_start_loc=query_start_loc,
-        null_slot=null_slot,
-    )
+    slots: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot}
+    window: dict[str, Any] = {"conv_state_indices": state_indices, "query_start_loc": query_start_loc}
+    x = causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias, activation, **window, **slots)
     keys = num_k_heads * head_k_dim
-    q, k, v = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    shapes = ((num_k_heads, head_k_dim), (num_k_heads, head_k_dim), (num_v_heads, head_v_dim))
+    q, k, v = (part.reshape(1, length, *shape) for part, shape in zip(parts, shapes, strict=True))
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    state: dict[str, Any] = {"ssm_state_indices": state_indices, "state_v_first": state_v_first, "rounding_seed": rounding_seed}
     o, _ = fused_recurrent_gated_delta_rule(
-        q.reshape(1, length, num_k_heads, head_k_dim),
-        k.reshape(1, length, num_k_heads, head_k_dim),
-        v.reshape(1, length, num_v_heads, head_v_dim),
-        g[None],
-        beta[None],
-        scale,
-        ssm_state,
-        cu_seqlens=query_start_loc,
-        ssm_state_indices=state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        use_qk_l2norm_in_kernel=True,
-        state_v_first=state_v_first,
-        rounding_seed=rounding_seed,
-        null_slot=null_slot,
+        q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True, **state, **slots
     )
     o = o[0]
     is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
@@ -139,7 +123,3 @@ def _without_padding(state_indices: Tensor, num_accepted_tokens: Tensor | None, 
     read = used.gather(1, column.clamp(0, used.shape[1] - 1)[:, None])
     is_padding = (used[:, :1] <= null_slot) | (read <= null_slot)
     return used.masked_fill(is_padding, null_slot)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

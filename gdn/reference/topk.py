@@ -1,6 +1,7 @@
 """Exact, deterministic top-k over rows of logits, and token positions of compressed keys."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -111,17 +112,9 @@ def indexer_topk(
     budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
 
     def logits_of(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        logits = mqa_logits(
-            q[rows],
-            k,
-            weights[rows] if weights is not None else None,
-            start[rows],
-            end[rows],
-            k_scale=k_scale,
-            scale=scale,
-            relu=relu,
-            max_seqlen_k=max_seqlen_k,
-        )
+        options: dict[str, Any] = {"k_scale": k_scale, "scale": scale, "relu": relu, "max_seqlen_k": max_seqlen_k}
+        row_weights = None if weights is None else weights[rows]
+        logits = mqa_logits(q[rows], k, row_weights, start[rows], end[rows], **options)
         return logits, first[rows], (first + lengths)[rows]
 
     return _in_blocks(out, lengths, max(1, budget // max(1, 4 * width)), logits_of)
