@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from gdn import reference, runtime
 from gdn.ops import _library, _modes
@@ -36,7 +37,6 @@ from gdn.ops._tensors import contiguous_last
 from gdn.problems import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
 
-Tensor = torch.Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

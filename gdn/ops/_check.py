@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from gdn.ops._modes import is_empty
-
-Tensor = torch.Tensor
 
 FP8 = torch.float8_e4m3fn
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

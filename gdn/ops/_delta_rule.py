@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops._call import make, new
 from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import address
 from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, even_offsets, log_copy, zeros
-
-Tensor = torch.Tensor
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import ALIGNMENT
-
-Tensor = torch.Tensor
 
 QUERY_DTYPES = (FP8, *INPUT_DTYPES)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -38,13 +37,7 @@ def check_weights(weights: Tensor | None, rows: int, heads: int, device: torch.d
 
 
 def shared_fields(
-    q: Tensor,
-    key_dtype: torch.dtype,
-    num_kv_heads: int,
-    weights: Tensor | None,
-    relu: bool,
-    clean_logits: bool,
-    out_dtype: torch.dtype,
+    q: Tensor, key_dtype: torch.dtype, kv_heads: int, weights: Tensor | None, relu: bool, clean: bool, out_dtype: torch.dtype
 ) -> dict[str, Any]:
     """Fields of LogitsProblem except has_k_scale. Kernels serve products of FP8 and of bfloat16."""
     weights_dtype = None
@@ -52,12 +45,12 @@ def shared_fields(
         weights_dtype = "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
     return {
         "num_heads": q.shape[-2],
-        "num_kv_heads": num_kv_heads,
+        "num_kv_heads": kv_heads,
         "head_dim": q.shape[-1],
         "dtype": dtype_name(q.dtype if q.dtype == FP8 else torch.promote_types(q.dtype, key_dtype)),
         "weights_dtype": weights_dtype,
         "relu": relu,
-        "clean": clean_logits,
+        "clean": clean,
         "out_dtype": dtype_name(out_dtype),
     }
 

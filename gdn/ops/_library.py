@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _modes
 
-Tensor = torch.Tensor
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
 Returns = Callable[[Arguments], tuple[str | None, ...]]  # per result: an argument's name, NEW, or None

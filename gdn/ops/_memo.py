@@ -23,12 +23,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gdn.ops._overlap import shares_element, span_bytes
 from gdn.ops._tensors import ALIGNMENT
 from gdn.runtime import env, is_explaining
 
-Tensor = torch.Tensor
 Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
 Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None where it was left out
 Guard = Callable[..., bool]

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops._check import dtype_name
 from gdn.ops._modes import address, has_memory, is_tracing
 from gdn.runtime import log
-
-Tensor = torch.Tensor
 
 ALIGNMENT = 16  # bytes: the widest load or store of a thread, and the unit of bulk copies
 

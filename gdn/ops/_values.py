@@ -17,13 +17,11 @@ Two checks refuse values that have a defined result, and so run with GDN_VALIDAT
 """
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from gdn.ops._check import bad_value
-
-Tensor = torch.Tensor
 
 
 def _is_clean(*bad: Tensor) -> bool:
@@ -38,10 +36,14 @@ def _first(bad: Tensor) -> list[int]:
     return place
 
 
-def _refuse(name: str, expected: str, values: Tensor, bad: Tensor) -> NoReturn:
-    """Raises for the first bad value, with its place."""
-    place = _first(bad)
-    bad_value(name, expected, f"{int(values[tuple(place)])} at {place}")
+def _require(name: str, values: Tensor, *bad: tuple[Tensor, str]) -> None:
+    """Raises for the first bad value, with its place. bad: masks of bad values, each with what is expected instead."""
+    if _is_clean(*(mask for mask, _ in bad)):
+        return
+    for mask, expected in bad:
+        if bool(mask.any()):
+            place = _first(mask)
+            bad_value(name, expected, f"{int(values[tuple(place)])} at {place}")
 
 
 def _repeated(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,20 +303,15 @@ def check_accepted(
     bad = (lengths > 0) & ((accepted < 1) | (accepted > columns))
     if indices is not None:
         bad = bad & (_as_columns(indices, count) > null_slot).any(dim=1)
-    if not _is_clean(bad):
-        _refuse("num_accepted_tokens", f"1 to {columns} (the states or windows to start from)", accepted, bad)
+    _require("num_accepted_tokens", accepted, (bad, f"1 to {columns} (the states or windows to start from)"))
 
 
 def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, multiple: int) -> None:
     """Checks that offsets [>= N, C] are >= 0 and multiples of `multiple` tokens. is_live [N]: that of `prefill_slots`."""
     values = offsets[: is_live.numel()].long()
-    is_negative = is_live[:, None] & (values < 0)
-    bad = is_negative | (is_live[:, None] & (values % multiple != 0))
-    if _is_clean(bad):
-        return
-    if multiple == 1 or bool(is_negative.any()):
-        _refuse(name, "0 (none) or a number of tokens", values, is_negative)
-    _refuse(name, f"multiples of {multiple} tokens, or 0", values, bad)
+    is_negative, is_odd = (is_live[:, None] & bad for bad in (values < 0, values % multiple != 0))
+    counts = "0 (none) or a number of tokens"
+    _require(name, values, (is_negative, counts), (is_odd, f"multiples of {multiple} tokens, or 0"))
 
 
 def live_lengths(seq_lens: Tensor, bounds: Tensor) -> Tensor:
@@ -334,10 +331,8 @@ def check_table_lengths(name: str, lengths: Tensor, block_tables: Tensor, page_s
     """
     longest = _longest(lengths)
     limit = block_tables.shape[1] * page_size
-    bad = longest > limit
-    if not _is_clean(bad):
-        expected = f"sequences of at most {limit} ({block_tables.shape[1]} columns of block_tables, {page_size} in a page)"
-        _refuse(name, expected, longest, bad)
+    expected = f"sequences of at most {limit} ({block_tables.shape[1]} columns of block_tables, {page_size} in a page)"
+    _require(name, longest, (longest > limit, expected))
 
 
 def check_pages(
@@ -370,8 +365,7 @@ def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: 
     is_beyond, (is_repeated, order) = slots >= num_rows, _repeated(slots)
     if _is_clean(is_beyond, is_repeated):
         return
-    if bool(is_beyond.any()):
-        _refuse(name, f"slots below {num_rows} (pages * page_size)", slots, is_beyond)
+    _require(name, slots, (is_beyond, f"slots below {num_rows} (pages * page_size)"))
     earlier, later = _first_repeated(is_repeated, order)
     bad_value(name, "distinct slots (or negative: skipped)", f"{int(slots[later])} at [{later}], as at [{earlier}]")
 
@@ -402,8 +396,7 @@ def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots
     is_repeated, order = _repeated(torch.where(starts_run, slots, -1))
     if _is_clean(is_beyond, is_repeated):
         return
-    if bool(is_beyond.any()):
-        _refuse(name, f"slots below {num_slots} (or negative or {null_slot}: skipped)", slots, is_beyond)
+    _require(name, slots, (is_beyond, f"slots below {num_slots} (or negative or {null_slot}: skipped)"))
     earlier, later = _first_repeated(is_repeated, order)
     expected = "one run of tokens with ascending positions for each slot"
     bad_value(name, expected, f"{int(slots[later])} at [{later}], whose first run starts at [{earlier}]")
@@ -420,11 +413,8 @@ def check_rope_positions(
     is_negative, is_beyond = values < 0, values >= num_positions + before
     if is_read is not None:
         is_negative, is_beyond = is_negative & is_read, is_beyond & is_read
-    if _is_clean(is_negative, is_beyond):
-        return
-    if bool(is_negative.any()):
-        _refuse(name, "positions >= 0", values, is_negative)
-    _refuse(name, f"positions below {num_positions + before} (cos_sin has {num_positions} rows)", values, is_beyond)
+    expected = f"positions below {num_positions + before} (cos_sin has {num_positions} rows)"
+    _require(name, values, (is_negative, "positions >= 0"), (is_beyond, expected))
 
 
 def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
@@ -435,8 +425,7 @@ def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int 
     limit = num_keys if max_seqlen_k is None else max_seqlen_k
     if _is_clean(is_negative, visible > limit):
         return
-    if bool(is_negative.any()):
-        _refuse("cu_seqlen_ks", "starts >= 0", start, is_negative)
+    _require("cu_seqlen_ks", start, (is_negative, "starts >= 0"))
     bad_value("max_seqlen_k", f"at least {int(visible.max())}, the longest range", max_seqlen_k)
 
 
@@ -477,6 +466,4 @@ def check_topk_length(name: str, topk_length: Tensor, k: int, bounds: Tensor) ->
         return
     _, is_real = _sequence_of(bounds, topk_length.numel())
     lengths = topk_length.long()
-    bad = is_real & ((lengths < 0) | (lengths > k))
-    if not _is_clean(bad):
-        _refuse(name, f"0 to {k} (the columns of topk_indices)", lengths, bad)
+    _require(name, lengths, (is_real & ((lengths < 0) | (lengths > k)), f"0 to {k} (the columns of topk_indices)"))

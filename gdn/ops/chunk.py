@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
@@ -11,8 +12,6 @@ from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, common_dtype, constant
 from gdn.problems import ChunkParams, ChunkProblem
-
-Tensor = torch.Tensor
 
 
 def _is_pooled(arguments: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _values
@@ -22,8 +23,6 @@ from gdn.ops._tensors import (
     target,
 )
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
-
-Tensor = torch.Tensor
 
 
 @operator(writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",))

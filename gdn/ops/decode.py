@@ -1,6 +1,7 @@
 """Public operator `fused_gdn_decode`: one decode step of a Gated DeltaNet layer between its projections."""
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
@@ -9,8 +10,6 @@ from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, GATE_ACTIVATIONS, IND
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import aligned, as_int32, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
-
-Tensor = torch.Tensor
 
 
 @operator(
@@ -127,7 +126,7 @@ def fused_gdn_decode(
     .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
     .. [2] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
-    heads = _check_projections(mixed_qkv, z, b, a, A_log, num_k_heads, head_k_dim, head_v_dim, projection_layout)
+    heads = _check_projections(mixed_qkv, z, b, a, A_log, (num_k_heads, head_k_dim, head_v_dim), projection_layout)
     device, length, floats = mixed_qkv.device, mixed_qkv.shape[0], FLOAT_DTYPES
     check.tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
     check.tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
@@ -207,27 +206,20 @@ def fused_gdn_decode(
 
 
 def _check_projections(
-    mixed_qkv: Tensor,
-    z: Tensor | None,
-    b: Tensor,
-    a: Tensor | None,
-    A_log: Tensor,
-    num_k_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    projection_layout: str,
+    mixed_qkv: Tensor, z: Tensor | None, b: Tensor, a: Tensor | None, A_log: Tensor, dims: tuple[int, int, int], layout: str
 ) -> int:
-    """Checks the projections; returns the number of value heads."""
+    """Checks the projections; returns the number of value heads. dims: H, K and V."""
+    num_k_heads, head_k_dim, head_v_dim = dims
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
         check.at_least(name, value, 1)
-    check.one_of("projection_layout", projection_layout, ("flat", "interleaved"))
+    check.one_of("projection_layout", layout, ("flat", "interleaved"))
     check.tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
     device, dtypes = mixed_qkv.device, FLOAT_DTYPES
     check.tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
     heads = A_log.shape[0]
     if heads == 0 or heads % num_k_heads:
         bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
-    is_flat = projection_layout == "flat"
+    is_flat = layout == "flat"
     width = 2 * num_k_heads * head_k_dim + (1 if is_flat else 2) * heads * head_v_dim
     check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
     length = mixed_qkv.shape[0]

@@ -1,6 +1,7 @@
 """Public operator `fused_gdn_gating`: decay and write strength from the raw gates."""
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops._call import NEW, launch, operator, prepare
@@ -8,8 +9,6 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems import GatingParams, GatingProblem
-
-Tensor = torch.Tensor
 
 
 @operator(returns=lambda _: (NEW, NEW))

@@ -6,6 +6,7 @@ Formulas: gdn/reference/indexer.py.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn import problems
 from gdn.ops import _check as check
@@ -15,8 +16,6 @@ from gdn.ops._check import FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value,
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
 from gdn.runtime import env
-
-Tensor = torch.Tensor
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _indexer, _values
@@ -11,8 +12,6 @@ from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty, last_value
 from gdn.ops._tensors import aligned, dtypes_of
 from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
-
-Tensor = torch.Tensor
 
 
 @operator(writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))

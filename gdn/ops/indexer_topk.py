@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from gdn import runtime
 from gdn.ops import _check as check
@@ -21,8 +22,6 @@ from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_values, paged_mqa_logits
 from gdn.ops.topk import select_rows
 from gdn.runtime import env, registry
-
-Tensor = torch.Tensor
 
 
 @operator(writes={"out": always}, contiguous=("q", "k", "weights"))

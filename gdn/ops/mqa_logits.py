@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _indexer, _values
@@ -12,8 +13,6 @@ from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
-
-Tensor = torch.Tensor
 
 
 @operator(writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops._call import launch, operator, prepare
@@ -10,8 +11,6 @@ from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
-
-Tensor = torch.Tensor
 
 
 @operator(contiguous=("x", "z"))

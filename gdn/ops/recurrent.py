@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
@@ -12,8 +13,6 @@ from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, common_dtype, constant, row_indices
 from gdn.problems import RecurrentParams, RecurrentProblem
-
-Tensor = torch.Tensor
 
 
 def _is_in_place(arguments: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn import reference, runtime
 from gdn.ops import _check as check
@@ -12,8 +13,6 @@ from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
-
-Tensor = torch.Tensor
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
 

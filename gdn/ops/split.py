@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops._call import NEW, launch, operator, prepare
@@ -10,8 +11,6 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned
 from gdn.problems import SplitParams, SplitProblem
-
-Tensor = torch.Tensor
 
 
 @operator(returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn import reference
 from gdn.ops import _check as check
@@ -13,8 +14,6 @@ from gdn.ops._tensors import dtypes_of
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
-
-Tensor = torch.Tensor
 
 
 @operator(writes={"out": always}, contiguous=("logits",))

@@ -1,11 +1,9 @@
 """Gated delta rule: chunk, recurrent and the fused decode step."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
-
-Tensor = Any  # a torch.Tensor or None: leaves import no torch
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)

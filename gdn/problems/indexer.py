@@ -1,11 +1,9 @@
 """The indexer's steps and caches around its logits: quantisation, preparation, caches, compressed keys."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
-
-Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)

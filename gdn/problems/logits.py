@@ -1,11 +1,9 @@
 """The indexer's logits and top-k."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
-
-Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, size
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ Computed in float32. A position j counts if 0 <= j <= the query's own (causal); 
 """
 
 import torch
+from torch import Tensor
 
 from gdn.reference.modes import compute_dtype, inference_only
-
-Tensor = torch.Tensor
 
 BLOCK_BYTES = 256 * 1024 * 1024  # gathered keys and values at a time
 

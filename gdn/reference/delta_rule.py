@@ -11,11 +11,10 @@ form of the delta rule (Yang et al., arXiv:2406.06484).
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
 from gdn.reference.rounding import stochastic_bfloat16
-
-Tensor = torch.Tensor
 
 CHUNK_SIZE = 64  # tokens
 L2_NORM_EPS = 1e-6  # added to the sum of squares

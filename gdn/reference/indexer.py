@@ -9,11 +9,10 @@ depends on it.
 """
 
 import torch
+from torch import Tensor
 
 from gdn.reference.logits import page_views
 from gdn.reference.modes import inference_only
-
-Tensor = torch.Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -10,10 +10,9 @@ these functions can be captured in a CUDA graph.
 """
 
 import torch
+from torch import Tensor
 
 from gdn.reference.modes import compute_dtype, inference_only
-
-Tensor = torch.Tensor
 
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")

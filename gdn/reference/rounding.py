@@ -19,8 +19,7 @@ nothing. Where every step changes more than that, rounding to nearest has the sm
 """
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 

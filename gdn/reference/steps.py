@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
 from gdn.reference.modes import compute_dtype, inference_only
-
-Tensor = torch.Tensor
 
 
 @inference_only

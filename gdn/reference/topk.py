@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
 from gdn.reference.modes import inference_only
-
-Tensor = torch.Tensor
 
 BLOCK_BYTES = 64 * 1024 * 1024  # logits per step of the selection
 DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
