@@ -1,8 +1,5 @@
 """Exact, deterministic top-k over rows of logits, and token positions of compressed keys."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,7 +7,6 @@ from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visibl
 from gdn.reference.modes import inference_only
 
 BLOCK_BYTES = 64 * 1024 * 1024  # logits per step of the selection
-DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
 INT32_MAX = 2**31 - 1
 
 
@@ -75,15 +71,6 @@ def list_short_rows(picked: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(lengths[:, None] <= k, listed, picked)
 
 
-def _in_blocks(out: Tensor, lengths: Tensor, step: int, logits_of: Callable[[slice], tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Fills out [rows, k] `step` rows at a time; logits_of(rows) gives their logits, row starts and row ends."""
-    for low in range(0, out.shape[0], step):
-        part = slice(low, min(low + step, out.shape[0]))
-        logits, starts, ends = logits_of(part)
-        out[part] = list_short_rows(topk_indices(logits, out.shape[1], starts, ends), lengths[part])
-    return out
-
-
 @inference_only
 def indexer_topk(
     q: Tensor,
@@ -100,23 +87,13 @@ def indexer_topk(
     max_seqlen_k: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`gdn.indexer_topk`, with at most workspace_bytes of float32 logits at a time."""
-    num_rows, num_keys = q.shape[0], k.shape[0]
-    if out is None:
-        out = torch.empty(num_rows, topk, dtype=torch.int32, device=q.device)
-    start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
-    width = num_keys if max_seqlen_k is None else max_seqlen_k
-    lengths = (end - start).clamp(max=width)
+    """`gdn.indexer_topk`; all scores at once, whatever workspace_bytes says."""
+    start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, k.shape[0])
+    lengths = end - start if max_seqlen_k is None else (end - start).clamp(max=max_seqlen_k)
     first = start if max_seqlen_k is None else torch.zeros_like(start)  # column of a row's first key
-    budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-
-    def logits_of(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        options: dict[str, Any] = {"k_scale": k_scale, "scale": scale, "relu": relu, "max_seqlen_k": max_seqlen_k}
-        row_weights = None if weights is None else weights[rows]
-        logits = mqa_logits(q[rows], k, row_weights, start[rows], end[rows], **options)
-        return logits, first[rows], (first + lengths)[rows]
-
-    return _in_blocks(out, lengths, max(1, budget // max(1, 4 * width)), logits_of)
+    logits = mqa_logits(q, k, weights, start, end, k_scale=k_scale, scale=scale, relu=relu, max_seqlen_k=max_seqlen_k)
+    picked = list_short_rows(topk_indices(logits, topk, first, first + lengths), lengths)
+    return picked if out is None else out.copy_(picked)
 
 
 @inference_only
@@ -134,26 +111,13 @@ def paged_indexer_topk(
     max_context_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`gdn.paged_indexer_topk`, whole sequences at a time."""
-    batch, next_n = q.shape[:2]
+    """`gdn.paged_indexer_topk`; all scores at once, whatever workspace_bytes says."""
     width = block_tables.shape[1] * cache.shape[1]
-    if max_context_len is not None:
-        width = min(width, max_context_len)
-    if out is None:
-        out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=q.device)
-    lengths = visible_lengths(context_lens, batch, next_n, width)
-    budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    per_draft = lengths.view(batch, next_n)
-
-    def logits_of(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        part = slice(rows.start // next_n, rows.stop // next_n)
-        part_weights = weights[rows] if weights is not None else None
-        logits = paged_mqa_logits(
-            q[part], cache, part_weights, per_draft[part], block_tables[part], width, scale=scale, relu=relu
-        )
-        return logits, torch.zeros_like(lengths[rows]), lengths[rows]
-
-    return _in_blocks(out, lengths, next_n * max(1, budget // max(1, 4 * next_n * width)), logits_of)
+    width = width if max_context_len is None else min(width, max_context_len)
+    lengths = visible_lengths(context_lens, q.shape[0], q.shape[1], width)
+    logits = paged_mqa_logits(q, cache, weights, lengths.view(q.shape[:2]), block_tables, width, scale=scale, relu=relu)
+    picked = list_short_rows(topk_indices(logits, topk, None, lengths), lengths)
+    return picked if out is None else out.copy_(picked)
 
 
 @inference_only

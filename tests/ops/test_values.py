@@ -682,6 +682,12 @@ def test_bad_values_are_named(check: Check, message: str) -> None:
         check()
 
 
+@pytest.mark.parametrize("slots", [(0, 7), (-1, -1), (7, -1)])
+def test_touched_slots_in_the_pool_and_distinct_pass(slots: tuple[int, int]) -> None:
+    touched = _values.decode_slots("state_indices", bounds(1, 1), int32(*slots), -1)
+    _values.check_touched(touched, torch.empty(8, 1), -1)
+
+
 def test_every_check_is_covered() -> None:
     """Each public function of the module is called by the cases above."""
     called: set[str] = set()
@@ -699,7 +705,7 @@ def test_every_check_is_covered() -> None:
         for case in (*(make() for name, make in globals().items() if name.endswith("_case")),):
             for check in case.passes.values():
                 check()
-    assert functions - called == {"live_lengths", "finished_groups"}  # helpers with tests of their own
+    assert functions - called == {"live_lengths", "finished_groups", "check_touched"}  # these have tests of their own
 
 
 def test_accepted_counts_are_padding_where_not_strict(monkeypatch: pytest.MonkeyPatch) -> None:
