@@ -3,7 +3,7 @@
 Leaf module. Kernels compiled on a machine without a GPU are compiled for `H100`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,7 @@ H100 = DeviceSpec(
     bf16_tflops=702.0,
     fp8_tflops=1262.0,
 )
-H200 = DeviceSpec(
-    key="h200",
-    num_sms=132,
-    shared_bytes_per_block=227 * 1024,
-    registers_per_sm=65536,
-    l2_bytes=60 * 1024 * 1024,
-    copy_gbps=4300.0,
-    bf16_tflops=790.0,
-    fp8_tflops=1300.0,
-)
+H200 = replace(H100, key="h200", l2_bytes=60 * 1024 * 1024, copy_gbps=4300.0, bf16_tflops=790.0, fp8_tflops=1300.0)
 
 
 def spec_from_name(name: str, capability: tuple[int, int], num_sms: int) -> DeviceSpec | None:
@@ -46,15 +37,4 @@ def spec_from_name(name: str, capability: tuple[int, int], num_sms: int) -> Devi
     if capability != (9, 0):
         return None
     base = H200 if "H200" in name else H100
-    if num_sms == base.num_sms:
-        return base
-    return DeviceSpec(
-        key=f"{base.key}-{num_sms}sm",
-        num_sms=num_sms,
-        shared_bytes_per_block=base.shared_bytes_per_block,
-        registers_per_sm=base.registers_per_sm,
-        l2_bytes=base.l2_bytes,
-        copy_gbps=base.copy_gbps,
-        bf16_tflops=base.bf16_tflops,
-        fp8_tflops=base.fp8_tflops,
-    )
+    return base if num_sms == base.num_sms else replace(base, key=f"{base.key}-{num_sms}sm", num_sms=num_sms)

@@ -34,31 +34,7 @@ class ModelShape:
         return replace(self, num_k_heads=self.num_k_heads // tensor_parallel, num_v_heads=self.num_v_heads // tensor_parallel)
 
 
-QWEN3_NEXT_80B = ModelShape(
-    name="qwen3-next-80b",
-    hidden_size=2048,
-    num_k_heads=16,
-    num_v_heads=32,
-    head_k_dim=128,
-    head_v_dim=128,
-    conv_width=4,
-    index_num_heads=16,
-    index_head_dim=128,
-    index_topk=2048,
-    index_rotary_dim=64,
-)
-# Small enough for seconds on a CPU; every head ratio and rule of the large one.
-TINY = ModelShape(
-    name="tiny",
-    hidden_size=128,
-    num_k_heads=2,
-    num_v_heads=4,
-    head_k_dim=64,
-    head_v_dim=64,
-    conv_width=4,
-    index_num_heads=4,
-    index_head_dim=64,
-    index_topk=32,
-    index_rotary_dim=32,
-)
+# Values in the order of the fields: name, hidden size; heads and dims of GDN, width of its convolution; the indexer.
+QWEN3_NEXT_80B = ModelShape("qwen3-next-80b", 2048, 16, 32, 128, 128, 4, 16, 128, 2048, 64)
+TINY = ModelShape("tiny", 128, 2, 4, 64, 64, 4, 4, 64, 32, 32)  # seconds on a CPU; every head ratio and rule of the large one
 MODELS = {model.name: model for model in (QWEN3_NEXT_80B, TINY)}

@@ -109,12 +109,11 @@ class Tunable:
     peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for autotune.peers; int: seed
 
 
-def launch_of(prepared: Prepared, tensors: tuple[Any, ...]) -> Call:
+def launch_of(prepared: Prepared, params: tuple[Any, ...]) -> Call:
     launch = prepared.launch
     if launch is None:
         raise TypeError("prepared: expected a kernel, got the reference")
-    arguments = [tensors] if hasattr(tensors, "_fields") else tensors
-    return lambda: launch(*arguments)
+    return lambda: launch(params)
 
 
 # --- cases from a seed ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The decorator of every public operator: `@operator` over a function that checks, chooses and launches.
 
 The decorated function is the ordinary path. It runs the checks, calls `prepare`, creates the tensors that the kernel needs
-with `make`, and ends in `launch`, or in `run_reference` where no kernel serves the problem. The decorator handles before it,
-from the function's signature alone:
+with `make`, and ends in `launch`; where no kernel serves the problem, `prepare` leaves it for the reference. The decorator
+handles before it, from the function's signature alone:
 
     a compiler is tracing          the operator of torch.library (gdn.ops._library)
     the call matches a plan        the memo (gdn.ops._memo) launches: no check, no choice
@@ -22,38 +22,22 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
-from gdn import runtime
+from gdn import reference, runtime
 from gdn.ops import _library, _modes
+from gdn.ops._check import bad_value
 from gdn.ops._kinds import Kind, kind_of
-from gdn.ops._library import NEW, always
-from gdn.ops._memo import Created, Memo
+from gdn.ops._library import NEW as NEW
+from gdn.ops._library import Arguments, Condition
+from gdn.ops._library import always as always
+from gdn.ops._memo import Created, Memo, Recorded
 from gdn.ops._overlap import overlaps_itself, shares_element
-from gdn.ops._tensors import bad_value, contiguous_last
+from gdn.ops._tensors import contiguous_last
 from gdn.problems import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
 
-Tensor = torch.Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
-Arguments = dict[str, Any]
-Condition = Callable[[Arguments], bool]
-
-
-__all__ = [
-    "NEW",
-    "always",
-    "check_memory",
-    "launch",
-    "make",
-    "new",
-    "operator",
-    "prepare",
-    "reads_values",
-    "run_reference",
-    "settle",
-    "take_contiguous",
-    "validates",
-]
 
 
 class _RunReference(Exception):
@@ -68,40 +52,54 @@ class Call:
     given: Arguments  # the caller's
     arguments: Arguments  # Python numbers, contiguous last dimensions, settled defaults
     created: list[Created] = field(default_factory=list)
-    recorded: tuple[Any, ...] | None = None  # launch, its arguments, results, created tensors, aligned tensors
+    recorded: Recorded | None = None
 
 
 _current: ContextVar[Call] = ContextVar("gdn_call")
 
 
 class Operator:
-    """One public operator: its signature, and the part of a call that the decorator handles."""
+    """Decorator that turns a function into a public operator. It handles a part of each call, from the function's signature."""
 
     def __init__(
         self,
-        name: str,
-        body: Callable[..., Any],
-        reference: Callable[..., Any] | None,
-        writes: Mapping[str, Condition],
-        in_place: Mapping[str, str],
-        returns: _library.Returns,
-        memo: Memo | None,
-        varies: Sequence[str],
-        contiguous: Sequence[str],
+        *,
+        name: str | None = None,
+        writes: Mapping[str, Condition] | None = None,
+        in_place: Mapping[str, str] | None = None,
+        returns: _library.Returns = _library.out_or_new,
+        varies: Sequence[str] = (),
+        contiguous: Sequence[str] = (),
     ) -> None:
-        self.name, self.body, self.memo = name, body, memo
+        """Options of an operator. Its reference is the function of the same name, without `backend`, in gdn.reference.
+
+        name: name under `torch.ops.gdn`; default: the function's.
+        writes: arguments that a call may write, each with the condition for it.
+        in_place: written argument -> the argument that it may be identical to.
+        returns: origin of each result, from the arguments: the name of an argument, NEW or None. Default: one result, `out` where
+            it is given.
+        varies: the two tensors whose shapes change most between calls. Where given, repeated calls skip the ordinary path.
+        contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
+        """
+        self.name, self.returns = name, returns
+        self.writes, self.in_place = dict(writes or {}), dict(in_place or {})
+        self.memo = Memo() if varies else None
+        self.varies, self.contiguous = tuple(varies), tuple(contiguous)
+
+    def __call__(self, body: Function) -> Function:
+        self.body, self.name = body, self.name or body.__name__
         self.signature = inspect.signature(body)
         self.kinds: dict[str, Kind] = {name: kind_of(p.annotation) for name, p in self.signature.parameters.items()}
         self.tensors = [name for name, kind in self.kinds.items() if kind.is_tensor]
-        self.tensors.sort(key=lambda name: list(varies).index(name) if name in varies else len(varies))
+        self.tensors.sort(key=lambda name: self.varies.index(name) if name in self.varies else len(self.varies))
         flags = {name: kind.key_source(name) for name, kind in self.kinds.items() if not kind.is_tensor}
         self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # source of the memo's key
         self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
         self.flags = list(flags)
-        self.writes, self.in_place, self.contiguous = dict(writes), dict(in_place), tuple(contiguous)
-        self.reference = reference
-        self.reference_names = () if reference is None else tuple(inspect.signature(reference).parameters)
-        self.library = _library.Registered(self.name, self.signature, self.writes, returns, self.run)
+        self.reference: Callable[..., Any] = getattr(reference, self.name)
+        self.reference_names = tuple(inspect.signature(self.reference).parameters)
+        self.library = _library.Registered(self.name, self.signature, self.writes, self.returns, self.run)
+        return self._public()  # type: ignore[return-value]
 
     def trace(self, *values: Any) -> Any:
         """Adds the call to a compiler's graph. values: every argument, in the signature's order.
@@ -134,16 +132,13 @@ class Operator:
                 try:
                     result = self.body(**call.arguments)
                 except _RunReference:
-                    assert self.reference is not None
                     result = self.reference(**{name: call.arguments[name] for name in self.reference_names})
         finally:
             _current.reset(token)
         if call.recorded is not None and self.memo is not None and _modes.has_memory():
             tensors = tuple(given[name] for name in self.tensors)
             flags = self._flags_key(*[given[name] for name in self.flags])
-            launched, passed, results, created, aligned = call.recorded
-            written = list(self.written(arguments).values())
-            self.memo.record(tensors, flags, switches, launched, passed, results, created, aligned, written)
+            self.memo.record(tensors, flags, switches, call.recorded, list(self.written(arguments).values()))
         return result
 
     def _explain(self, arguments: Arguments) -> Any:
@@ -161,80 +156,37 @@ class Operator:
         given = {name: arguments[name] for name, condition in self.writes.items() if condition(arguments)}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
-
-def operator(
-    *,
-    name: str | None = None,
-    reference: Callable[..., Any] | None = None,
-    writes: Mapping[str, Condition] | None = None,
-    in_place: Mapping[str, str] | None = None,
-    returns: _library.Returns | None = None,
-    memo: bool = False,
-    varies: Sequence[str] = (),
-    contiguous: Sequence[str] = (),
-) -> Callable[[Function], Function]:
-    """Turns a function into a public operator.
-
-    name: name under `torch.ops.gdn`; default: the function's.
-    reference: reference implementation, with the same signature without `backend`.
-    writes: arguments that a call may write, each with the condition for it.
-    in_place: written argument -> the argument that it may be identical to.
-    returns: origin of each result, from the arguments: the name of an argument, NEW or None. Default: one result, `out` where
-        it is given.
-    memo: whether repeated calls skip the ordinary path. varies: the two tensors whose shapes change most between calls.
-    contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
-    """
-
-    def decorate(body: Function) -> Function:
-        registered = Operator(
-            name or body.__name__,
-            body,
-            reference,
-            writes or {},
-            in_place or {},
-            returns or _library.out_or_new,
-            Memo() if memo else None,
-            varies,
-            contiguous,
-        )
-        return _wrapper(registered)  # type: ignore[return-value]
-
-    return decorate
+    def _public(self) -> Callable[..., Any]:
+        """Generates the public function from the signature; see the module's docstring."""
+        parameters, defaults, star = [], {}, False
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY and not star:
+                parameters.append("*")
+                star = True
+            if parameter.default is parameter.empty:
+                parameters.append(name)
+            else:
+                defaults[f"_{name}"] = parameter.default
+                parameters.append(f"{name}=_{name}")
+        every = ", ".join(self.kinds)
+        lines = [f"def {self.name}({', '.join(parameters)}):"]
+        lines += ["    if is_compiling():", f"        return trace({every})"]
+        if self.memo is not None:
+            tensors = "".join(f"{name}, " for name in self.tensors)
+            lines += [f"    found = plan(({tensors}), {self.flags_source})", "    if found is not None:"]
+            lines += [f"        return {'None' if self.signature.return_annotation is None else 'found'}"]
+        lines += [f"    return run({every})"]
+        plan = None if self.memo is None else self.memo.run
+        space: dict[str, Any] = {"trace": self.trace, "plan": plan, "run": self.run, "type": type, **defaults}
+        space["is_compiling"] = torch.compiler.is_compiling
+        exec(compile("\n".join(lines), f"<gdn.{self.name}>", "exec"), space)
+        function = functools.update_wrapper(space[str(self.name)], self.body)
+        self.library.public = function
+        setattr(function, "operator", self)  # noqa: B010  # a plain assignment is an error of type
+        return function
 
 
-def _wrapper(operator: Operator) -> Callable[..., Any]:
-    """Generates the public function from the signature; see the module's docstring."""
-    parameters, defaults, star = [], {}, False
-    for name, parameter in operator.signature.parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            parameters.append("*")
-            star = True
-        if parameter.default is parameter.empty:
-            parameters.append(name)
-        else:
-            defaults[f"_{name}"] = parameter.default
-            parameters.append(f"{name}=_{name}")
-    every = ", ".join(operator.kinds)
-    lines = [f"def {operator.name}({', '.join(parameters)}):"]
-    lines += ["    if is_compiling():", f"        return trace({every})"]
-    if operator.memo is not None:
-        tensors = "".join(f"{name}, " for name in operator.tensors)
-        lines += [f"    found = plan(({tensors}), {operator.flags_source})", "    if found is not None:"]
-        lines += [f"        return {'None' if operator.signature.return_annotation is None else 'found'}"]
-    lines += [f"    return run({every})"]
-    space: dict[str, Any] = {
-        **defaults,
-        "is_compiling": torch.compiler.is_compiling,
-        "trace": operator.trace,
-        "plan": None if operator.memo is None else operator.memo.run,
-        "run": operator.run,
-        "type": type,
-    }
-    exec(compile("\n".join(lines), f"<gdn.{operator.name}>", "exec"), space)
-    function = functools.update_wrapper(space[operator.name], operator.body)
-    operator.library.public = function
-    setattr(function, "operator", operator)  # noqa: B010  # a plain assignment is an error of type
-    return function
+operator = Operator
 
 
 def _inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
@@ -254,9 +206,6 @@ class _without_autocast:
     def __exit__(self, *_: object) -> None:
         for device in self._on:
             torch.set_autocast_enabled(device, True)
-
-
-# --- called by decorated functions --------------------------------------------------------------------------------------
 
 
 def reads_values(device: torch.device) -> bool:
@@ -319,16 +268,18 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
     return all(size == 1 or one == other for size, one, other in strides)
 
 
-def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
-    """The kernel of a problem. Ends the checks: nothing is written before. `launch` is None where the reference runs."""
+def choose(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
+    """The choice for a problem. Ends the checks: nothing is written before. `launch` is None where the reference runs."""
     check_memory()
     if _modes.is_tracing():
-        return Prepared("traced", None, 0, _launch_nothing, Choice(problem.op, "traced"))
+        return Prepared("traced", None, 0, lambda *_: None, Choice(problem.op, "traced"))
     return runtime.prepare(problem, device, backend)
 
 
-def _launch_nothing(*_: Any) -> None:
-    pass
+def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
+    """The kernel of a problem, as `choose`; leaves the operator for its reference where no kernel serves the problem."""
+    prepared = choose(problem, device, backend)
+    return run_reference() if prepared.launch is None else prepared
 
 
 def run_reference() -> NoReturn:
@@ -350,14 +301,14 @@ def new(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
 
 
 def launch(
-    prepared: Prepared, arguments: Sequence[Any], results: Sequence[Tensor | None], aligned: Sequence[Tensor | None] = ()
+    prepared: Prepared, params: Any, results: Sequence[Tensor | None] | None = None, aligned: Sequence[Tensor | None] = ()
 ) -> None:
-    """Launches a kernel and records the call for the memo.
+    """Launches a kernel, and records the call for the memo where its results are given.
 
-    arguments: the operator's Params, or, until every operator has one, the arguments of its launch, in order. results: those of
-    the call. aligned: tensors whose addresses are multiples of 16 bytes.
+    params: the operator's Params. aligned: tensors whose addresses are multiples of 16 bytes.
     """
     assert prepared.launch is not None
-    prepared.launch(*([arguments] if hasattr(arguments, "_fields") else arguments))
+    prepared.launch(params)
     call = _current.get()
-    call.recorded = (prepared.launch, arguments, results, call.created, aligned)
+    if results is not None:
+        call.recorded = Recorded(prepared.launch, params, results, call.created, aligned)

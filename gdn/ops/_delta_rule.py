@@ -5,28 +5,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from gdn.ops._call import make
+from gdn.ops import _check as check
+from gdn.ops._call import make, new
+from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import address
-from gdn.ops._tensors import (
-    ALIGNMENT,
-    FLOAT_DTYPES,
-    as_int64,
-    bad_value,
-    check_null_slot,
-    check_offsets,
-    check_out,
-    check_tensor,
-    copied,
-    dtype_name,
-    even_offsets,
-    log_copy,
-    zeros,
-)
-
-Tensor = torch.Tensor
+from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, even_offsets, log_copy, zeros
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,8 +43,8 @@ class Sizes:
     num_q_heads: int
     num_k_heads: int
     num_v_heads: int
-    k_dim: int
-    v_dim: int
+    head_k_dim: int
+    head_v_dim: int
 
     @property
     def num_heads(self) -> int:
@@ -68,43 +56,34 @@ class Sizes:
         return self.batch * self.length
 
     def state_shape(self, state_v_first: bool) -> tuple[int, int, int]:
-        inner = (self.v_dim, self.k_dim) if state_v_first else (self.k_dim, self.v_dim)
+        inner = (self.head_v_dim, self.head_k_dim) if state_v_first else (self.head_k_dim, self.head_v_dim)
         return (self.num_heads, *inner)
-
-
-# --- checks ------------------------------------------------------------------------------------------------------------
 
 
 def check_tokens(tokens: Tokens, null_slot: int, out: Tensor | None) -> Sizes:
     """Checks all arguments except states and indices."""
     q, k, v, cu_seqlens = tokens.q, tokens.k, tokens.v, tokens.cu_seqlens
-    check_tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES)
+    check.tensor("q", q, shape=("B", "T", "Hq", "K"), dtypes=TOKEN_DTYPES)
     batch, length, num_q_heads, k_dim = q.shape
     device, dtypes = q.device, (q.dtype,)
-    check_tensor("k", k, shape=(batch, length, "Hk", k_dim), dtypes=dtypes, device=device)
-    check_tensor("v", v, shape=(batch, length, "HV", "V"), dtypes=dtypes, device=device)
+    check.tensor("k", k, shape=(batch, length, "Hk", k_dim), dtypes=dtypes, device=device)
+    check.tensor("v", v, shape=(batch, length, "HV", "V"), dtypes=dtypes, device=device)
     num_k_heads, num_v_heads, v_dim = k.shape[2], v.shape[2], v.shape[3]
     if not (num_q_heads and num_k_heads and num_v_heads and k_dim and v_dim):
         bad_value("q, k, v", "at least one head and one element per head", f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     is_gva = num_q_heads == num_k_heads and num_v_heads % num_k_heads == 0
     is_gqa = num_k_heads == num_v_heads and num_q_heads % num_k_heads == 0
     if not (is_gva or is_gqa):
-        bad_value(
-            "q, k, v",
-            "GVA heads (Hq = Hk, HV a multiple of Hk) or GQA heads (Hk = HV, Hq a multiple of Hk)",
-            f"Hq={num_q_heads}, Hk={num_k_heads}, HV={num_v_heads}",
-        )
+        expected = "GVA heads (Hq = Hk, HV a multiple of Hk) or GQA heads (Hk = HV, Hq a multiple of Hk)"
+        bad_value("q, k, v", expected, f"Hq={num_q_heads}, Hk={num_k_heads}, HV={num_v_heads}")
     heads = max(num_q_heads, num_v_heads)
     _check_gates(tokens, (batch, length, heads))
-    check_null_slot(null_slot)
+    check.null_slot(null_slot)
 
-    num_sequences = batch
-    if cu_seqlens is not None:
-        check_offsets("cu_seqlens", cu_seqlens, device)
-        if batch != 1:
-            bad_value("q", "shape [1, T, Hq, K] with cu_seqlens", f"shape {list(q.shape)}")
-        num_sequences = cu_seqlens.shape[0] - 1
-    check_out(out, (batch, length, heads, v_dim), q.dtype, device)
+    num_sequences = check.offsets("cu_seqlens", cu_seqlens, device, otherwise=batch)
+    if cu_seqlens is not None and batch != 1:
+        bad_value("q", "shape [1, T, Hq, K] with cu_seqlens", f"shape {list(q.shape)}")
+    check.out(out, (batch, length, heads, v_dim), q.dtype, device)
     if out is not None and batch > 1 and length > 1 and isinstance(length, int) and out.stride(0) != length * out.stride(1):
         bad_value("out", "batch rows that follow each other (stride(0) == T * stride(1))", f"strides {out.stride()}")
     return Sizes(batch, length, num_sequences, num_q_heads, num_k_heads, num_v_heads, k_dim, v_dim)
@@ -113,16 +92,13 @@ def check_tokens(tokens: Tokens, null_slot: int, out: Tensor | None) -> Sizes:
 def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
     """Checks g and beta [B, T, HS] and the parameters of the raw gate."""
     device, heads = tokens.q.device, shape[2]
-    if tokens.g is not None:
-        check_tensor("g", tokens.g, shape=shape, dtypes=FLOAT_DTYPES, device=device)
-    if tokens.beta is not None:
-        check_tensor("beta", tokens.beta, shape=shape, dtypes=FLOAT_DTYPES, device=device)
+    for name, gate in (("g", tokens.g), ("beta", tokens.beta)):
+        check.optional(name, gate, shape=shape, dtypes=FLOAT_DTYPES, device=device)
     if tokens.use_gate:
         if tokens.g is None:
             bad_value("g", "the raw gate a with use_gate_in_kernel=True", "None")
-        check_tensor("A_log", tokens.A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
-        if tokens.dt_bias is not None:
-            check_tensor("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+        check.tensor("A_log", tokens.A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+        check.optional("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
     if tokens.use_beta_sigmoid and tokens.beta is None:
         bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
 
@@ -131,7 +107,7 @@ def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: 
     """Checks one state per sequence that is only read."""
     _check_state_dtype(name, state, q)
     shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-    check_tensor(name, state, shape=shape, device=q.device)
+    check.tensor(name, state, shape=shape, device=q.device)
 
 
 def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Tensor, num_slots: int | str = "slots") -> None:
@@ -141,104 +117,78 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
     assert isinstance(pool, Tensor)
     _check_state_dtype(name, pool, q)
     shape = sizes.state_shape(state_v_first)
-    check_tensor(name, pool, shape=(num_slots, *shape), device=q.device)
+    check.tensor(name, pool, shape=(num_slots, *shape), device=q.device)
     heads, rows, columns = shape
-    inner = rows * columns
-    contiguous = (
-        (pool.stride(3) == 1 or columns == 1)
-        and (pool.stride(2) == columns or rows == 1)
-        and (pool.stride(1) == inner or heads == 1)
-    )
-    slot_stride = pool.stride(0)
+    inner, slot_stride = rows * columns, pool.stride(0)
+    strides = zip(pool.stride()[1:], (inner, columns, 1), shape, strict=True)
+    is_contiguous = all(stride == wanted or size == 1 for stride, wanted, size in strides)
     many = pool.shape[0] > 1 if isinstance(pool.shape[0], int) else True
-    if not contiguous or (many and slot_stride < heads * inner):
+    if not is_contiguous or (many and slot_stride < heads * inner):
         bad_value(name, "contiguous inner three dims and slots that do not overlap", f"strides {pool.stride()}")
     size = pool.element_size()
     if (many and slot_stride * size % ALIGNMENT) or address(pool) % ALIGNMENT:
-        bad_value(
-            name,
-            f"a slot stride and an address that are multiples of {ALIGNMENT} bytes",
-            f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}",
-        )
+        expected = f"a slot stride and an address that are multiples of {ALIGNMENT} bytes"
+        bad_value(name, expected, f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}")
 
 
 def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
     dtypes = (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
-    check_tensor(name, state, dtypes=dtypes)
+    check.tensor(name, state, dtypes=dtypes)
 
 
-def static_fields(sizes: Sizes, tokens: Tokens, initial_state: Tensor | None, index_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Fields of DeltaRuleProblem that follow from tensors."""
-    g, beta, cu_seqlens = tokens.g, tokens.beta, tokens.cu_seqlens
+def static_fields(
+    sizes: Sizes, tokens: Tokens, initial_state: Tensor | None, index_dtype: torch.dtype | None, state_v_first: bool
+) -> dict[str, Any]:
+    """Fields of DeltaRuleProblem that follow from tensors, and the sizes."""
+    names = ("num_q_heads", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_tokens", "num_sequences")
+    cu_seqlens, state = tokens.cu_seqlens, initial_state
     return {
-        "num_q_heads": sizes.num_q_heads,
-        "num_k_heads": sizes.num_k_heads,
-        "num_v_heads": sizes.num_v_heads,
-        "head_k_dim": sizes.k_dim,
-        "head_v_dim": sizes.v_dim,
+        **{name: getattr(sizes, name) for name in names},
         "dtype": dtype_name(tokens.q.dtype),
-        "state_dtype": "float32" if initial_state is None else dtype_name(initial_state.dtype),
-        "gate_dtype": None if g is None else dtype_name(g.dtype),
-        "beta_dtype": None if beta is None else dtype_name(beta.dtype),
+        "state_dtype": "float32" if state is None else dtype_name(state.dtype),
+        **dtypes_of(gate=tokens.g, beta=tokens.beta),
         "cu_seqlens_dtype": "int32" if cu_seqlens is None else dtype_name(cu_seqlens.dtype),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
-        "has_initial_state": initial_state is not None,
-        "num_tokens": sizes.num_tokens,
-        "num_sequences": sizes.num_sequences,
+        "has_initial_state": state is not None,
+        "state_v_first": state_v_first,
+        "use_gate": tokens.use_gate,
+        "use_beta_sigmoid": tokens.use_beta_sigmoid,
     }
 
 
-# --- the packed form ---------------------------------------------------------------------------------------------------
+def pack(sizes: Sizes, tokens: Tokens) -> tuple[Packed, Tensor]:
+    """First seven Params of a launch, and the offsets [N + 1] of the sequences.
 
-
-@dataclass(slots=True)
-class Packed:
-    """Token tensors in the form that kernels take: [1, L, heads, D] and [1, L, HS]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    A_log: Tensor | None  # float32; None without the raw gate
-    dt_bias: Tensor | None  # float32, zeros where the caller gave none; None without the raw gate
-    cu_seqlens: Tensor
-
-
-def pack(sizes: Sizes, tokens: Tokens) -> Packed:
-    """Packs the tokens, with constants for absent arguments and parameters in float32."""
+    q, k, v [1, L, heads, D]; g, beta [1, L, HS]; A_log and dt_bias (zeros where the caller gave none) in float32, None without
+    the raw gate.
+    """
     device = tokens.q.device
-    A_log: Tensor | None = None
-    dt_bias: Tensor | None = None
+    A_log = dt_bias = None
     if tokens.use_gate:
         assert tokens.A_log is not None  # checked
-        A_log = make(_float32, tokens.A_log)
-        if tokens.dt_bias is None:
-            dt_bias = make(functools.partial(zeros, sizes.num_heads, device))
-        else:
-            dt_bias = make(_float32, tokens.dt_bias)
+        A_log, no_bias = make(_float32, tokens.A_log), functools.partial(zeros, sizes.num_heads, device)
+        dt_bias = make(no_bias) if tokens.dt_bias is None else make(_float32, tokens.dt_bias)
     cu_seqlens = tokens.cu_seqlens
     if cu_seqlens is None:
         cu_seqlens = make(functools.partial(even_offsets, sizes.batch, sizes.length, device))
-    return Packed(
-        _packed_rows("q", tokens.q),
-        _packed_rows("k", tokens.k),
-        _packed_rows("v", tokens.v),
-        None if tokens.g is None else _one_row(tokens.g),
-        None if tokens.beta is None else _one_row(tokens.beta),
-        A_log,
-        dt_bias,
-        cu_seqlens.contiguous(),
-    )
+    q, k, v = (_packed_rows(name, x) for name, x in (("q", tokens.q), ("k", tokens.k), ("v", tokens.v)))
+    g, beta = (None if x is None else _one_row(x) for x in (tokens.g, tokens.beta))
+    return (q, k, v, g, beta, A_log, dt_bias), cu_seqlens.contiguous()
+
+
+def new_state(sizes: Sizes, q: Tensor, state_v_first: bool) -> Tensor:
+    """A new final state [N, HS, K, V] (or V first)."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return new(dtype, q.device, sizes.num_sequences, *sizes.state_shape(state_v_first))
 
 
 def _float32(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
-def widened(indices: Tensor, dtype: torch.dtype) -> Tensor:
+def widened(indices: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Indices in the call's dtype, which is their own or wider."""
-    return indices if indices.dtype == dtype else make(as_int64, indices)
+    return indices if indices is None or indices.dtype == dtype else make(as_int64, indices)
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -249,27 +199,23 @@ def _one_row(x: Tensor) -> Tensor:
 def _packed_rows(name: str, x: Tensor) -> Tensor:
     """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes."""
     packed = _one_row(x)
-    was_copied = address(packed) != address(x)
-    _, tokens, heads, dim = packed.shape
-    access = _stride_access(packed)
-    is_aligned = address(packed) % ALIGNMENT == 0 and (dim == 1 or packed.stride(3) == 1)
-    # Strides of dimensions with one entry are never used.
-    is_aligned = is_aligned and (tokens == 1 or packed.stride(1) * packed.element_size() % access == 0)
-    is_aligned = is_aligned and (heads == 1 or packed.stride(2) * packed.element_size() % access == 0)
-    if not is_aligned:
+    if not (packed.shape[3] == 1 or packed.stride(3) == 1) or not _rows_are_aligned(packed):
         why = "its last dimension is not contiguous, or its address or strides are not multiples of 16 bytes"
         return copied(name, packed, why)
-    if was_copied:
+    if address(packed) != address(x):
         log_copy(name, x, "its batch rows are not evenly spaced")
     return packed
 
 
-def _stride_access(x: Tensor) -> int:
-    """Required alignment of token and head strides: 16 bytes, or 8 where the head size itself is not a multiple of 16."""
-    return ALIGNMENT if x.shape[-1] * x.element_size() % ALIGNMENT == 0 else ALIGNMENT // 2
+def _rows_are_aligned(x: Tensor, is_written: bool = False) -> bool:
+    """Whether the address, and the token and head strides of x [1, L, heads, D], are multiples of 16 bytes.
 
-
-# --- results -----------------------------------------------------------------------------------------------------------
+    Strides need only 8 where the head size itself is not a multiple of 16. Reads never use strides of dimensions with one entry.
+    """
+    size = x.element_size()
+    access = ALIGNMENT if x.shape[-1] * size % ALIGNMENT == 0 else ALIGNMENT // 2
+    strides = [x.stride(dim) for dim in (1, 2) if is_written or x.shape[dim] != 1]
+    return address(x) % ALIGNMENT == 0 and all(stride * size % access == 0 for stride in strides)
 
 
 def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -277,27 +223,21 @@ def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]
 
     The second is o itself or a view of it, except where `out` is not aligned: `finish` then copies back.
     """
-    shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.v_dim)
-    o = make(functools.partial(torch.empty, shape, dtype=v.dtype, device=v.device)) if out is None else out
+    shape = (sizes.batch, sizes.length, sizes.num_heads, sizes.head_v_dim)
+    o = new(v.dtype, v.device, *shape) if out is None else out
     written = o if sizes.batch == 1 else o.view(1, sizes.num_tokens, *shape[2:])
-    size, access = written.element_size(), _stride_access(written)
-    if out is not None and (
-        address(written) % ALIGNMENT or written.stride(1) * size % access or written.stride(2) * size % access
-    ):
+    if out is not None and not _rows_are_aligned(written, is_written=True):
         written = torch.empty(written.shape, dtype=v.dtype, device=v.device)
     return o, written
 
 
-def finish(o: Tensor, written: Tensor) -> Tensor:
+def finish(o: Tensor, written: Tensor) -> None:
     """Copies the result into o where `output` had to take another tensor."""
     if address(written) != address(o):
         o.copy_(written.view(o.shape))
-    return o
 
 
-def pass_through(
-    initial_state: Tensor | None, has_initial_state: Tensor | None, final_state: Tensor | None, num_sequences: int
-) -> None:
+def pass_through(initial_state: Tensor | None, has_initial_state: Tensor | None, final_state: Tensor | None) -> None:
     """Fills the new final state of sequences without tokens: the state that they started from."""
     if final_state is None:
         return
@@ -306,4 +246,4 @@ def pass_through(
         return
     final_state.copy_(initial_state)
     if has_initial_state is not None:
-        final_state.masked_fill_(~has_initial_state[:num_sequences].view(-1, 1, 1, 1), 0)
+        final_state.masked_fill_(~has_initial_state[: final_state.shape[0]].view(-1, 1, 1, 1), 0)

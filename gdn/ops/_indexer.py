@@ -1,30 +1,18 @@
 """Operators of the indexer: checks of their queries, weights, keys and caches, and the forms that kernels take."""
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from gdn.ops import _check as check
+from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import (
-    ALIGNMENT,
-    FLOAT_DTYPES,
-    FP8,
-    INDEX_DTYPES,
-    INPUT_DTYPES,
-    bad_type,
-    bad_value,
-    check_at_least,
-    check_out,
-    check_tensor,
-)
-
-Tensor = torch.Tensor
+from gdn.ops._tensors import ALIGNMENT
 
 QUERY_DTYPES = (FP8, *INPUT_DTYPES)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
-
-
-# --- queries, weights and logits -----------------------------------------------------------------------------------------
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -35,42 +23,46 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 def check_logits_out(out: Tensor | None, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in OUT_DTYPES:
         bad_type("out_dtype", "torch.float32 or torch.bfloat16", dtype)
-    check_out(out, shape, dtype, device)
+    check.out(out, shape, dtype, device)
 
 
 def check_skipping(skip_rows_up_to: int, clean_logits: bool) -> None:
-    check_at_least("skip_rows_up_to", skip_rows_up_to)
+    check.at_least("skip_rows_up_to", skip_rows_up_to)
     if skip_rows_up_to and clean_logits:
         bad_value("skip_rows_up_to", "0 with clean_logits=True", skip_rows_up_to)
 
 
 def check_weights(weights: Tensor | None, rows: int, heads: int, device: torch.device) -> None:
+    check.optional("weights", weights, shape=[rows, heads], dtypes=FLOAT_DTYPES, device=device)
+
+
+def shared_fields(
+    q: Tensor, key_dtype: torch.dtype, kv_heads: int, weights: Tensor | None, relu: bool, clean: bool, out_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Fields of LogitsProblem except has_k_scale. Kernels serve products of FP8 and of bfloat16."""
+    weights_dtype = None
     if weights is not None:
-        check_tensor("weights", weights, shape=[rows, heads], dtypes=FLOAT_DTYPES, device=device)
-
-
-def product_dtype(q: torch.dtype, keys: torch.dtype) -> torch.dtype:
-    """Common dtype of queries and keys: kernels serve FP8 and bfloat16."""
-    return q if q == FP8 else torch.promote_types(q, keys)
-
-
-def kernel_weights_dtype(weights: Tensor | None) -> str | None:
-    """Dtype of the weights that a kernel gets: bfloat16 unchanged, everything else in float32."""
-    if weights is None:
-        return None
-    return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+        weights_dtype = "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+    return {
+        "num_heads": q.shape[-2],
+        "num_kv_heads": kv_heads,
+        "head_dim": q.shape[-1],
+        "dtype": dtype_name(q.dtype if q.dtype == FP8 else torch.promote_types(q.dtype, key_dtype)),
+        "weights_dtype": weights_dtype,
+        "relu": relu,
+        "clean": clean,
+        "out_dtype": dtype_name(out_dtype),
+    }
 
 
 def kernel_weights(weights: Tensor) -> Tensor:
+    """Weights as a kernel takes them: bfloat16 unchanged, everything else in float32."""
     return weights if weights.dtype == torch.bfloat16 else weights.float()
-
-
-# --- keys ----------------------------------------------------------------------------------------------------------------
 
 
 def check_keys(name: str, k: Tensor, tokens: int | None, device: torch.device) -> int:
     """Checks k [tokens, D] or [tokens, kv_heads, D] and returns its kv_heads. tokens None = any number."""
-    check_tensor(name, k, dtypes=INPUT_DTYPES, device=device)
+    check.tensor(name, k, dtypes=INPUT_DTYPES, device=device)
     if k.dim() not in (2, 3) or (isinstance(tokens, int) and isinstance(k.shape[0], int) and k.shape[0] != tokens):
         wanted = "tokens" if tokens is None else tokens
         bad_value(name, f"shape [{wanted}, D] or [{wanted}, kv_heads, D]", f"shape {list(k.shape)}")
@@ -88,33 +80,27 @@ def check_kv_heads(name: str, kv_heads: int, cache_heads: int) -> None:
 
 
 def check_slot_mapping(slot_mapping: Tensor | None, tokens: int, device: torch.device) -> None:
-    check_tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
 
 
 def check_rope(positions: Tensor, cos_sin: Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device) -> None:
-    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check_at_least("rotary_dim", rotary_dim)
+    check.tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check.at_least("rotary_dim", rotary_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         bad_value("rotary_dim", f"an even number up to head_dim {head_dim}", rotary_dim)
-    check_tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=INPUT_DTYPES, device=device)
+    check.tensor("cos_sin", cos_sin, shape=["max_positions", rotary_dim], dtypes=INPUT_DTYPES, device=device)
     if is_empty(cos_sin.shape[0]) and not is_empty(tokens):  # positions are clamped to its rows
         bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
 
 
-# --- caches --------------------------------------------------------------------------------------------------------------
-
-
 def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None) -> tuple[int, int]:
     """Checks an indexer cache against head_dim and, if given, the query's dtype; returns its page_size and kv_heads."""
-    check_tensor("cache", cache, dtypes=(torch.uint8, FP8, torch.bfloat16), device=device)
+    check.tensor("cache", cache, dtypes=(torch.uint8, FP8, torch.bfloat16), device=device)
     assert isinstance(cache, Tensor)
     row = head_dim + 4 if cache.dtype == torch.uint8 else head_dim
     if cache.dim() not in (3, 4) or cache.shape[-1] != row:
-        bad_value(
-            "cache",
-            f"shape [pages, page_size, kv_heads, {row}] or [pages, page_size, {row}] ({cache.dtype} with head_dim {head_dim})",
-            f"shape {list(cache.shape)}",
-        )
+        shapes = f"[pages, page_size, kv_heads, {row}] or [pages, page_size, {row}]"
+        bad_value("cache", f"shape {shapes} ({cache.dtype} with head_dim {head_dim})", f"shape {list(cache.shape)}")
     if q_dtype is not None and (cache.dtype == torch.bfloat16) == (q_dtype == FP8):
         wanted = "uint8 or float8_e4m3fn" if q_dtype == FP8 else "bfloat16"
         bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
@@ -130,25 +116,22 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
     if cache.shape[0] > 1:
         stride_bytes = cache.stride(0) * cache.element_size()
         if stride_bytes % ALIGNMENT or cache.stride(0) < expected:
-            bad_value(
-                "cache",
-                f"a page stride of at least {expected * cache.element_size()} bytes that is a multiple of {ALIGNMENT} bytes",
-                f"{stride_bytes} bytes",
-            )
+            least = f"a page stride of at least {expected * cache.element_size()} bytes"
+            bad_value("cache", f"{least} that is a multiple of {ALIGNMENT} bytes", f"{stride_bytes} bytes")
     if address(cache) % ALIGNMENT:
         bad_value("cache", f"a {ALIGNMENT}-byte aligned base address", hex(address(cache)))
     return page_size, kv_heads
 
 
 def check_block_tables(block_tables: Tensor, sequences: int, device: torch.device) -> None:
-    check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
 
 
 def check_context_lens(context_lens: Tensor, batch: int, next_n: int, device: torch.device) -> None:
     """[B] or [B, next_n]."""
     per_draft = isinstance(context_lens, Tensor) and context_lens.dim() == 2
     shape = [batch, next_n] if per_draft else [batch]
-    check_tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
+    check.tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
 
 
 def flat_pages(cache: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gdn.ops._tensors import bad_type, bad_value, check_layout
+from gdn.ops import _check as check
+from gdn.ops._check import bad_type, bad_value
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Kind:
         if value is None and self.is_optional:
             return
         if self.is_tensor:
-            check_layout(name, value)
+            check.layout(name, value)
             return
         is_one, expected = _TYPES[self.type]
         if not is_one(value):

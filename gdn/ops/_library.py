@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from gdn.ops import _modes
 
-Tensor = torch.Tensor
 Arguments = dict[str, Any]
+Condition = Callable[[Arguments], bool]
 Returns = Callable[[Arguments], tuple[str | None, ...]]  # per result: an argument's name, NEW, or None
 
 NEW = "<new>"
@@ -45,12 +46,7 @@ class Registered:
     """One operator of torch.library."""
 
     def __init__(
-        self,
-        name: str,
-        signature: inspect.Signature,
-        writes: Mapping[str, Callable[[Arguments], bool]],
-        returns: Returns,
-        run: Callable[..., Any],
+        self, name: str, signature: inspect.Signature, writes: Mapping[str, Condition], returns: Returns, run: Callable[..., Any]
     ) -> None:
         """writes: arguments that a call may write, with their conditions. run: the ordinary path, arguments by position."""
         self._names = list(signature.parameters)
@@ -96,7 +92,8 @@ class Registered:
             return None
         if self._num_results == 1:
             results = (results,)
-        found = [_substitute(kind, result, arguments) for kind, result in zip(kinds, results, strict=False)]
+        pairs = zip(kinds, results, strict=False)
+        found = [None if kind is None else result if kind == NEW else arguments[kind] for kind, result in pairs]
         return found[0] if len(found) == 1 else tuple(found)
 
     def _execute(self, *values: Any, **named: Any) -> Any:
@@ -138,9 +135,3 @@ def _count_results(annotation: Any) -> int:
         return 0
     arguments = get_args(annotation)
     return len(arguments) if getattr(annotation, "__origin__", None) is tuple else 1
-
-
-def _substitute(kind: str | None, result: Tensor, arguments: Arguments) -> Any:
-    if kind is None:
-        return None
-    return result if kind == NEW else arguments[kind]

@@ -1,6 +1,6 @@
 """Repeated calls: an eager call that matches an earlier one skips the checks, the problem and the choice of a kernel.
 
-An operator that finds no plan takes its ordinary path and then passes the kernel's arguments to `Memo.record`. The resulting
+An operator that finds no plan takes its ordinary path and then passes the kernel's Params to `Memo.record`. The resulting
 Plan says which of the call's tensors, which views of them, which constants and which created tensors (`make`: outputs,
 workspace, arguments in another dtype) to launch with.
 The plan matches later calls that agree in
@@ -20,16 +20,17 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gdn.ops._overlap import shares_element, span_bytes
 from gdn.ops._tensors import ALIGNMENT
 from gdn.runtime import env, is_explaining
 
-Tensor = torch.Tensor
 Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
+Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None where it was left out
 Guard = Callable[..., bool]
 
 _LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
@@ -44,6 +45,25 @@ _view: Callable[..., Tensor] = getattr(
 )
 
 
+class Recorded(NamedTuple):
+    """One launch, as a plan repeats it."""
+
+    launch: Callable[..., None]
+    params: Any  # the operator's Params
+    results: Sequence[Tensor | None]  # of the call
+    created: Sequence[Created]
+    aligned: Sequence[Tensor | None]  # tensors whose addresses are multiples of 16 bytes
+
+
+class _Origins(NamedTuple):
+    """Where the values of a launch and the results of its call come from."""
+
+    places: list[int]  # of each value and result in [*tensors, *created, *constants, *views]
+    makers: tuple[tuple[Callable[..., Tensor], tuple[int, ...]], ...]  # of the created tensors, with the places of their sources
+    constants: list[Any]
+    views: tuple[tuple[int, torch.Size, tuple[int, ...]], ...]  # place of the viewed tensor, size, strides
+
+
 class Plan:
     """Derivation of a kernel's launch from the tensors of a call."""
 
@@ -52,41 +72,28 @@ class Plan:
         "_launch", "_makers", "_nothing", "_pairs", "_params", "_results", "_spans", "_views", "_watched",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor | None],
-        launch: Callable[..., None],
-        params: Callable[[tuple[Any, ...]], Any] | None,
-        makers: Sequence[tuple[Callable[..., Tensor], tuple[int, ...]]],
-        constants: Sequence[Any],
-        views: Sequence[tuple[int, torch.Size, tuple[int, ...]]],
-        arguments: Sequence[int],
-        results: Sequence[int],
-        aligned: Sequence[int],
-        written: Sequence[int],
-    ) -> None:
-        """params: builds the Params of the launch from its arguments; None: the arguments are passed one by one. arguments,
-        results: places in [*tensors, *created, *constants, *views]. makers: each with the places of its sources. views: place,
-        size and strides. aligned, written: places of tensors."""
+    def __init__(self, tensors: Tensors, recorded: Recorded, origins: _Origins, written: Sequence[Tensor | None]) -> None:
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
+        aligned, targets = _places_of(recorded.aligned, tensors), _places_of(written, tensors)
         self._given = _tuple_of(given)
         absent = [place for place, tensor in enumerate(tensors) if tensor is None]
         self._absent, self._nothing = _tuple_of(absent), (None,) * len(absent)
         # Where only new tensors are written, no addresses matter except those that must be aligned.
-        watched = given if written else sorted(aligned)
+        watched = given if targets else aligned
         self._watched = None if watched == given else _tuple_of([given.index(place) for place in watched])
         self._aligned = [watched.index(place) for place in aligned]
         self._spans = [span_bytes(tensor) for place in watched if (tensor := tensors[place]) is not None]
-        ours = [watched.index(place) for place in written]
+        ours = [watched.index(place) for place in targets]
         self._pairs = [(a, b) for a in ours for b in range(len(watched)) if b != a and not (b in ours and b < a)]
         self._good: dict[tuple[int, ...], None] = {}
         self._last: tuple[int, ...] | None = None  # the last admitted addresses
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
-        self._launch, self._params = launch, params
-        self._makers, self._constants, self._views = tuple(makers), tuple(constants), tuple(views)
-        self._is_plain = not makers and not views
-        self._arguments, self._results = itemgetter(*arguments), itemgetter(*results)
+        self._launch, self._params = recorded.launch, type(recorded.params)._make
+        self._makers, self._constants, self._views = origins.makers, tuple(origins.constants), origins.views
+        self._is_plain = not origins.makers and not origins.views
+        count = len(recorded.params)
+        self._arguments, self._results = itemgetter(*origins.places[:count]), itemgetter(*origins.places[count:])
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
         """Whether addresses are aligned, and no written tensor shares an element with another tensor."""
@@ -124,21 +131,14 @@ class Plan:
         known: Any
         if self._is_plain:
             known = (*tensors, *self._constants)
-            if self._params is None:
-                self._launch(*self._arguments(known))
-            else:
-                self._launch(self._params(self._arguments(known)))
-            return self._results(known)
-        known = list(tensors)
-        for maker, places in self._makers:
-            known.append(maker(*[tensors[place] for place in places]))
-        known += self._constants
-        for place, size, stride in self._views:
-            known.append(_view(known[place], size, stride, 0))
-        if self._params is None:
-            self._launch(*self._arguments(known))
         else:
-            self._launch(self._params(self._arguments(known)))
+            known = list(tensors)
+            for maker, places in self._makers:
+                known.append(maker(*[tensors[place] for place in places]))
+            known += self._constants
+            for place, size, stride in self._views:
+                known.append(_view(known[place], size, stride, 0))
+        self._launch(self._params(self._arguments(known)))
         return self._results(known)
 
 
@@ -170,24 +170,15 @@ class Memo:
         return None
 
     def record(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        flags: tuple[Any, ...],
-        switches: env.Switches,
-        launch: Callable[..., None],
-        arguments: Sequence[Any],
-        results: Sequence[Tensor | None],
-        created: Sequence[Created] = (),
-        aligned: Sequence[Tensor | None] = (),
-        written: Sequence[Tensor | None] = (),
+        self, tensors: Tensors, flags: tuple[Any, ...], switches: env.Switches, recorded: Recorded, written: Sequence[Tensor]
     ) -> None:
-        """Records a checked call. switches: those in effect when it was checked and prepared. arguments: those of the launch.
-        aligned: tensors whose addresses are multiples of 16 bytes. written: tensors that the launch writes."""
+        """Records a checked call. switches: those in effect when it was checked and prepared. written: by the launch."""
         if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
             return
-        plan = _plan(tensors, launch, arguments, results, created, aligned, written)
-        if plan is None:
+        origins = _origins(tensors, recorded)
+        if origins is None:
             return
+        plan = Plan(tensors, recorded, origins, written)
         key = _key(tensors, flags)
         with self._lock:
             if switches is not self._switches:
@@ -217,29 +208,26 @@ def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
     return first.shape, None if second is None else second.shape, flags
 
 
-def _plan(
-    tensors: tuple[Tensor | None, ...],
-    launch: Callable[..., None],
-    arguments: Sequence[Any],
-    results: Sequence[Tensor | None],
-    created: Sequence[Created],
-    aligned: Sequence[Tensor | None],
-    written: Sequence[Tensor | None],
-) -> Plan | None:
-    """The plan of a call; None where an argument's origin is unknown or ambiguous.
+def _places_of(some: Sequence[Tensor | None], tensors: Tensors) -> list[int]:
+    wanted = {id(tensor) for tensor in some if tensor is not None}
+    return [place for place, tensor in enumerate(tensors) if id(tensor) in wanted]
 
-    An argument must be one of the call's tensors, a created tensor, or a view from the start of one of them.
+
+def _origins(tensors: Tensors, recorded: Recorded) -> _Origins | None:
+    """Origins of the values of a launch and of its results; None where one is unknown or ambiguous.
+
+    A value must be one of the call's tensors, a created tensor, a constant, or a view from the start of one of these tensors.
     """
-    sources = [*tensors, *[tensor for tensor, _, _ in created]]
+    sources = [*tensors, *[tensor for tensor, _, _ in recorded.created]]
     place_of = {id(source): place for place, source in enumerate(sources) if source is not None}
     place_at = {source.data_ptr(): place for place, source in enumerate(tensors) if source is not None}
     if len(place_at) < len([tensor for tensor in tensors if tensor is not None]):
-        return None  # the same memory twice: the origin of an argument is ambiguous
-    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(created, len(tensors))}
+        return None  # the same memory twice: the origin of a value is ambiguous
+    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(recorded.created, len(tensors))}
     constants: list[Any] = []
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-    kinds: list[tuple[int, int]] = []  # per argument and result: 0 source, 1 constant, 2 view; its place there
-    for value in (*arguments, *results):
+    kinds: list[tuple[int, int]] = []  # per value: 0 source, 1 constant, 2 view; its place there
+    for value in (*recorded.params, *recorded.results):
         place = place_of.get(id(value))
         if place is not None:
             kinds.append((0, place))
@@ -254,21 +242,8 @@ def _plan(
             kinds.append((2, len(views)))
             views.append((place, value.shape, value.stride()))
     starts = (0, len(sources), len(sources) + len(constants))
-    places = [starts[kind] + place for kind, place in kinds]
-    must_align = {id(tensor) for tensor in aligned if tensor is not None}
-    is_written = {id(tensor) for tensor in written if tensor is not None}
-    return Plan(
-        tensors,
-        launch,
-        getattr(arguments, "_make", None),
-        [(maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in created],
-        constants,
-        views,
-        places[: len(arguments)],
-        places[len(arguments) :],
-        [place for place, tensor in enumerate(tensors) if id(tensor) in must_align],
-        [place for place, tensor in enumerate(tensors) if id(tensor) in is_written],
-    )
+    makers = tuple((maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in recorded.created)
+    return _Origins([starts[kind] + place for kind, place in kinds], makers, constants, tuple(views))
 
 
 @functools.cache

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from gdn.runtime import is_explaining
-
-Tensor = torch.Tensor
 
 _tracing: ContextVar[bool] = ContextVar("gdn_tracing", default=False)
 _REAL = "_gdn_real"  # attribute of a FakeTensor that holds the caller's tensor

@@ -3,9 +3,7 @@
 from typing import Any
 
 import numpy as np
-import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 _MAX_WORK = 100_000  # steps of numpy's exact solver; layouts that need more count as overlapping
 

@@ -14,25 +14,14 @@ Two checks refuse values that have a defined result, and so run with GDN_VALIDAT
 
     check_accepted   the sequence is padding (the argument `strict` decides)
     check_ranges     ranges are clamped to the keys, and to max_seqlen_k
-
-A prefill, for example:
-
-    if cu_seqlens is not None:
-        check_offsets("cu_seqlens", cu_seqlens, num_tokens)
-    bounds = token_bounds(cu_seqlens, batch, length, device)
-    touched = prefill_slots("state_indices", bounds, state_indices, null_slot, final_indices=final_state_indices)
-    check_slots(touched, pool.shape[0], null_slot)
-    check_unshared(touched, pool.shape[0])
 """
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
+from torch import Tensor
 
-from gdn.ops._tensors import bad_value
-
-Tensor = torch.Tensor
+from gdn.ops._check import bad_value
 
 
 def _is_clean(*bad: Tensor) -> bool:
@@ -47,13 +36,26 @@ def _first(bad: Tensor) -> list[int]:
     return place
 
 
-def _refuse(name: str, expected: str, values: Tensor, bad: Tensor) -> NoReturn:
-    """Raises for the first bad value, with its place."""
-    place = _first(bad)
-    bad_value(name, expected, f"{int(values[tuple(place)])} at {place}")
+def _require(name: str, values: Tensor, *bad: tuple[Tensor, str]) -> None:
+    """Raises for the first bad value, with its place. bad: masks of bad values, each with what is expected instead."""
+    if _is_clean(*(mask for mask, _ in bad)):
+        return
+    for mask, expected in bad:
+        if bool(mask.any()):
+            place = _first(mask)
+            bad_value(name, expected, f"{int(values[tuple(place)])} at {place}")
 
 
-# Tokens and sequences
+def _repeated(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Of values [n] in ascending order: whether each but the first repeats the one before and is >= 0; and their places."""
+    ordered, order = values.sort(stable=True)
+    return (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0), order
+
+
+def _first_repeated(bad: Tensor, order: Tensor) -> tuple[int, int]:
+    """Places of the first repeated value and of the equal one before it."""
+    (place,) = _first(bad)
+    return int(order[place]), int(order[place + 1])
 
 
 def check_offsets(name: str, offsets: Tensor, num_tokens: int | None = None) -> None:
@@ -105,9 +107,6 @@ def check_parents(name: str, parent_token: Tensor, bounds: Tensor, is_live: Tens
         bad_value(name, f"-1 or a node before node {int(node[token])}", f"{int(parents[token])} at token {token}")
 
 
-# Slots of pools
-
-
 @dataclass(frozen=True, slots=True)
 class SlotUse:
     """Slots of one argument that live sequences read or write."""
@@ -117,11 +116,6 @@ class SlotUse:
     is_used: Tensor  # [N, columns] bool: False = the entry may hold anything
     is_written: bool
     rank: int  # dimensions of the argument: 1 or 2
-
-    @property
-    def writes(self) -> Tensor:
-        """Whether an entry's slot is written, [N, columns] bool."""
-        return self.is_used if self.is_written else torch.zeros_like(self.is_used)
 
     def place(self, entry: int) -> str:
         """Index in the argument of an entry of the flattened slots."""
@@ -163,8 +157,7 @@ def prefill_slots(
 
     indices None = slot n for sequence n, never null. A checkpoint beyond its sequence, or after 0 tokens, does not count.
     """
-    lengths = bounds.diff()
-    count = lengths.numel()
+    lengths, count = bounds.diff(), bounds.numel() - 1
     is_live = lengths > 0
     if indices is None:
         indices = torch.arange(count, device=bounds.device)
@@ -206,8 +199,7 @@ def decode_slots(
     written to column i. is_updated False = nothing is written. first_column_decides: a null slot in column 0 is padding too
     (`fused_gdn_decode` keeps its windows there).
     """
-    lengths = bounds.diff()
-    count = lengths.numel()
+    lengths, count = bounds.diff(), bounds.numel() - 1
     slots = _as_columns(indices, count)
     column = torch.arange(slots.shape[1], device=slots.device)
     read_column = torch.zeros_like(lengths) if num_accepted_tokens is None else num_accepted_tokens[:count].long() - 1
@@ -238,8 +230,7 @@ def window_slots(
 
     num_windows: the largest num_accepted_tokens that is not padding. is_live: that of the states, in `fused_gdn_decode`.
     """
-    lengths = bounds.diff()
-    count = lengths.numel()
+    lengths, count = bounds.diff(), bounds.numel() - 1
     slots = _as_columns(indices, count)[:, :1]
     alive = (lengths > 0) & (slots[:, 0] > null_slot)
     if num_accepted_tokens is not None:
@@ -265,11 +256,10 @@ def check_slots(touched: TouchedSlots, num_slots: int, null_slot: int) -> None:
 
 def check_unshared(touched: TouchedSlots, num_slots: int) -> None:
     """Checks that no slot written by one live sequence is read or written by another. Several may read one slot."""
-    uses = touched.uses
-    count = touched.is_live.numel()
+    uses, count = touched.uses, touched.is_live.numel()
     slots = torch.cat([use.slots.reshape(-1) for use in uses])
     is_used = torch.cat([use.is_used.reshape(-1) for use in uses]) & (slots < num_slots)
-    is_written = torch.cat([use.writes.reshape(-1) for use in uses])
+    is_written = torch.cat([(use.is_used & use.is_written).reshape(-1) for use in uses])
     row = torch.arange(count, device=slots.device)[:, None]
     sequence = torch.cat([row.expand(use.slots.shape).reshape(-1) for use in uses])
 
@@ -292,15 +282,14 @@ def check_unshared(touched: TouchedSlots, num_slots: int) -> None:
     bad_value(name, "slots that no other live sequence reads or writes", got)
 
 
+def check_touched(touched: TouchedSlots, pool: Tensor, null_slot: int) -> None:
+    """Checks that slots are in the pool, and that none that a live sequence writes is read or written by another."""
+    check_slots(touched, pool.shape[0], null_slot)
+    check_unshared(touched, pool.shape[0])
+
+
 def check_accepted(
-    name: str,
-    num_accepted_tokens: Tensor,
-    columns: int,
-    bounds: Tensor,
-    indices: Tensor | None,
-    null_slot: int,
-    *,
-    strict: bool,
+    num_accepted_tokens: Tensor, columns: int, bounds: Tensor, indices: Tensor | None, null_slot: int, *, strict: bool
 ) -> None:
     """Checks for counts of 1 to `columns` in every sequence with tokens and a slot. strict False = other counts are padding.
 
@@ -309,29 +298,20 @@ def check_accepted(
     """
     if not strict:
         return
-    lengths = bounds.diff()
-    count = lengths.numel()
+    lengths, count = bounds.diff(), bounds.numel() - 1
     accepted = num_accepted_tokens[:count].long()
     bad = (lengths > 0) & ((accepted < 1) | (accepted > columns))
     if indices is not None:
         bad = bad & (_as_columns(indices, count) > null_slot).any(dim=1)
-    if not _is_clean(bad):
-        _refuse(name, f"1 to {columns} (the states or windows to start from)", accepted, bad)
+    _require("num_accepted_tokens", accepted, (bad, f"1 to {columns} (the states or windows to start from)"))
 
 
 def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, multiple: int) -> None:
     """Checks that offsets [>= N, C] are >= 0 and multiples of `multiple` tokens. is_live [N]: that of `prefill_slots`."""
     values = offsets[: is_live.numel()].long()
-    is_negative = is_live[:, None] & (values < 0)
-    bad = is_negative | (is_live[:, None] & (values % multiple != 0))
-    if _is_clean(bad):
-        return
-    if multiple == 1 or bool(is_negative.any()):
-        _refuse(name, "0 (none) or a number of tokens", values, is_negative)
-    _refuse(name, f"multiples of {multiple} tokens, or 0", values, bad)
-
-
-# Pages
+    is_negative, is_odd = (is_live[:, None] & bad for bad in (values < 0, values % multiple != 0))
+    counts = "0 (none) or a number of tokens"
+    _require(name, values, (is_negative, counts), (is_odd, f"multiples of {multiple} tokens, or 0"))
 
 
 def live_lengths(seq_lens: Tensor, bounds: Tensor) -> Tensor:
@@ -351,10 +331,8 @@ def check_table_lengths(name: str, lengths: Tensor, block_tables: Tensor, page_s
     """
     longest = _longest(lengths)
     limit = block_tables.shape[1] * page_size
-    bad = longest > limit
-    if not _is_clean(bad):
-        expected = f"sequences of at most {limit} ({block_tables.shape[1]} columns of block_tables, {page_size} in a page)"
-        _refuse(name, expected, longest, bad)
+    expected = f"sequences of at most {limit} ({block_tables.shape[1]} columns of block_tables, {page_size} in a page)"
+    _require(name, longest, (longest > limit, expected))
 
 
 def check_pages(
@@ -379,22 +357,16 @@ def check_num_rows(name: str, num_rows: int, offsets: Tensor) -> None:
         bad_value(name, f"at least {last}, the last of cu_seqlens", num_rows)
 
 
-# Rows of caches and rings
-
-
 def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: Tensor | None = None) -> None:
     """Checks that cache rows [tokens] are in the cache and distinct. Negative = skipped; is_read [tokens] False = not read."""
     slots = slot_mapping.long()
     if is_read is not None:
         slots = torch.where(is_read, slots, -1)
-    ordered, order = slots.sort(stable=True)
-    is_beyond, is_repeated = slots >= num_rows, (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    is_beyond, (is_repeated, order) = slots >= num_rows, _repeated(slots)
     if _is_clean(is_beyond, is_repeated):
         return
-    if bool(is_beyond.any()):
-        _refuse(name, f"slots below {num_rows} (pages * page_size)", slots, is_beyond)
-    (place,) = _first(is_repeated)
-    earlier, later = int(order[place]), int(order[place + 1])
+    _require(name, slots, (is_beyond, f"slots below {num_rows} (pages * page_size)"))
+    earlier, later = _first_repeated(is_repeated, order)
     bad_value(name, "distinct slots (or negative: skipped)", f"{int(slots[later])} at [{later}], as at [{earlier}]")
 
 
@@ -421,14 +393,11 @@ def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots
     before = torch.where(is_kept, torch.arange(slots.numel(), device=slots.device), -1).cummax(0).values.roll(1)
     before[:1] = -1  # the last token before each one that is not skipped
     starts_run = is_kept & ((before < 0) | (slots != slots[before]) | (position <= position[before]))
-    ordered, order = torch.where(starts_run, slots, -1).sort(stable=True)
-    is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    is_repeated, order = _repeated(torch.where(starts_run, slots, -1))
     if _is_clean(is_beyond, is_repeated):
         return
-    if bool(is_beyond.any()):
-        _refuse(name, f"slots below {num_slots} (or negative or {null_slot}: skipped)", slots, is_beyond)
-    (place,) = _first(is_repeated)
-    earlier, later = int(order[place]), int(order[place + 1])
+    _require(name, slots, (is_beyond, f"slots below {num_slots} (or negative or {null_slot}: skipped)"))
+    earlier, later = _first_repeated(is_repeated, order)
     expected = "one run of tokens with ascending positions for each slot"
     bad_value(name, expected, f"{int(slots[later])} at [{later}], whose first run starts at [{earlier}]")
 
@@ -444,14 +413,8 @@ def check_rope_positions(
     is_negative, is_beyond = values < 0, values >= num_positions + before
     if is_read is not None:
         is_negative, is_beyond = is_negative & is_read, is_beyond & is_read
-    if _is_clean(is_negative, is_beyond):
-        return
-    if bool(is_negative.any()):
-        _refuse(name, "positions >= 0", values, is_negative)
-    _refuse(name, f"positions below {num_positions + before} (cos_sin has {num_positions} rows)", values, is_beyond)
-
-
-# Logits and attention
+    expected = f"positions below {num_positions + before} (cos_sin has {num_positions} rows)"
+    _require(name, values, (is_negative, "positions >= 0"), (is_beyond, expected))
 
 
 def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
@@ -462,8 +425,7 @@ def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int 
     limit = num_keys if max_seqlen_k is None else max_seqlen_k
     if _is_clean(is_negative, visible > limit):
         return
-    if bool(is_negative.any()):
-        _refuse("cu_seqlen_ks", "starts >= 0", start, is_negative)
+    _require("cu_seqlen_ks", start, (is_negative, "starts >= 0"))
     bad_value("max_seqlen_k", f"at least {int(visible.max())}, the longest range", max_seqlen_k)
 
 
@@ -504,6 +466,4 @@ def check_topk_length(name: str, topk_length: Tensor, k: int, bounds: Tensor) ->
         return
     _, is_real = _sequence_of(bounds, topk_length.numel())
     lengths = topk_length.long()
-    bad = is_real & ((lengths < 0) | (lengths > k))
-    if not _is_clean(bad):
-        _refuse(name, f"0 to {k} (the columns of topk_indices)", lengths, bad)
+    _require(name, lengths, (is_real & ((lengths < 0) | (lengths > k)), f"0 to {k} (the columns of topk_indices)"))

@@ -3,15 +3,15 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference
+from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values
+from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, bad_value, check_checkpoints, check_indices, check_per_sequence, common_dtype, constant
+from gdn.ops._tensors import as_int32, common_dtype, constant
 from gdn.problems import ChunkParams, ChunkProblem
-from gdn.reference import delta_rule as reference
-
-Tensor = torch.Tensor
 
 
 def _is_pooled(arguments: dict[str, Any]) -> bool:
@@ -24,12 +24,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    reference=reference.chunk_gated_delta_rule,
-    writes={"out": always, "initial_state": _is_pooled},
-    returns=_returns,
-    memo=True,
-    varies=("q", "cu_seqlens"),
-    contiguous=("q", "k", "v"),
+    writes={"out": always, "initial_state": _is_pooled}, returns=_returns, varies=("q", "cu_seqlens"), contiguous=("q", "k", "v")
 )
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -74,14 +69,13 @@ def chunk_gated_delta_rule(
     Parameters
     ----------
     q : Tensor [B, T, Hq, K]
-        Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; one contiguous copy is made, and logged
-        once, where the last dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
+        Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; copied, and logged once, where the last
+        dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
     k : Tensor [B, T, Hk, K]
-        Keys, dtype and strides as for `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of
-        Hk (GQA).
+        Keys, as `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of Hk (GQA).
     v : Tensor [B, T, HV, V]
-        Values, dtype and strides as for `q`. Kernels serve K = V for every multiple of 4 up to 256: 64 and 128 natively,
-        smaller ones padded to the next of these two, larger ones token by token. Other sizes run on the reference.
+        Values, as `q`. Kernels serve K = V for every multiple of 4 up to 256: 64 and 128 natively, smaller ones padded to the
+        next of these two, larger ones token by token. Other sizes run on the reference.
     g : Tensor [B, T, HS], optional
         Natural logarithm of the decay, <= 0; any float dtype and strides. None = no decay. With `use_gate_in_kernel` the raw
         gate a: the log decay is then -exp(A_log) * softplus(a + dt_bias).
@@ -104,12 +98,8 @@ def chunk_gated_delta_rule(
         Only False is accepted: tokens come before heads. Kept for the argument order of other packages.
     state_v_first : bool
         Whether states are [V, K] per head instead of [K, V].
-    use_gate_in_kernel : bool
-        Whether `g` is the raw gate.
-    A_log : Tensor [HS], optional
-        Logarithm of the decay rate, any float dtype. Required with `use_gate_in_kernel`.
-    dt_bias : Tensor [HS], optional
-        Bias of the raw gate, any float dtype. None = 0.
+    use_gate_in_kernel, A_log, dt_bias : bool, Tensor [HS] or None, Tensor [HS] or None
+        Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype.
     use_beta_sigmoid_in_kernel : bool
         Whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
@@ -120,21 +110,16 @@ def chunk_gated_delta_rule(
         False = that sequence starts from zero, whatever its slot holds. None = all True.
     final_state_indices : Tensor [>= N], optional
         Slots to store the last states in, instead of state_indices; a null one is not stored. Requires `state_indices`.
-    checkpoint_offsets : Tensor [>= N, C], optional
-        Token counts, multiples of 64: the state after that many tokens of this call is also stored, in the slot of
-        `checkpoint_slots`. 0 and counts beyond the sequence store nothing. Requires `state_indices`.
-    checkpoint_slots : Tensor [>= N, C], optional
-        Slots of the checkpoints; given together with `checkpoint_offsets`. A null one is not stored.
+    checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
+        Token counts, multiples of 64, and slots: the state after that many tokens of this call is also stored in that slot. 0,
+        counts beyond the sequence and null slots store nothing. Both require `state_indices`.
     null_slot : int
         Largest slot index that means padding, >= -1. vLLM's convention is 0.
     out : Tensor [B, T, HS, V], optional
         Tensor to write o into, dtype of `v`, last dimension contiguous. It shares no element with any other argument, `v`
         included.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -147,13 +132,9 @@ def chunk_gated_delta_rule(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that two live sequences never share a slot, that no slot that is written is read by another sequence
-    of the same call, and that indices lie within the pool. This is always checked on the CPU, and on a GPU with
-    ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written. Whether indices lie within the pool, and no slot that
+        one live sequence writes is read or written by another, is checked on the CPU always, on a GPU with ``GDN_VALIDATE=1``
+        only (which waits for the device): otherwise the caller makes sure.
 
     References
     ----------
@@ -175,145 +156,75 @@ def chunk_gated_delta_rule(
     >>> o.shape, state is pool
     (torch.Size([1, 96, 4, 64]), True)
     """
-    _refuse_head_first(head_first)
+    if head_first:
+        bad_value("head_first", "False (tokens before heads: [B, T, H, D])", head_first)
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(given, null_slot, out)
-    _check_states(
-        sizes, q, initial_state, state_v_first, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
-        checkpoint_slots,
-    )  # fmt: skip
-    if reads_values(q.device):
-        _check_values(
-            sizes, initial_state, cu_seqlens, state_indices, has_initial_state, final_state_indices, checkpoint_offsets,
-            checkpoint_slots, null_slot,
-        )  # fmt: skip
+    count, device, is_pooled = sizes.num_sequences, q.device, state_indices is not None
+    if state_indices is not None:
+        check.indices("state_indices", state_indices, count, device, ranks=(1,))
+        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
+    elif initial_state is not None:
+        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
+    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+    if final_state_indices is not None:
+        if state_indices is None:
+            bad_value("final_state_indices", "None without state_indices", "a tensor")
+        check.indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
+    check.checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
+    if reads_values(device):
+        if cu_seqlens is not None:
+            _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+        if state_indices is not None and initial_state is not None:
+            bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, device)
+            touched = _values.prefill_slots(
+                "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
+                final_indices=final_state_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
+            )  # fmt: skip
+            if checkpoint_offsets is not None:
+                _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=64)
+            _values.check_touched(touched, initial_state, null_slot)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 
-    is_pooled = state_indices is not None
     index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)
     problem = ChunkProblem(
-        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None),
-        state_v_first=state_v_first,
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, state_v_first),
         use_qk_l2norm=use_qk_l2norm_in_kernel,
-        use_gate=use_gate_in_kernel,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
         has_final_state=is_pooled or output_final_state,
         has_final_indices=final_state_indices is not None,
         has_mask=has_initial_state is not None,
         has_checkpoints=checkpoint_offsets is not None,
     )
-    prepared = prepare(problem, q.device, backend)
-    if prepared.launch is None:
-        run_reference()
-
-    device = q.device
-    final_state: Tensor | None = None
-    if is_pooled:
-        final_state = initial_state
-    elif output_final_state:
-        shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-        final_state = new(torch.float64 if q.dtype == torch.float64 else torch.float32, device, *shape)
+    prepared = prepare(problem, device, backend)
+    final_state = initial_state if is_pooled else _delta_rule.new_state(sizes, q, state_v_first) if output_final_state else None
     returned = final_state if output_final_state else None
     o, written = _delta_rule.output(sizes, v, out)
-    if is_empty(sizes.num_tokens, sizes.num_sequences):
+    if is_empty(sizes.num_tokens, count):
         o.zero_()
         if not is_pooled:
-            _delta_rule.pass_through(initial_state, has_initial_state, final_state, sizes.num_sequences)
+            _delta_rule.pass_through(initial_state, has_initial_state, final_state)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, given)
-    if state_indices is not None:
-        state_indices = _delta_rule.widened(state_indices, index_dtype)
-        if final_state_indices is not None:
-            final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
+    tokens, cu_seqlens = _delta_rule.pack(sizes, given)
+    if is_pooled:
+        state_indices, final_state_indices, checkpoint_slots = (
+            _delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices, checkpoint_slots)
+        )
         if checkpoint_offsets is not None and checkpoint_slots is not None:
             checkpoint_offsets = make(as_int32, checkpoint_offsets).contiguous()
-            checkpoint_slots = _delta_rule.widened(checkpoint_slots, index_dtype).contiguous()
+            checkpoint_slots = checkpoint_slots.contiguous()
     elif initial_state is not None:
         initial_state = constant(initial_state)
-    workspace: Tensor | None = None
-    if prepared.workspace_bytes:
-        workspace = new(torch.uint8, device, prepared.workspace_bytes)
+    if has_initial_state is not None:
+        has_initial_state = has_initial_state.contiguous()
+    workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
+    scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = ChunkParams(
-        q=tokens.q,
-        k=tokens.k,
-        v=tokens.v,
-        g=tokens.g,
-        beta=tokens.beta,
-        A_log=tokens.A_log,
-        dt_bias=tokens.dt_bias,
-        initial_state=initial_state,
-        state_indices=state_indices,
-        has_initial_state=None if has_initial_state is None else has_initial_state.contiguous(),
-        final_state=final_state,
-        final_state_indices=final_state_indices,
-        cu_seqlens=tokens.cu_seqlens,
-        checkpoint_offsets=checkpoint_offsets,
-        checkpoint_slots=checkpoint_slots,
-        out=written,
-        workspace=workspace,
-        scale=sizes.k_dim**-0.5 if scale is None else scale,
-        null_slot=null_slot,
-    )
+        *tokens, initial_state, state_indices, has_initial_state, final_state, final_state_indices, cu_seqlens,
+        checkpoint_offsets, checkpoint_slots, written, workspace, scale, null_slot,
+    )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
     return o, returned
-
-
-def _refuse_head_first(head_first: bool) -> None:
-    if head_first:
-        bad_value("head_first", "False (tokens before heads: [B, T, H, D])", head_first)
-
-
-def _check_states(
-    sizes: _delta_rule.Sizes,
-    q: Tensor,
-    initial_state: Tensor | None,
-    state_v_first: bool,
-    state_indices: Tensor | None,
-    has_initial_state: Tensor | None,
-    final_state_indices: Tensor | None,
-    checkpoint_offsets: Tensor | None,
-    checkpoint_slots: Tensor | None,
-) -> None:
-    count, device = sizes.num_sequences, q.device
-    if state_indices is not None:
-        check_indices("state_indices", state_indices, count, device, ranks=(1,))
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
-    elif initial_state is not None:
-        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-    if has_initial_state is not None:
-        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    if final_state_indices is not None:
-        if state_indices is None:
-            bad_value("final_state_indices", "None without state_indices", "a tensor")
-        check_indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
-    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
-
-
-def _check_values(
-    sizes: _delta_rule.Sizes,
-    pool: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_indices: Tensor | None,
-    has_initial_state: Tensor | None,
-    final_state_indices: Tensor | None,
-    checkpoint_offsets: Tensor | None,
-    checkpoint_slots: Tensor | None,
-    null_slot: int,
-) -> None:
-    if cu_seqlens is not None:
-        _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
-    if state_indices is None or pool is None:
-        return
-    bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, state_indices.device)
-    touched = _values.prefill_slots(
-        "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
-        final_indices=final_state_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
-    )  # fmt: skip
-    if checkpoint_offsets is not None:
-        _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=64)
-    _values.check_slots(touched, pool.shape[0], null_slot)
-    _values.check_unshared(touched, pool.shape[0])

@@ -3,45 +3,29 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gdn.ops import _check as check
 from gdn.ops import _values
-from gdn.ops._call import always, operator, prepare, reads_values, run_reference, take_contiguous, validates
+from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
+from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import (
-    CONV_ACTIVATIONS,
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
     aligned,
     as_int32,
-    bad_value,
-    check_checkpoints,
-    check_indices,
-    check_null_slot,
-    check_offsets,
-    check_one_of,
-    check_per_sequence,
-    check_tensor,
     common_dtype,
     constant,
-    dtype_name,
+    dtypes_of,
     even_offsets,
     in_dtype,
     is_aligned,
-    is_less,
+    optional,
     target,
 )
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
-from gdn.reference import conv as reference
-
-Tensor = torch.Tensor
 
 
-@operator(
-    reference=reference.causal_conv1d_fn,
-    writes={"out": always, "conv_states": always},
-    in_place={"out": "x"},
-    contiguous=("x",),
-)
+@operator(writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",))
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -87,21 +71,16 @@ def causal_conv1d_fn(
         False = zeros are to the left of that sequence. None = all True.
     activation : {"silu", "swish"} or None
         Activation of the sum; both names mean SiLU.
-    checkpoint_offsets : Tensor [>= N, C], optional
-        Token counts: the window after that many tokens is also stored, in the slot of `checkpoint_slots`. 0 and counts beyond
-        the sequence store nothing. Requires `conv_states`.
-    checkpoint_slots : Tensor [>= N, C], optional
-        Slots of the checkpoints; given together with `checkpoint_offsets`.
+    checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
+        Token counts, and slots: the window after that many tokens is also stored in that slot. 0 and counts beyond the sequence
+        store nothing. Both require `conv_states`.
     null_slot : int
         Largest slot index that means padding, >= -1. vLLM's convention is 0.
     out : Tensor [tokens, dim], optional
         Tensor to write y into, dtype of `x`, last dimension contiguous. It may be `x` itself (in place; that takes one more
         pass, since blocks read the rows before their own), and shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -111,37 +90,26 @@ def causal_conv1d_fn(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that no two live sequences share a slot and that indices lie within the slots. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
-    .. [1] The name and the meaning of the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d
-       package of Mamba.
+    .. [1] The name and the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d package of Mamba.
     """
-    check_tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
+    check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
     _check_filter(x, weight, bias, activation)
-    check_null_slot(null_slot)
+    check.null_slot(null_slot)
     device = x.device
-    count = 1
-    if query_start_loc is not None:
-        check_offsets("query_start_loc", query_start_loc, device)
-        count = query_start_loc.shape[0] - 1
+    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
     if conv_states is not None:
         _check_slots("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
-        check_indices("cache_indices", cache_indices, count, device, ranks=(1,))
-    if has_initial_state is not None:
-        check_per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    check_checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
-    if out is not None:
-        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,))
+    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
+    check.checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
+    check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, x.shape[0])
@@ -153,47 +121,38 @@ def causal_conv1d_fn(
             )  # fmt: skip
             if checkpoint_offsets is not None:
                 _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=1)
-            _values.check_slots(touched, conv_states.shape[0], null_slot)
-            _values.check_unshared(touched, conv_states.shape[0])
+            _values.check_touched(touched, conv_states, null_slot)
 
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
+    if conv_states is None:
+        has_initial_state = None
     problem = Conv1dProblem(
         **_static_fields(x, weight, bias, activation, conv_states, None if cache_indices is None else slot_dtype),
         cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
-        has_mask=has_initial_state is not None and conv_states is not None,
+        has_mask=has_initial_state is not None,
         checkpoint_dtype=None if checkpoint_slots is None else dtype_name(slot_dtype),
         num_tokens=x.shape[0],
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
-
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
     # In place, a block would read rows before its own that another block may have written already.
     written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else target(y)
+    cu_seqlens = even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous()
+    slots, checkpoints = (None if i is None else i.to(slot_dtype) for i in (cache_indices, checkpoint_slots))
+    mask = None if has_initial_state is None else has_initial_state.contiguous().view(torch.uint8)
+    offsets = None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype)
+    rows, bias = aligned("x", x), optional(constant, bias)
     params = Conv1dParams(
-        x=aligned("x", x),
-        weight=constant(weight),
-        bias=None if bias is None else constant(bias),
-        conv_states=conv_states,
-        cu_seqlens=even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous(),
-        cache_indices=None if cache_indices is None else cache_indices.to(slot_dtype),
-        has_initial_state=has_initial_state.contiguous().view(torch.uint8)
-        if problem.has_mask and has_initial_state is not None
-        else None,
-        checkpoint_offsets=None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype),
-        checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots.to(slot_dtype),
-        out=written,
-        null_slot=null_slot,
+        rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, written, null_slot
     )
-    prepared.launch(params)
+    launch(prepared, params)
     return y if written is y else y.copy_(written)
 
 
-@operator(reference=reference.causal_conv1d_update, writes={"out": always, "conv_state": always}, in_place={"out": "x"})
+@operator(writes={"out": always, "conv_state": always}, in_place={"out": "x"})
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -220,12 +179,8 @@ def causal_conv1d_update(
         for each of them (any strides; in the other forms a last dimension that is not contiguous is copied, logged once).
     conv_state : Tensor [slots, dim, columns >= w - 1]
         Windows of raw inputs, oldest first; any strides, any float dtype; updated in place.
-    weight : Tensor [dim, w]
-        Filter, w >= 2, any float dtype; weight[:, -1] multiplies the current token.
-    bias : Tensor [dim], optional
-        Bias, any float dtype.
-    activation : {"silu", "swish"} or None
-        Activation of the sum; both names mean SiLU.
+    weight, bias, activation : Tensor [dim, w], Tensor [dim] or None, str or None
+        As for `causal_conv1d_fn`.
     conv_state_indices : Tensor [>= N] or [>= N, 1 + num_spec], optional
         Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. None = 0, 1, 2, ...
         [>= N]: the window of a sequence is columns 0..w-2 of its slot, and afterwards the last w - 1 of [window | inputs] are
@@ -242,14 +197,11 @@ def causal_conv1d_update(
         conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
         conv_state_indices[n, i].
     null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
+        Largest slot index that means padding, >= -1.
     out : Tensor, optional
         Tensor like `x` to write y into. It may be `x` itself (in place), and shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -259,19 +211,13 @@ def causal_conv1d_update(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that no two live sequences share a slot and that indices lie within the slots. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
-    .. [1] The positional arguments are those of ``causal_conv1d_update`` in vLLM, which follows the causal-conv1d package of
-       Mamba.
+    .. [1] The positional arguments are those of ``causal_conv1d_update`` in vLLM, after the causal-conv1d package of Mamba.
     """
-    check_tensor("x", x, dtypes=FLOAT_DTYPES)
+    check.tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() not in ((2,) if query_start_loc is not None else (2, 3)):
         wanted = "[tokens, dim]" if query_start_loc is not None else "[B, dim] or [B, dim, T]"
         bad_value("x", f"shape {wanted}", f"shape {list(x.shape)}")
@@ -279,41 +225,52 @@ def causal_conv1d_update(
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
     _check_filter(x, weight, bias, activation)
-    check_null_slot(null_slot)
+    check.null_slot(null_slot)
     window = weight.shape[1] - 1
-    count, num_tokens = x.shape[0], x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
-    if query_start_loc is not None:
-        check_offsets("query_start_loc", query_start_loc, device)
-        count = query_start_loc.shape[0] - 1
+    num_tokens = x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
+    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=x.shape[0])
     num_spec = 0
     if conv_state_indices is not None:
-        check_indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
+        check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
     _check_slots("conv_state", conv_state, dim, window + num_spec, device)
     if conv_state_indices is None and is_less(conv_state.shape[0], count):
         bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
-    if num_accepted_tokens is not None:
-        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+    check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
     if parent_token is not None:
-        check_tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
+        check.tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
         if conv_state_indices is None or conv_state_indices.dim() != 2:
             bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
-    if out is not None:
-        check_tensor("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
+    check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         if query_start_loc is not None:
             _values.check_offsets("query_start_loc", query_start_loc, num_tokens)
         bounds = _values.token_bounds(query_start_loc, count, num_tokens // max(count, 1), device)
-        _check_update_slots(
-            bounds, conv_state, conv_state_indices, num_accepted_tokens, parent_token, null_slot, window, validates(device)
-        )
+        num_windows = conv_state.shape[2] - window + 1
+        if conv_state_indices is not None and conv_state_indices.dim() == 2:
+            num_columns = conv_state_indices.shape[1]
+            num_windows = num_columns if parent_token is not None else min(num_windows, num_columns)
+        slots, null = conv_state_indices, null_slot
+        if slots is None:
+            null, slots = -1, torch.arange(bounds.numel() - 1, device=device)
+        use = ("conv_state_indices", bounds, slots, null)
+        if parent_token is not None:  # one slot per node of a draft tree
+            touched = _values.decode_slots(*use, num_accepted_tokens=num_accepted_tokens)
+            _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+        else:
+            touched = _values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
+        if num_accepted_tokens is not None:
+            first = slots if parent_token is not None or slots.dim() == 1 else slots[:, 0]
+            strict = validates(device)
+            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null, strict=strict)
+        _values.check_touched(touched, conv_state, null)
 
+    cu_seqlens_dtype = dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None
+    index_dtype = None if conv_state_indices is None else conv_state_indices.dtype
     problem = Conv1dUpdateProblem(
-        **_static_fields(
-            x, weight, bias, activation, conv_state, None if conv_state_indices is None else conv_state_indices.dtype
-        ),
-        cu_seqlens_dtype=dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None,
+        **_static_fields(x, weight, bias, activation, conv_state, index_dtype),
+        cu_seqlens_dtype=cu_seqlens_dtype,
         has_columns=conv_state_indices is not None and conv_state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
         has_parent=parent_token is not None,
@@ -321,83 +278,36 @@ def causal_conv1d_update(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
-
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
-    rows, cu_seqlens = x, None if query_start_loc is None else query_start_loc.contiguous()
+    rows, cu_seqlens = x, optional(Tensor.contiguous, query_start_loc)
     if x.dim() == 3:  # rows of adjacent channels; a copy where tokens are adjacent in memory
         rows, cu_seqlens = x.mT.reshape(num_tokens, dim), even_offsets(count, x.shape[2], device)
     # In place, a row is read before it is written, except that a draft tree reads the rows of ancestors again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
     written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else target(y)
+    accepted, parents = optional(as_int32, num_accepted_tokens), optional(Tensor.contiguous, parent_token)
+    rows, bias = aligned("x", rows), optional(constant, bias)
     params = Conv1dUpdateParams(
-        x=aligned("x", rows),
-        weight=constant(weight),
-        bias=None if bias is None else constant(bias),
-        conv_state=conv_state,
-        conv_state_indices=conv_state_indices,
-        num_accepted_tokens=None if num_accepted_tokens is None else as_int32(num_accepted_tokens),
-        cu_seqlens=cu_seqlens,
-        parent_token=None if parent_token is None else parent_token.contiguous(),
-        out=written,
-        null_slot=null_slot,
+        rows, constant(weight), bias, conv_state, conv_state_indices, accepted, cu_seqlens, parents, written, null_slot
     )
-    prepared.launch(params)
+    launch(prepared, params)
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)
 
 
-def _check_update_slots(
-    bounds: Tensor,
-    conv_state: Tensor,
-    indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    parent_token: Tensor | None,
-    null_slot: int,
-    window: int,
-    strict: bool,
-) -> None:
-    """Checks the windows that a decode step reads and writes: one slot per sequence, or per node of a draft tree."""
-    name, num_windows = "conv_state_indices", conv_state.shape[2] - window + 1
-    if indices is not None and indices.dim() == 2:
-        num_windows = indices.shape[1] if parent_token is not None else min(num_windows, indices.shape[1])
-    if indices is None:
-        null_slot, indices = -1, torch.arange(bounds.numel() - 1, device=bounds.device)
-    if parent_token is not None:
-        touched = _values.decode_slots(name, bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens)
-        _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
-    else:
-        touched = _values.window_slots(
-            name, bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows
-        )
-    if num_accepted_tokens is not None:
-        first = indices if parent_token is not None or indices.dim() == 1 else indices[:, 0]
-        _values.check_accepted("num_accepted_tokens", num_accepted_tokens, num_windows, bounds, first, null_slot, strict=strict)
-    _values.check_slots(touched, conv_state.shape[0], null_slot)
-    _values.check_unshared(touched, conv_state.shape[0])
-
-
 def _static_fields(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    states: Tensor | None,
-    index_dtype: torch.dtype | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor | None, index_dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """Fields of ConvolutionProblem that follow from tensors."""
     return {
         "dim": x.shape[1],
         "width": weight.shape[1],
         "dtype": dtype_name(x.dtype),
-        "weight_dtype": dtype_name(weight.dtype),
-        "bias_dtype": None if bias is None else dtype_name(bias.dtype),
         "silu": activation is not None,
-        "state_dtype": None if states is None else dtype_name(states.dtype),
+        **dtypes_of(weight=weight, bias=bias, state=states),
         # Whether rows of [slots, columns, dim] are contiguous and start at multiples of 16 bytes.
         "state_channels_contiguous": states is not None and is_aligned(states.mT),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
@@ -406,19 +316,18 @@ def _static_fields(
 
 def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     device = x.device
-    check_tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
+    check.tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
     dim = weight.shape[0]
     if is_less(weight.shape[1], 2):
         bad_value("weight", "shape [dim, w >= 2]", f"shape {list(weight.shape)}")
     if x.shape[1] != dim:
         wanted = f"{dim} channels (weight's) in its second dimension: [tokens, dim], [B, dim] or [B, dim, T]"
         bad_value("x", wanted, f"shape {list(x.shape)}")
-    if bias is not None:
-        check_tensor("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
-    check_one_of("activation", activation, CONV_ACTIVATIONS)
+    check.optional("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
+    check.one_of("activation", activation, CONV_ACTIVATIONS)
 
 
 def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:
-    check_tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
+    check.tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
     if is_less(slots.shape[2], columns):
         bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(slots.shape)}")

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gdn.problems import Problem
@@ -96,15 +96,5 @@ def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
 
 
 def _explanation(function: str, choice: Choice, problem: Problem | None) -> Explanation:
-    return Explanation(
-        function=function,
-        op=choice.op,
-        backend=choice.backend,
-        config=choice.config,
-        config_source=choice.config_source,
-        decided_by=choice.decided_by,
-        switches=choice.switches,
-        refusals=choice.refusals,
-        notes=choice.notes,
-        problem=problem,
-    )
+    shared = {field.name for field in fields(Explanation)} & vars(choice).keys()
+    return Explanation(function=function, problem=problem, **{name: getattr(choice, name) for name in shared})

@@ -1,17 +1,17 @@
 """Public operator `fused_gdn_gating`: decay and write strength from the raw gates."""
 
 import torch
+from torch import Tensor
 
-from gdn.ops._call import NEW, operator, prepare, run_reference
+from gdn.ops import _check as check
+from gdn.ops._call import NEW, launch, operator, prepare
+from gdn.ops._check import FLOAT_DTYPES, bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import FLOAT_DTYPES, bad_value, check_tensor, dtype_name
+from gdn.ops._tensors import dtypes_of
 from gdn.problems import GatingParams, GatingProblem
-from gdn.reference import steps as reference
-
-Tensor = torch.Tensor
 
 
-@operator(reference=reference.fused_gdn_gating, returns=lambda _: (NEW, NEW))
+@operator(returns=lambda _: (NEW, NEW))
 def fused_gdn_gating(
     A_log: Tensor,
     a: Tensor,
@@ -31,30 +31,17 @@ def fused_gdn_gating(
 
     Parameters
     ----------
-    A_log : Tensor [HV]
-        Logarithm of the decay rate, any float dtype.
-    a : Tensor [..., HV]
-        Raw decay gate, any float dtype and strides.
-    b : Tensor [..., HV]
-        Raw write strength, of the shape of `a`; any float dtype and strides.
-    dt_bias : Tensor [HV]
-        Bias of the raw decay gate, any float dtype.
-    beta : float
-        Sharpness of the softplus, > 0.
-    threshold : float
-        Value of beta * x above which the softplus is x.
+    A_log, a, b, dt_bias : Tensor [HV], Tensor [..., HV], Tensor [..., HV], Tensor [HV]
+        Logarithm of the decay rate, raw decay gate, raw write strength, bias of the decay gate; any float dtypes and strides.
+    beta, threshold : float
+        Sharpness of the softplus, > 0, and value of beta * x above which the softplus is x.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
-    g : Tensor [..., HV]
-        Natural logarithm of the decay, new, contiguous, float32 (float64 where `a` is float64).
-    beta_output : Tensor [..., HV]
-        Write strength, new, contiguous, float32 (float64 where `a` is float64).
+    g, beta_output : Tensor [..., HV]
+        Natural logarithm of the decay, and write strength: new, contiguous, float32 (float64 where `a` is float64).
 
     Raises
     ------
@@ -67,41 +54,22 @@ def fused_gdn_gating(
        parameters of the decay are Mamba2's.
     .. [2] The arguments are those of ``fused_gdn_gating`` in vLLM.
     """
-    check_tensor("a", a, dtypes=FLOAT_DTYPES)
+    check.tensor("a", a, dtypes=FLOAT_DTYPES)
     if a.dim() == 0:
         bad_value("a", "shape [..., HV]", "shape []")
-    check_tensor("b", b, shape=a.shape, dtypes=FLOAT_DTYPES, device=a.device)
-    check_tensor("A_log", A_log, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
-    check_tensor("dt_bias", dt_bias, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
+    check.tensor("b", b, shape=a.shape, dtypes=FLOAT_DTYPES, device=a.device)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        check.tensor(name, x, shape=a.shape[-1:], dtypes=FLOAT_DTYPES, device=a.device)
     if beta <= 0:
         bad_value("beta", "a number > 0", beta)
     heads = a.shape[-1]
-    problem = GatingProblem(
-        num_heads=heads,
-        a_dtype=dtype_name(a.dtype),
-        b_dtype=dtype_name(b.dtype),
-        A_log_dtype=dtype_name(A_log.dtype),
-        dt_bias_dtype=dtype_name(dt_bias.dtype),
-        num_tokens=a.numel() // max(heads, 1),
-    )
+    given = dtypes_of(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    problem = GatingProblem(num_heads=heads, **given, num_tokens=a.numel() // max(heads, 1))
     prepared = prepare(problem, a.device, backend)
-    if prepared.launch is None:
-        run_reference()
-    g, beta_output = (torch.empty(x.shape, dtype=_result_dtype(x), device=a.device) for x in (a, b))
+    dtypes = (torch.float64 if x.dtype == torch.float64 else torch.float32 for x in (a, b))
+    g, beta_output = (torch.empty(a.shape, dtype=dtype, device=a.device) for dtype in dtypes)
     if not is_empty(*a.shape):
-        params = GatingParams(
-            A_log=A_log,
-            a=a.reshape(-1, heads),
-            b=b.reshape(-1, heads),
-            dt_bias=dt_bias,
-            g=g.view(-1, heads),
-            beta_output=beta_output.view(-1, heads),
-            beta=beta,
-            threshold=threshold,
-        )
-        prepared.launch(params)
+        a, b = a.reshape(-1, heads), b.reshape(-1, heads)
+        params = GatingParams(A_log, a, b, dt_bias, g.view(-1, heads), beta_output.view(-1, heads), beta, threshold)
+        launch(prepared, params)
     return g, beta_output
-
-
-def _result_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

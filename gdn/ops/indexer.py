@@ -6,52 +6,19 @@ Formulas: gdn/reference/indexer.py.
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gdn import reference
-from gdn.ops import _values
+from gdn import problems
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._indexer import (
-    check_cache,
-    check_keys,
-    check_kv_heads,
-    check_rope,
-    check_slot_mapping,
-    check_weights,
-    flat_pages,
-    with_kv_heads,
-)
+from gdn.ops._check import FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    FP8,
-    INDEX_DTYPES,
-    INPUT_DTYPES,
-    aligned,
-    bad_type,
-    bad_value,
-    check_at_least,
-    check_not_negative,
-    check_null_slot,
-    check_tensor,
-    constant,
-    dtype_name,
-    is_aligned,
-)
-from gdn.problems import (
-    CompressIndexerKeysParams,
-    CompressIndexerKeysProblem,
-    PrepareIndexerParams,
-    PrepareIndexerProblem,
-    QuantizeFp8Params,
-    QuantizeFp8Problem,
-)
+from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
 from gdn.runtime import env
 
 
-def _name(tensor: torch.Tensor | None) -> str | None:
-    return None if tensor is None else dtype_name(tensor.dtype)
-
-
-def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
+def _grouped(x: Tensor, group: int) -> Tensor:
     """x as [rows, groups, group], a view where its strides allow it. In a contiguous x every group is a row."""
     if x.is_contiguous():
         return x.view(-1, 1, group)
@@ -60,8 +27,8 @@ def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
 
 
-@operator(reference=reference.quantize_fp8, returns=lambda _: (NEW, NEW), memo=True, contiguous=("x",))
-def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+@operator(returns=lambda _: (NEW, NEW), varies=("x",), contiguous=("x",))
+def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Quantise to e4m3 with one float32 scale per group along the last dimension.
 
         scale = max(amax, 1e-4) / 448;   x_fp8 = x / scale, rounded to nearest even, saturated
@@ -71,22 +38,16 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     Parameters
     ----------
     x : Tensor [..., D]
-        Values, bfloat16, float16 or float32; D is a multiple of the group. A last dimension that is not contiguous is copied,
-        logged once.
+        Values, bfloat16, float16 or float32, copied where the last dimension is not contiguous; D is a multiple of the group.
     group_size : int
         Elements per group, >= 1; a group is never longer than D.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
-    x_fp8 : Tensor [..., D] of float8_e4m3fn
-        Quantised values, new and contiguous.
-    scale : Tensor [..., D / group] of float32
-        Scale of each group, new and contiguous.
+    x_fp8, scale : Tensor [..., D] of float8_e4m3fn, Tensor [..., D / group] of float32
+        Quantised values, and scale of each group: new and contiguous.
 
     Raises
     ------
@@ -97,34 +58,33 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128, *, backend: str | None 
     ----------
     .. [1] P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (e4m3).
     """
-    check_tensor("x", x, dtypes=INPUT_DTYPES)
-    check_at_least("group_size", group_size, 1)
+    check.tensor("x", x, dtypes=INPUT_DTYPES)
+    check.at_least("group_size", group_size, 1)
     if x.dim() < 1 or x.shape[-1] < 1:
         bad_value("x", "shape [..., D] with D >= 1", f"shape {list(x.shape)}")
     group = min(group_size, x.shape[-1])
     if x.shape[-1] % group:
         bad_value("x", f"a last dimension that is a multiple of group_size {group}", f"shape {list(x.shape)}")
     rows = x.new_empty(0, 1, group) if is_empty(*x.shape) else _grouped(x, group)
-    problem = QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype_name(x.dtype), num_tokens=rows.shape[0])
+    dtype = dtype_name(x.dtype)
+    problem = problems.QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype, num_tokens=rows.shape[0])
     prepared = prepare(problem, x.device, backend)
-    if prepared.launch is None:
-        run_reference()
     x_fp8 = new(FP8, x.device, *x.shape)
     scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
     if not is_empty(*x.shape):
-        params = QuantizeFp8Params(x=aligned("x", rows), x_fp8=x_fp8.view(rows.shape), scale=scale.view(rows.shape[:2]))
+        params = problems.QuantizeFp8Params(aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
         launch(prepared, params, (x_fp8, scale), aligned=(x,))
     return x_fp8, scale
 
 
-def _is_fp8(cache: torch.Tensor | None, fp8: bool | None) -> bool:
+def _is_fp8(cache: Tensor | None, fp8: bool | None) -> bool:
     """Whether the query is quantised: decided by the cache, else by the argument, else by VLLM_QSA_USE_FP8_INDEXER."""
     if cache is not None:
         return cache.dtype in (torch.uint8, FP8)
     return env.current().qsa_use_fp8_indexer if fp8 is None else fp8
 
 
-def _folds_weights(weights: torch.Tensor | None, cache: torch.Tensor | None, fp8: bool | None) -> bool:
+def _folds_weights(weights: Tensor | None, cache: Tensor | None, fp8: bool | None) -> bool:
     """Whether prepare_indexer returns new weights (FP8 with scales) instead of its argument."""
     if cache is not None:
         return cache.dtype == torch.uint8
@@ -136,31 +96,24 @@ def _prepared(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if folds else None if arguments["weights"] is None else "weights")
 
 
-@operator(
-    reference=reference.prepare_indexer,
-    writes={"cache": always},
-    returns=_prepared,
-    memo=True,
-    varies=("q", "cache"),
-    contiguous=("q", "k"),
-)
+@operator(writes={"cache": always}, returns=_prepared, varies=("q", "cache"), contiguous=("q", "k"))
 def prepare_indexer(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor | None,
-    cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    weights: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    cache: Tensor | None,
+    slot_mapping: Tensor | None,
     *,
     rotary_dim: int,
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Prepare one step of the indexer: norm, RoPE, quantisation, scale folding and cache write.
 
         norm          x * rsqrt(mean(x^2) + eps) * gain, in float32
@@ -169,8 +122,7 @@ def prepare_indexer(
     Parameters
     ----------
     q : Tensor [tokens, H, D]
-        Raw queries, bfloat16, float16 or float32, any row stride; a last dimension that is not contiguous is copied, logged
-        once.
+        Raw queries, bfloat16, float16 or float32, any row stride; copied where the last dimension is not contiguous.
     k : Tensor [tokens, D] or [tokens, kv_heads, D] or None
         Raw keys, dtype and strides as for `q`. `k`, `k_norm`, `cache` and `slot_mapping` may be None together (compressed keys
         go through `compress_indexer_keys`): then only the query is prepared.
@@ -180,14 +132,10 @@ def prepare_indexer(
         Position of each token, int32 or int64.
     cos_sin : Tensor [max_positions, rotary_dim]
         Cosines in the first half of a row, sines in the second; bfloat16, float16 or float32.
-    q_norm : Tensor [D]
-        Weight of the queries' RMS norm, bfloat16, float16 or float32.
-    k_norm : Tensor [D] or None
-        Weight of the keys' RMS norm, dtype as for `q_norm`.
-    cache : Tensor [pages, page_size, kv_heads, D + 4 or D] or None
-        Pages as for `write_indexer_cache`, updated in place.
-    slot_mapping : Tensor [tokens] or None
-        Cache row of each token, as for `write_indexer_cache`.
+    q_norm, k_norm : Tensor [D], Tensor [D] or None
+        Weights of the RMS norms of queries and keys, bfloat16, float16 or float32.
+    cache, slot_mapping : Tensor or None
+        Pages, updated in place, and cache row of each token [tokens], as for `write_indexer_cache`.
     rotary_dim : int
         Number of leading dimensions that are rotated; even, at most D.
     eps : float
@@ -198,10 +146,7 @@ def prepare_indexer(
         Whether the query is quantised. A bool must agree with the cache, and decides where there is none (with scales if
         `weights` are given, else plain casts). None = as the cache is; without one, as ``VLLM_QSA_USE_FP8_INDEXER`` says.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -221,28 +166,27 @@ def prepare_indexer(
     ----------
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     .. [2] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
-    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025 (the lightning indexer).
+    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
-    check_tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
+    check.tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    check_weights(weights, tokens, heads, device)
-    check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
-    check_tensor("q_norm", q_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
-    check_not_negative("eps", eps)
+    _indexer.check_weights(weights, tokens, heads, device)
+    _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check.tensor("q_norm", q_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
+    check.not_negative("eps", eps)
     given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
-        bad_type(missing[0], "a torch.Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
+        bad_type(missing[0], "a Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
     if k is not None and k_norm is not None and cache is not None:
-        kv_heads = check_keys("k", k, tokens, device)
-        check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
+        kv_heads = _indexer.check_keys("k", k, tokens, device)
+        check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
-        page_size, cache_heads = check_cache(cache, dim, device, None)
-        check_kv_heads("k", kv_heads, cache_heads)
-        check_slot_mapping(slot_mapping, tokens, device)
+        page_size, cache_heads = _indexer.check_cache(cache, dim, device, None)
+        _indexer.check_kv_heads("k", kv_heads, cache_heads)
+        _indexer.check_slot_mapping(slot_mapping, tokens, device)
         if slot_mapping is not None and reads_values(device):
             _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
@@ -251,67 +195,45 @@ def prepare_indexer(
         _values.check_rope_positions("positions", positions, cos_sin.shape[0])
     folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
     settle(fp8=is_fp8)
-    problem = PrepareIndexerProblem(
+    problem = problems.PrepareIndexerProblem(
         num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
         head_dim=dim,
-        cache_dtype=_name(cache),
         rotary_dim=rotary_dim,
         zero_centred=zero_centred,
         dtype=dtype_name(q.dtype),
-        position_dtype=dtype_name(positions.dtype),
-        cos_sin_dtype=dtype_name(cos_sin.dtype),
-        k_norm_dtype=_name(k_norm),
-        slot_dtype=_name(slot_mapping),
+        **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, k=k, q_norm=q_norm),
         num_heads=heads,
-        k_dtype=_name(k),
-        weights_dtype=_name(weights) if folds else None,
-        q_norm_dtype=dtype_name(q_norm.dtype),
+        weights_dtype=dtype_name(weights.dtype) if folds and weights is not None else None,
         q_out_dtype="float8_e4m3fn" if is_fp8 else dtype_name(q.dtype),
         folds_weights=folds,
         num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None or (cache is not None and is_empty(cache.shape[0])):
+    if cache is not None and is_empty(cache.shape[0]):
         run_reference()
     q_out = new(FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
-        params = PrepareIndexerParams(
-            q=aligned("q", q),
-            k=None if k is None else aligned("k", with_kv_heads(k)),
-            weights=weights if folds else None,
-            positions=positions,
-            cos_sin=aligned("cos_sin", cos_sin),
-            q_norm=constant(q_norm),
-            k_norm=None if k_norm is None else constant(k_norm),
-            cache=None if cache is None else flat_pages(cache),
-            slot_mapping=slot_mapping,
-            q_out=q_out,
-            weights_out=weights_out,
-            eps=eps,
-        )
+        keys = None if k is None else aligned("k", _indexer.with_kv_heads(k))
+        params = problems.PrepareIndexerParams(
+            aligned("q", q), keys, weights if folds else None, positions, aligned("cos_sin", cos_sin), constant(q_norm),
+            optional(constant, k_norm), optional(_indexer.flat_pages, cache), slot_mapping, q_out, weights_out, eps,
+        )  # fmt: skip
         launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
     return results
 
 
-@operator(
-    reference=reference.compress_indexer_keys,
-    writes={"ring": always, "cache": always},
-    returns=lambda _: (),
-    memo=True,
-    varies=("raw_k", "ring"),
-    contiguous=("raw_k",),
-)
+@operator(writes={"ring": always, "cache": always}, returns=lambda _: (), varies=("raw_k", "ring"), contiguous=("raw_k",))
 def compress_indexer_keys(
-    raw_k: torch.Tensor,
-    ring: torch.Tensor,
-    cache: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_norm: torch.Tensor,
-    ring_slots: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    raw_k: Tensor,
+    ring: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_norm: Tensor,
+    ring_slots: Tensor,
+    slot_mapping: Tensor,
     *,
     ratio: int = 4,
     rotary_dim: int,
@@ -338,10 +260,8 @@ def compress_indexer_keys(
         Pages as for `write_indexer_cache`, their rows counting groups; updated in place.
     positions : Tensor [tokens]
         Position of each token, int32 or int64; a token whose position is negative, or larger than int32 holds, is skipped.
-    cos_sin : Tensor [max_positions, rotary_dim]
-        Cosines and sines, as for `prepare_indexer`.
-    k_norm : Tensor [D]
-        Weight of the RMS norm, as for `prepare_indexer`.
+    cos_sin, k_norm : Tensor [max_positions, rotary_dim], Tensor [D]
+        Cosines and sines, and weight of the RMS norm, as for `prepare_indexer`.
     ring_slots : Tensor [tokens]
         Slot of each token's sequence in the ring, int32 or int64; a token with a negative slot or `null_slot` is skipped.
     slot_mapping : Tensor [tokens]
@@ -349,91 +269,67 @@ def compress_indexer_keys(
         than int32 holds, = skip.
     ratio : int
         Tokens per group, >= 1.
-    rotary_dim : int
-        Number of leading dimensions that are rotated; even, at most D.
-    eps : float
-        Added to the mean square of the norm; finite, >= 0.
-    zero_centred : bool
-        Whether the gain of the norm is 1 + weight (True) or weight (False).
+    rotary_dim, eps, zero_centred : int, float, bool
+        As for `prepare_indexer`.
     null_slot : int
         Slot that is never written, >= -1.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Raises
     ------
     TypeError, ValueError
-        Named after the argument; `ring` and `cache` are untouched then.
-
-    Notes
-    -----
-    The caller makes sure that slots and cache rows lie in range and that no two sequences share a slot. This is always checked
-    on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument; `ring` and `cache` are untouched then. Slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
     .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
     """
-    check_tensor("raw_k", raw_k)
+    check.tensor("raw_k", raw_k)
     device = raw_k.device
-    kv_heads = check_keys("raw_k", raw_k, None, device)
+    kv_heads = _indexer.check_keys("raw_k", raw_k, None, device)
     tokens, dim = raw_k.shape[0], raw_k.shape[-1]
-    check_at_least("ratio", ratio, 1)
-    check_tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
+    check.at_least("ratio", ratio, 1)
+    check.tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
     if ring.dim() not in (3, 4) or ring.shape[-1] != dim or (ring.shape[2] if ring.dim() == 4 else 1) != kv_heads:
         bad_value("ring", f"shape [sequences, size, {kv_heads}, {dim}]", f"shape {list(ring.shape)}")
     if ring.shape[1] < ratio or ring.shape[1] % ratio:
         bad_value("ring", f"a size that is a positive multiple of ratio {ratio}", ring.shape[1])
     if tokens and ring.shape[0] == 0:
         bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
-    page_size, cache_heads = check_cache(cache, dim, device, None)
-    check_kv_heads("raw_k", kv_heads, cache_heads)
-    check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
-    check_tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
-    check_tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check_null_slot(null_slot)
-    check_slot_mapping(slot_mapping, tokens, device)
+    page_size, cache_heads = _indexer.check_cache(cache, dim, device, None)
+    _indexer.check_kv_heads("raw_k", kv_heads, cache_heads)
+    _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
+    check.tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check.null_slot(null_slot)
+    _indexer.check_slot_mapping(slot_mapping, tokens, device)
     if reads_values(device):
         is_kept = _values.ring_tokens(ring_slots, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size, is_whole)
-    check_not_negative("eps", eps)
+    check.not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
-    problem = CompressIndexerKeysProblem(
+    problem = problems.CompressIndexerKeysProblem(
         num_kv_heads=kv_heads,
         head_dim=dim,
-        cache_dtype=dtype_name(cache.dtype),
         rotary_dim=rotary_dim,
         zero_centred=zero_centred,
         dtype=dtype_name(raw_k.dtype),
-        position_dtype=dtype_name(positions.dtype),
-        cos_sin_dtype=dtype_name(cos_sin.dtype),
-        k_norm_dtype=dtype_name(k_norm.dtype),
-        slot_dtype=dtype_name(slot_mapping.dtype),
+        **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, ring_slot=ring_slots),
         ratio=ratio,
-        ring_slot_dtype=dtype_name(ring_slots.dtype),
         ring_aligned=is_aligned(ring_rows),
         num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None or is_empty(cache.shape[0]):
+    if is_empty(cache.shape[0]):
         run_reference()
     if not is_empty(tokens):
-        params = CompressIndexerKeysParams(
-            raw_k=aligned("raw_k", with_kv_heads(raw_k)),
-            ring=ring_rows,
-            cache=flat_pages(cache),
-            positions=positions,
-            cos_sin=aligned("cos_sin", cos_sin),
-            k_norm=constant(k_norm),
-            ring_slots=ring_slots,
-            slot_mapping=slot_mapping,
-            eps=eps,
-            null_slot=null_slot,
+        keys, table = aligned("raw_k", _indexer.with_kv_heads(raw_k)), aligned("cos_sin", cos_sin)
+        pages, gain = _indexer.flat_pages(cache), constant(k_norm)
+        params = problems.CompressIndexerKeysParams(
+            keys, ring_rows, pages, positions, table, gain, ring_slots, slot_mapping, eps, null_slot
         )
         launch(prepared, params, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))

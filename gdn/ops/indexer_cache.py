@@ -3,45 +3,19 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gdn import reference
-from gdn.ops import _values
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._indexer import (
-    check_cache,
-    check_keys,
-    check_kv_heads,
-    check_slot_mapping,
-    flat_pages,
-    with_kv_heads,
-)
+from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty, last_value
-from gdn.ops._tensors import (
-    FP8,
-    INDEX_DTYPES,
-    aligned,
-    bad_value,
-    check_at_least,
-    check_tensor,
-    dtype_name,
-)
-from gdn.problems import (
-    GatherIndexerCacheParams,
-    GatherIndexerCacheProblem,
-    WriteIndexerCacheParams,
-    WriteIndexerCacheProblem,
-)
+from gdn.ops._tensors import aligned, dtypes_of
+from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
 
 
-@operator(
-    reference=reference.write_indexer_cache,
-    writes={"cache": always},
-    returns=lambda _: (),
-    memo=True,
-    varies=("k", "cache"),
-    contiguous=("k",),
-)
-def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, backend: str | None = None) -> None:
+@operator(writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None) -> None:
     """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
     Parameters
@@ -56,10 +30,7 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         lie in the cache and are distinct (always checked on the CPU, on a GPU with ``GDN_VALIDATE=1``, which waits for the
         device).
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Raises
     ------
@@ -70,26 +41,18 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
     ----------
     .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM; the slot mapping is vLLM's.
     """
-    check_tensor("k", k)
-    kv_heads = check_keys("k", k, None, k.device)
-    page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
-    check_kv_heads("k", kv_heads, cache_heads)
-    check_slot_mapping(slot_mapping, k.shape[0], k.device)
+    check.tensor("k", k)
+    kv_heads = _indexer.check_keys("k", k, None, k.device)
+    page_size, cache_heads = _indexer.check_cache(cache, k.shape[-1], k.device, None)
+    _indexer.check_kv_heads("k", kv_heads, cache_heads)
+    _indexer.check_slot_mapping(slot_mapping, k.shape[0], k.device)
     if reads_values(k.device):
         _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
-    problem = WriteIndexerCacheProblem(
-        num_kv_heads=kv_heads,
-        head_dim=k.shape[-1],
-        cache_dtype=dtype_name(cache.dtype),
-        dtype=dtype_name(k.dtype),
-        slot_dtype=dtype_name(slot_mapping.dtype),
-        num_tokens=k.shape[0],
-    )
+    dtypes: dict[str, Any] = {"dtype": dtype_name(k.dtype), **dtypes_of(cache=cache, slot=slot_mapping)}
+    problem = WriteIndexerCacheProblem(num_kv_heads=kv_heads, head_dim=k.shape[-1], **dtypes, num_tokens=k.shape[0])
     prepared = prepare(problem, k.device, backend)
-    if prepared.launch is None:
-        run_reference()
     if not is_empty(k.shape[0], cache.shape[0]):
-        params = WriteIndexerCacheParams(k=aligned("k", with_kv_heads(k)), cache=flat_pages(cache), slot_mapping=slot_mapping)
+        params = WriteIndexerCacheParams(aligned("k", _indexer.with_kv_heads(k)), _indexer.flat_pages(cache), slot_mapping)
         launch(prepared, params, (cache,), aligned=(k, cache))
 
 
@@ -97,15 +60,10 @@ def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if arguments["cache"].dtype == torch.uint8 else None)
 
 
-@operator(reference=reference.gather_indexer_cache, returns=_gathered, memo=True, varies=("block_tables", "cu_seqlens"))
+@operator(returns=_gathered, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    num_rows: int | None = None,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Gather the cached key rows of N sequences, packed for `mqa_logits` (prefill with a cached prefix).
 
     Parameters
@@ -121,10 +79,7 @@ def gather_indexer_cache(
         Rows of the result; rows at or beyond cu_seqlens[N] are zero. None reads cu_seqlens[N] back to the host, which waits for
         the device.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -138,17 +93,16 @@ def gather_indexer_cache(
     TypeError, ValueError
         Named after the argument, before anything is launched.
     """
-    check_tensor("cache", cache)
+    check.tensor("cache", cache)
     device = cache.device
     head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
-    page_size, kv_heads = check_cache(cache, max(1, head_dim), device, None)
-    check_tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
+    page_size, kv_heads = _indexer.check_cache(cache, max(1, head_dim), device, None)
+    check.tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
     if cu_seqlens.shape[0] < 1:
         bad_value("cu_seqlens", "shape [N + 1]", f"shape {list(cu_seqlens.shape)}")
     sequences = cu_seqlens.shape[0] - 1
-    check_tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
-    if num_rows is not None:
-        check_at_least("num_rows", num_rows)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
+    check.at_least("num_rows", num_rows)
     if reads_values(device):
         _values.check_offsets("cu_seqlens", cu_seqlens)
         lengths = cu_seqlens.diff()
@@ -159,34 +113,23 @@ def gather_indexer_cache(
     rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
     settle(num_rows=rows)
     scaled = cache.dtype == torch.uint8
-    problem = GatherIndexerCacheProblem(
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        cache_dtype=dtype_name(cache.dtype),
-        cu_seqlens_dtype=dtype_name(cu_seqlens.dtype),
-        num_rows=rows,
-        num_sequences=sequences,
-    )
+    sizes: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": head_dim, "num_rows": rows, "num_sequences": sequences}
+    problem = GatherIndexerCacheProblem(**dtypes_of(cache=cache, cu_seqlens=cu_seqlens), **sizes)
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None or is_empty(rows, cache.shape[0], *block_tables.shape):
+    if is_empty(rows, cache.shape[0], *block_tables.shape):
         run_reference()
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    params = GatherIndexerCacheParams(
-        cache=flat_pages(cache), block_tables=block_tables, cu_seqlens=cu_seqlens, k=k, k_scale=k_scale
-    )
+    params = GatherIndexerCacheParams(_indexer.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    results = (k.view(rows, kv_heads, head_dim), k_scale)
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])
-    else:
-        results = (k.view(rows, kv_heads, head_dim), k_scale)
-    if num_rows is None:  # read back from the device: the next call may have another number
-        prepared.launch(params)
-    else:
-        launch(prepared, params, results, aligned=(cache,))
+    # Rows that were read back from the device are no plan: the next call may have another number.
+    launch(prepared, params, None if num_rows is None else results, aligned=(cache,))
     return results
 
 
-def _last_offset(cu_seqlens: torch.Tensor) -> int:
+def _last_offset(cu_seqlens: Tensor) -> int:
     last = last_value(cu_seqlens)
     if last is None:
         if cu_seqlens.is_meta:

@@ -1,54 +1,38 @@
 """Public operators `mqa_logits` and, with DeepGEMM's signature, `fp8_mqa_logits`: indexer logits of ragged prefill."""
 
-import torch
+from typing import Any
 
-from gdn import reference
-from gdn.ops import _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, run_reference, validates
-from gdn.ops._indexer import (
-    QUERY_DTYPES,
-    check_heads,
-    check_logits_out,
-    check_skipping,
-    check_weights,
-    kernel_weights,
-    kernel_weights_dtype,
-    product_dtype,
-)
+import torch
+from torch import Tensor
+
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
+from gdn.ops._call import always, launch, make, new, operator, prepare, validates
+from gdn.ops._check import FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    FP8,
-    INDEX_DTYPES,
-    bad_type,
-    bad_value,
-    check_at_least,
-    check_tensor,
-    contiguous,
-    contiguous_int32,
-    dtype_name,
-)
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 
 
-@operator(reference=reference.mqa_logits, writes={"out": always}, memo=True, varies=("q", "k"), contiguous=("q", "k", "weights"))
+@operator(writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def mqa_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     *,
-    k_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
     scale: float = 1.0,
     relu: bool = True,
     max_seqlen_k: int | None = None,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
     skip_rows_up_to: int = 0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores of every query row against its range of key rows (ragged prefill of the indexer).
 
         score(i, j) = scale * sum_g k_scale[j, g] * sum_{h in group g} weights[i, h] * relu(q[i, h] . k[j, g])
@@ -66,11 +50,9 @@ def mqa_logits(
     weights : Tensor [M, H] or None
         Weight of each head, float32, bfloat16, float16 or float64, any row stride. None = 1. The scale of an FP8 `q` is folded
         in here.
-    cu_seqlen_ks : Tensor [M]
-        First visible key row of each query row, int32 (int64 is converted). Not a cumulative sum: one range
-        [cu_seqlen_ks[i], cu_seqlen_ke[i]) per row, clamped to [0, Nk].
-    cu_seqlen_ke : Tensor [M]
-        End of each range, int32 (int64 is converted). A range with ks >= ke is empty.
+    cu_seqlen_ks, cu_seqlen_ke : Tensor [M]
+        First visible key row of each query row, and the end, int32 (int64 is converted). Not a cumulative sum: one range
+        [cu_seqlen_ks[i], cu_seqlen_ke[i]) per row, clamped to [0, Nk]; empty where ks >= ke.
     k_scale : Tensor [Nk] or [Nk, kv_heads] of float32, optional
         Scale of each key row, for FP8 keys only. None = 1.
     scale : float
@@ -89,10 +71,7 @@ def mqa_logits(
     out : Tensor [M, columns], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
         The reference sums in float32 and runs on any device.
 
     Returns
@@ -108,8 +87,7 @@ def mqa_logits(
 
     References
     ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025 (the lightning indexer).
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM.
 
     Examples
@@ -123,35 +101,18 @@ def mqa_logits(
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
-    num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    check_skipping(skip_rows_up_to, clean_logits)
-    num_columns = num_keys
-    if max_seqlen_k is not None:
-        check_at_least("max_seqlen_k", max_seqlen_k)
-        num_columns = max_seqlen_k
-    check_logits_out(out, [num_queries, num_columns], out_dtype, device)
+    num_queries, num_keys, num_kv_heads = q.shape[0], k.shape[0], (1 if k.dim() == 2 else k.shape[1])
+    _indexer.check_skipping(skip_rows_up_to, clean_logits)
+    check.at_least("max_seqlen_k", max_seqlen_k)
+    num_columns = num_keys if max_seqlen_k is None else max_seqlen_k
+    _indexer.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
-    problem = MqaLogitsProblem(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype_name(product_dtype(q.dtype, k.dtype)),
-        has_k_scale=k_scale is not None,
-        weights_dtype=kernel_weights_dtype(weights),
-        relu=relu,
-        clean=clean_logits,
-        out_dtype=dtype_name(out_dtype),
-        packed=max_seqlen_k is not None,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        num_columns=num_columns,
-    )
+    shared = _indexer.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
+    sizes: dict[str, Any] = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_columns}
+    problem = MqaLogitsProblem(**shared, has_k_scale=k_scale is not None, packed=max_seqlen_k is not None, **sizes)
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
     if out is None:
         out = new(out_dtype, device, num_queries, num_columns)
     if is_empty(num_keys) and clean_logits:
@@ -161,60 +122,47 @@ def mqa_logits(
     scales = None
     if k_scale is not None:
         scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    k_rows = contiguous("k", k if k.dim() == 3 else k[:, None])
-    params = MqaLogitsParams(
-        q=contiguous("q", q),
-        k=k_rows,
-        k_scale=scales,
-        weights=None if weights is None else make(kernel_weights, weights),
-        cu_seqlen_ks=make(contiguous_int32, cu_seqlen_ks),
-        cu_seqlen_ke=make(contiguous_int32, cu_seqlen_ke),
-        out=out,
-        scale=scale,
-        skip_rows_up_to=skip_rows_up_to,
-    )
+    row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
+    ranges = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
+    rows, keys = contiguous("q", q), contiguous("k", _indexer.with_kv_heads(k))
+    params = MqaLogitsParams(rows, keys, scales, row_weights, *ranges, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, k, k_scale))
     return out
 
 
 def check_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
-    k_scale: torch.Tensor | None,
+    q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor, k_scale: Tensor | None
 ) -> None:
     """Checks the operands that `mqa_logits` and `indexer_topk` share."""
-    check_tensor("q", q, shape=["M", "H", "D"], dtypes=QUERY_DTYPES)
+    check.tensor("q", q, shape=["M", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
-    if not isinstance(k, torch.Tensor) or k.dim() != 2:
-        check_tensor("k", k, shape=["Nk", "kv_heads", head_dim])
+    if not isinstance(k, Tensor) or k.dim() != 2:
+        check.tensor("k", k, shape=["Nk", "kv_heads", head_dim])
     dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # the cache's dtype, or that of q
-    check_tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
+    check.tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    check_heads(num_heads, num_kv_heads)
+    _indexer.check_heads(num_heads, num_kv_heads)
     if k_scale is not None:
         if q.dtype != FP8:
             bad_value("k_scale", f"None for {dtype_name(k.dtype)} keys", "a tensor")
-        flat = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
+        flat = isinstance(k_scale, Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
         shape = [num_keys] if flat else [num_keys, num_kv_heads]
-        check_tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
-    check_weights(weights, num_queries, num_heads, device)
-    check_tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
-    check_tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+        check.tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
+    _indexer.check_weights(weights, num_queries, num_heads, device)
+    check.tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
 
 
 def fp8_mqa_logits(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    weights: torch.Tensor,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """`mqa_logits` with the argument order of DeepGEMM's function of this name: float32 scores, ReLU, scale 1.
 
     Parameters
@@ -223,12 +171,8 @@ def fp8_mqa_logits(
         Queries; their scales are folded into `weights`.
     kv : tuple of Tensor
         (k [Nk, D] float8_e4m3fn, k_scale [Nk] float32).
-    weights : Tensor [M, H]
-        Weight of each head, any float dtype.
-    cu_seqlen_ks, cu_seqlen_ke : Tensor [M]
-        Range of key rows of each query row, as for `mqa_logits`.
-    clean_logits : bool
-        Whether columns outside a row's range are -inf (True) or unspecified (False).
+    weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits : Tensor, Tensor, Tensor, bool
+        As for `mqa_logits`.
     max_seqlen_k : int
         Columns of the result, column 0 of row i being key cu_seqlen_ks[i]. 0: the result is [M, Nk].
 
@@ -250,13 +194,6 @@ def fp8_mqa_logits(
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)
     k, k_scale = kv
     Kind(int, False).check_type("max_seqlen_k", max_seqlen_k)
-    return mqa_logits(
-        q,
-        k,
-        weights,
-        cu_seqlen_ks,
-        cu_seqlen_ke,
-        k_scale=k_scale,
-        max_seqlen_k=max_seqlen_k if max_seqlen_k != 0 else None,
-        clean_logits=clean_logits,
-    )
+    columns = max_seqlen_k if max_seqlen_k != 0 else None
+    ranges = (cu_seqlen_ks, cu_seqlen_ke)
+    return mqa_logits(q, k, weights, *ranges, k_scale=k_scale, max_seqlen_k=columns, clean_logits=clean_logits)

@@ -1,28 +1,19 @@
 """Public operator `rms_norm_gated`: the gated RMS norm after the recurrence."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
-from gdn.ops._call import operator, prepare, run_reference
+from gdn.ops import _check as check
+from gdn.ops._call import launch, operator, prepare
+from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    ALIGNMENT,
-    FLOAT_DTYPES,
-    GATE_ACTIVATIONS,
-    aligned,
-    bad_value,
-    check_not_negative,
-    check_one_of,
-    check_tensor,
-    constant,
-    dtype_name,
-)
+from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of
 from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
-from gdn.reference import steps as reference
-
-Tensor = torch.Tensor
 
 
-@operator(reference=reference.rms_norm_gated, contiguous=("x", "z"))
+@operator(contiguous=("x", "z"))
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
 ) -> Tensor:
@@ -34,21 +25,15 @@ def rms_norm_gated(
 
     Parameters
     ----------
-    x : Tensor [..., V]
-        Values to normalise, any float dtype and strides. A last dimension that is not contiguous is copied, logged once.
-    z : Tensor [..., V]
-        Input of the gate, of the shape of `x`; any float dtype and strides.
-    weight : Tensor [V]
-        Gain, any float dtype.
+    x, z, weight : Tensor [..., V], Tensor [..., V], Tensor [V]
+        Values to normalise, input of the gate and gain; any float dtypes and strides. A last dimension of x or z that is not
+        contiguous is copied, logged once.
     eps : float
         Added to the mean square; finite, >= 0.
     activation : {"silu", "swish", "sigmoid"}
         Activation of `z`; "swish" means SiLU.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -65,28 +50,20 @@ def rms_norm_gated(
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     .. [2] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
     """
-    check_tensor("x", x, dtypes=FLOAT_DTYPES)
+    check.tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
         bad_value("x", "shape [..., V]", "shape []")
-    check_tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
-    check_tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
-    check_not_negative("eps", eps)
-    check_one_of("activation", activation, GATE_ACTIVATIONS)
+    check.tensor("z", z, shape=x.shape, dtypes=FLOAT_DTYPES, device=x.device)
+    check.tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
+    check.not_negative("eps", eps)
+    check.one_of("activation", activation, GATE_ACTIVATIONS)
     dim = x.shape[-1]
     # Contiguous tensors count as rows of one head: the number of heads is compiled in.
     heads = 1 if x.dim() < 3 or (x.is_contiguous() and z.is_contiguous()) else x.shape[-2]
-    problem = RmsNormGatedProblem(
-        num_heads=heads,
-        head_dim=dim,
-        dtype=dtype_name(x.dtype),
-        z_dtype=dtype_name(z.dtype),
-        weight_dtype=dtype_name(weight.dtype),
-        sigmoid=activation == "sigmoid",
-        num_tokens=x.numel() // max(heads * dim, 1),
-    )
+    dtypes: dict[str, Any] = {"dtype": dtype_name(x.dtype), **dtypes_of(z=z, weight=weight)}
+    sizes: dict[str, Any] = {"num_heads": heads, "head_dim": dim, "num_tokens": x.numel() // max(heads * dim, 1)}
+    problem = RmsNormGatedProblem(**dtypes, sigmoid=activation == "sigmoid", **sizes)
     prepared = prepare(problem, x.device, backend)
-    if prepared.launch is None:
-        run_reference()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
@@ -94,8 +71,5 @@ def rms_norm_gated(
         def rows(name: str, part: Tensor) -> Tensor:
             return aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
 
-        params = RmsNormGatedParams(
-            x=rows("x", x), z=rows("z", z), weight=constant(weight), out=out.view(-1, heads, dim), eps=eps
-        )
-        prepared.launch(params)
+        launch(prepared, RmsNormGatedParams(rows("x", x), rows("z", z), constant(weight), out.view(-1, heads, dim), eps))
     return out

@@ -1,43 +1,27 @@
 """Public operators `paged_mqa_logits` and, with DeepGEMM's signatures, `fp8_paged_mqa_logits` and its metadata."""
 
-import torch
+from typing import Any
 
-from gdn import reference
-from gdn.ops import _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, run_reference
-from gdn.ops._indexer import (
-    QUERY_DTYPES,
-    check_block_tables,
-    check_cache,
-    check_context_lens,
-    check_heads,
-    check_logits_out,
-    check_skipping,
-    check_weights,
-    flat_pages,
-    kernel_weights,
-    kernel_weights_dtype,
-    product_dtype,
-)
+import torch
+from torch import Tensor
+
+from gdn.ops import _check as check
+from gdn.ops import _indexer, _values
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values
+from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import INDEX_DTYPES, bad_value, check_at_least, check_tensor, contiguous, contiguous_int32, dtype_name
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 
 
-@operator(
-    reference=reference.paged_mqa_logits,
-    writes={"out": always},
-    memo=True,
-    varies=("q", "block_tables"),
-    contiguous=("q", "weights", "block_tables"),
-)
+@operator(writes={"out": always}, varies=("q", "block_tables"), contiguous=("q", "weights", "block_tables"))
 def paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor | None,
+    context_lens: Tensor,
+    block_tables: Tensor,
     max_context_len: int,
     *,
     scale: float = 1.0,
@@ -45,9 +29,9 @@ def paged_mqa_logits(
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
     skip_rows_up_to: int = 0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores of each sequence's next_n query tokens against its cached keys (paged decode of the indexer).
 
     The formula is that of `mqa_logits`. Lengths are read on the device only, so they may change between replays of a CUDA
@@ -56,7 +40,7 @@ def paged_mqa_logits(
     Parameters
     ----------
     q : Tensor [B, next_n, H, D]
-        Queries, float8_e4m3fn or bfloat16 (float16 and float32: reference only); copied where not contiguous as a whole.
+        Queries, as for `mqa_logits`.
     cache : Tensor
         Pages of keys; their dtype gives the form, and the kv_heads axis may be missing where it is 1:
 
@@ -77,23 +61,16 @@ def paged_mqa_logits(
         of the cache. Other entries are not followed.
     max_context_len : int
         Columns of the result.
-    scale : float
-        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
-    relu : bool
-        False leaves the products as they are.
+    scale, relu : float, bool
+        As for `mqa_logits`.
     clean_logits : bool
         Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
-    out_dtype : torch.dtype
-        float32 or bfloat16.
-    skip_rows_up_to : int
-        Rows with at most this many visible keys may stay unscored. Only with ``clean_logits=False``.
+    out_dtype, skip_rows_up_to : torch.dtype, int
+        As for `mqa_logits`.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -108,44 +85,29 @@ def paged_mqa_logits(
 
     References
     ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025 (the lightning indexer).
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     .. [2] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM.
     """
-    check_tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=QUERY_DTYPES)
+    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
     device = q.device
     batch, next_n, num_heads, head_dim = q.shape
     if next_n < 1:
         bad_value("q", "shape [B, next_n, H, D] with next_n >= 1", f"shape {list(q.shape)}")
-    page_size, num_kv_heads = check_cache(cache, head_dim, device, q.dtype)
-    check_heads(num_heads, num_kv_heads)
-    check_weights(weights, batch * next_n, num_heads, device)
-    check_context_lens(context_lens, batch, next_n, device)
-    check_block_tables(block_tables, batch, device)
-    check_at_least("max_context_len", max_context_len)
-    check_skipping(skip_rows_up_to, clean_logits)
-    check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
+    page_size, num_kv_heads = _indexer.check_cache(cache, head_dim, device, q.dtype)
+    _indexer.check_heads(num_heads, num_kv_heads)
+    _indexer.check_weights(weights, batch * next_n, num_heads, device)
+    _indexer.check_context_lens(context_lens, batch, next_n, device)
+    _indexer.check_block_tables(block_tables, batch, device)
+    check.at_least("max_context_len", max_context_len)
+    _indexer.check_skipping(skip_rows_up_to, clean_logits)
+    _indexer.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
-    problem = PagedMqaLogitsProblem(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype_name(product_dtype(q.dtype, cache.dtype)),
-        has_k_scale=cache.dtype == torch.uint8,
-        weights_dtype=kernel_weights_dtype(weights),
-        relu=relu,
-        clean=clean_logits,
-        out_dtype=dtype_name(out_dtype),
-        page_size=page_size,
-        next_n=next_n,
-        per_draft_lengths=context_lens.dim() == 2,
-        batch=batch,
-        max_context_len=max_context_len,
-    )
+    shared = _indexer.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
+    sizes: dict[str, Any] = {"page_size": page_size, "next_n": next_n, "batch": batch, "max_context_len": max_context_len}
+    is_scaled, per_draft = cache.dtype == torch.uint8, context_lens.dim() == 2
+    problem = PagedMqaLogitsProblem(**shared, has_k_scale=is_scaled, per_draft_lengths=per_draft, **sizes)
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
     if out is None:
         out = new(out_dtype, device, batch * next_n, max_context_len)
     nothing_cached = is_empty(cache.shape[0], block_tables.shape[1])
@@ -153,23 +115,14 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if nothing_cached or is_empty(batch, max_context_len):
         return out
-    params = PagedMqaLogitsParams(
-        q=contiguous("q", q),
-        cache=flat_pages(cache),
-        weights=None if weights is None else make(kernel_weights, weights),
-        context_lens=make(contiguous_int32, context_lens),
-        block_tables=block_tables,
-        out=out,
-        scale=scale,
-        skip_rows_up_to=skip_rows_up_to,
-    )
+    row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
+    rows, pages, lengths = contiguous("q", q), _indexer.flat_pages(cache), make(contiguous_int32, context_lens)
+    params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out
 
 
-def check_values(
-    block_tables: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int, max_context_len: int
-) -> None:
+def check_values(block_tables: Tensor, context_lens: Tensor, page_size: int, num_pages: int, max_context_len: int) -> None:
     """Checks that no sequence is longer than its row of block_tables and that pages of visible keys are in the cache."""
     if reads_values(block_tables.device) and num_pages:
         _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
@@ -177,36 +130,28 @@ def check_values(
 
 
 def fp8_paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    schedule_metadata: torch.Tensor | None = None,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    schedule_metadata: Tensor | None = None,
     max_context_len: int | None = None,
     clean_logits: bool = False,
-    indices: torch.Tensor | None = None,
-) -> torch.Tensor:
+    indices: Tensor | None = None,
+) -> Tensor:
     """`paged_mqa_logits` with the argument order of DeepGEMM's function of this name: float32 scores, ReLU, scale 1.
 
     Parameters
     ----------
-    q : Tensor [B, next_n, H, D]
-        Queries, as for `paged_mqa_logits`.
-    cache : Tensor [pages, page_size, kv_heads, D + 4] of uint8
-        Pages of keys with their scales; the other forms of `paged_mqa_logits` are accepted too.
-    weights : Tensor [B * next_n, H]
-        Weight of each head, any float dtype.
-    context_lens : Tensor [B, next_n] or [B]
-        Number of visible keys, as for `paged_mqa_logits`.
-    block_tables : Tensor [B, max_pages] of int32
-        Page of each page_size keys of a sequence.
+    q, cache, weights, context_lens, block_tables : Tensor
+        As for `paged_mqa_logits`; the cache of DeepGEMM is uint8 [pages, page_size, kv_heads, D + 4].
     schedule_metadata : Tensor, optional
         Accepted and not needed: these kernels schedule themselves on the device.
     max_context_len : int, optional
         Columns of the result. None = what `block_tables` can address.
     clean_logits : bool
-        Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
+        As for `paged_mqa_logits`.
     indices : None
         Only None is accepted.
 
@@ -227,15 +172,15 @@ def fp8_paged_mqa_logits(
     if indices is not None:
         bad_value("indices", "None", type(indices).__name__)
     if max_context_len is None:
-        check_tensor("block_tables", block_tables, shape=["B", "max_pages"])
-        check_tensor("cache", cache)
+        check.tensor("block_tables", block_tables, shape=["B", "max_pages"])
+        check.tensor("cache", cache)
         if cache.dim() < 3:
             bad_value("cache", "shape [pages, page_size, kv_heads, D + 4]", f"shape {list(cache.shape)}")
         max_context_len = block_tables.shape[1] * cache.shape[1]
     return paged_mqa_logits(q, cache, weights, context_lens, block_tables, max_context_len, clean_logits=clean_logits)
 
 
-def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
+def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: int) -> Tensor:
     """Placeholder for the schedule that DeepGEMM's `fp8_paged_mqa_logits` needs.
 
     These kernels schedule themselves on the device; the function exists so that code written for DeepGEMM runs. Pass its result
@@ -243,12 +188,8 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
 
     Parameters
     ----------
-    context_lens : Tensor
-        Lengths, int32 or int64.
-    block_kv : int
-        Page size, >= 1.
-    num_sms : int
-        Number of SMs to schedule for, >= 1.
+    context_lens, block_kv, num_sms : Tensor, int, int
+        Lengths, int32 or int64; page size and number of SMs to schedule for, both >= 1.
 
     Returns
     -------
@@ -264,7 +205,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     ----------
     .. [1] ``get_paged_mqa_logits_metadata`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
-    check_tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
+    check.tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
     for name, value in {"block_kv": block_kv, "num_sms": num_sms}.items():
-        check_at_least(name, Kind(int, False).check(name, value), 1)
+        check.at_least(name, Kind(int, False).check(name, value), 1)
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)

@@ -4,25 +4,15 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, run_reference, validates
+from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
+from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    INDEX_DTYPES,
-    as_int32,
-    bad_value,
-    check_indices,
-    check_per_sequence,
-    check_tensor,
-    common_dtype,
-    constant,
-    row_indices,
-)
+from gdn.ops._tensors import as_int32, common_dtype, constant, row_indices
 from gdn.problems import RecurrentParams, RecurrentProblem
-from gdn.reference import delta_rule as reference
-
-Tensor = torch.Tensor
 
 
 def _is_in_place(arguments: dict[str, Any]) -> bool:
@@ -39,10 +29,8 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    reference=reference.fused_recurrent_gated_delta_rule,
     writes={"out": always, "initial_state": _is_in_place},
     returns=_returns,
-    memo=True,
     varies=("q", "cu_seqlens"),
     contiguous=("q", "k", "v"),
 )
@@ -80,25 +68,15 @@ def fused_recurrent_gated_delta_rule(
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    The state is float32 within a call; only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is
-    recorded, and autocast has no influence. Symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed
-    sequences; HS = max(Hq, HV) state heads.
+    State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS = max(Hq, HV)
+    state heads.
 
     Parameters
     ----------
-    q : Tensor [B, T, Hq, K]
-        Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; one contiguous copy is made, and logged
-        once, where the last dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
-    k : Tensor [B, T, Hk, K]
-        Keys, dtype and strides as for `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of
-        Hk (GQA).
-    v : Tensor [B, T, HV, V]
-        Values, dtype and strides as for `q`.
-    g : Tensor [B, T, HS], optional
-        Natural logarithm of the decay, <= 0; any float dtype and strides. None = no decay. With `use_gate_in_kernel` the raw
-        gate a: the log decay is then -exp(A_log) * softplus(a + dt_bias).
-    beta : Tensor [B, T, HS], optional
-        Write strength, any float dtype and strides. None = 1. With `use_beta_sigmoid_in_kernel` the raw b: beta = sigmoid(b).
+    q, k, v : Tensor [B, T, Hq, K], [B, T, Hk, K], [B, T, HV, V]
+        Queries, keys and values, as for `chunk_gated_delta_rule`.
+    g, beta : Tensor [B, T, HS], optional
+        Log decay and write strength (raw gate a and raw b with the flags below), as for `chunk_gated_delta_rule`.
     scale : float, optional
         Factor of the queries. None = K**-0.5.
     initial_state : Tensor [N, HS, K, V], optional
@@ -109,8 +87,7 @@ def fused_recurrent_gated_delta_rule(
         Without indices: True replaces `initial_state` by the final states; None and False leave it untouched and return a new
         tensor. With indices the pool is always updated in place and False is refused.
     cu_seqlens : Tensor [N + 1], optional
-        Token offsets of packed sequences, int32 or int64, on the device: starts at 0, never decreases. Equal neighbours are an
-        empty sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
+        Token offsets of packed sequences, as for `chunk_gated_delta_rule`.
     ssm_state_indices : Tensor [>= N] or [>= N, columns], optional
         Slots in the pool, int32 or int64, any strides; rows beyond N are ignored.
         [>= N]: sequence n starts from slot ssm_state_indices[n], and only the state after its last token is stored there.
@@ -121,18 +98,8 @@ def fused_recurrent_gated_delta_rule(
         skips that write alone. A sequence without tokens touches nothing.
     num_accepted_tokens : Tensor [>= N], optional
         Accepted tokens of the previous step, int32 (or int64), with 2-D indices. Outside 1..columns the sequence is padding.
-    use_qk_l2norm_in_kernel : bool
-        Whether to divide each q and k by sqrt(sum of its squares + 1e-6) first.
-    state_v_first : bool
-        Whether states are [V, K] per head instead of [K, V].
-    use_gate_in_kernel : bool
-        Whether `g` is the raw gate.
-    A_log : Tensor [HS], optional
-        Logarithm of the decay rate, any float dtype. Required with `use_gate_in_kernel`.
-    dt_bias : Tensor [HS], optional
-        Bias of the raw gate, any float dtype. None = 0.
-    use_beta_sigmoid_in_kernel : bool
-        Whether `beta` is the raw b.
+    use_qk_l2norm_in_kernel, state_v_first, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel : bool or Tensor
+        Norm, state layout and raw gates, as for `chunk_gated_delta_rule`.
     output_final_state : bool
         Whether to return the final state.
     final_state_indices : Tensor, optional
@@ -146,16 +113,10 @@ def fused_recurrent_gated_delta_rule(
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
         `gdn.reference.rounding` defines. None = rounded to nearest. No effect on float32 states.
-    null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
-    out : Tensor [B, T, HS, V], optional
-        Tensor to write o into, dtype of `v`, last dimension contiguous. It shares no element with any other argument, `v`
-        included.
+    null_slot, out : int, Tensor [B, T, HS, V] or None
+        Largest slot index that means padding, and tensor to write o into, as for `chunk_gated_delta_rule`.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -168,12 +129,7 @@ def fused_recurrent_gated_delta_rule(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is launched or written.
-
-    Notes
-    -----
-    The caller makes sure that two live sequences never share a slot and that indices lie within the pool. This is always
-    checked on the CPU, and on a GPU with ``GDN_VALIDATE=1`` (which waits for the device).
+        Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`.
 
     References
     ----------
@@ -195,165 +151,104 @@ def fused_recurrent_gated_delta_rule(
     is_inplace = ssm_state_indices is not None or inplace_final_state is True
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(given, null_slot, out)
-    _check_states(
-        sizes, q, initial_state, inplace_final_state, state_v_first, ssm_state_indices, num_accepted_tokens,
-        final_state_indices, parent_token, rounding_seed,
-    )  # fmt: skip
-    if reads_values(q.device):
-        _check_values(
-            sizes, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, final_state_indices, parent_token,
-            null_slot, not disable_state_update,
-        )  # fmt: skip
+    count, device = sizes.num_sequences, q.device
+    if ssm_state_indices is not None:
+        check.indices("ssm_state_indices", ssm_state_indices, count, device, ranks=(1, 2))
+        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
+        if inplace_final_state is False:
+            expected = "None or True with ssm_state_indices (in place always; disable_state_update=True leaves the pool as it is)"
+            bad_value("inplace_final_state", expected, False)
+    elif inplace_final_state:
+        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
+    elif initial_state is not None:
+        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
+    _check_optional(sizes, device, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
+    check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
+    if reads_values(device):
+        if cu_seqlens is not None:
+            _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+        if ssm_state_indices is not None and initial_state is not None:
+            bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, device)
+            touched = _values.decode_slots(
+                "ssm_state_indices", bounds, ssm_state_indices, null_slot, num_accepted_tokens=num_accepted_tokens,
+                final_indices=final_state_indices, is_updated=not disable_state_update,
+            )  # fmt: skip
+            if num_accepted_tokens is not None:
+                columns, strict = ssm_state_indices.shape[1], validates(device)
+                _values.check_accepted(num_accepted_tokens, columns, bounds, ssm_state_indices, null_slot, strict=strict)
+            if parent_token is not None:
+                _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+            _values.check_touched(touched, initial_state, null_slot)
 
     # In place without indices: initial_state is a pool with one slot per sequence.
     index_dtype = common_dtype(ssm_state_indices, final_state_indices)
     writes = not disable_state_update and (is_inplace or output_final_state)
     if not writes:
         final_state_indices = None
-    is_rounded = rounding_seed is not None and writes and is_inplace and _is_bfloat16(initial_state)
+    is_bfloat16 = initial_state is not None and initial_state.dtype == torch.bfloat16
+    if not (writes and is_inplace and is_bfloat16):
+        rounding_seed = None
     problem = RecurrentProblem(
-        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None),
-        state_v_first=state_v_first,
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None, state_v_first),
         use_qk_l2norm=use_qk_l2norm_in_kernel,
-        use_gate=use_gate_in_kernel,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
         has_final_state=writes,
         has_final_indices=final_state_indices is not None,
         write_every_token=ssm_state_indices is not None and ssm_state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
         has_parent=parent_token is not None,
-        has_rounding=is_rounded,
+        has_rounding=rounding_seed is not None,
     )
-    prepared = prepare(problem, q.device, backend)
-    if prepared.launch is None:
-        run_reference()
-
-    device = q.device
-    final_state: Tensor | None = None
-    if writes and not is_inplace:
-        shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-        final_state = new(torch.float64 if q.dtype == torch.float64 else torch.float32, device, *shape)
+    prepared = prepare(problem, device, backend)
+    final_state = _delta_rule.new_state(sizes, q, state_v_first) if writes and not is_inplace else None
     returned = (initial_state if is_inplace else final_state) if output_final_state else None
     o, written = _delta_rule.output(sizes, v, out)
-    if is_empty(sizes.num_tokens, sizes.num_sequences):
+    if is_empty(sizes.num_tokens, count):
         o.zero_()
         if not is_inplace:
-            _delta_rule.pass_through(initial_state, None, final_state, sizes.num_sequences)
+            _delta_rule.pass_through(initial_state, None, final_state)
         return o, returned
 
-    tokens = _delta_rule.pack(sizes, given)
-    indices: Tensor | None = None
-    if ssm_state_indices is not None:
-        indices = _delta_rule.widened(ssm_state_indices, index_dtype)
-    elif is_inplace:
-        indices, null_slot = make(functools.partial(row_indices, sizes.num_sequences, device)), -1
-    if final_state_indices is not None:
-        final_state_indices = _delta_rule.widened(final_state_indices, index_dtype)
+    tokens, cu_seqlens = _delta_rule.pack(sizes, given)
+    indices, final_state_indices = (_delta_rule.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices))
+    if is_inplace and indices is None:
+        indices, null_slot = make(functools.partial(row_indices, count, device)), -1
     if not is_inplace and initial_state is not None:
         initial_state = constant(initial_state)
+    accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
+    parents = None if parent_token is None else parent_token.reshape(-1).contiguous()
+    scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = RecurrentParams(
-        q=tokens.q,
-        k=tokens.k,
-        v=tokens.v,
-        g=tokens.g,
-        beta=tokens.beta,
-        A_log=tokens.A_log,
-        dt_bias=tokens.dt_bias,
-        initial_state=initial_state,
-        state_indices=indices,
-        num_accepted_tokens=None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens),
-        final_state=final_state,
-        final_state_indices=final_state_indices,
-        cu_seqlens=tokens.cu_seqlens,
-        parent_token=None if parent_token is None else parent_token.reshape(-1).contiguous(),
-        rounding_seed=rounding_seed if is_rounded else None,
-        out=written,
-        scale=sizes.k_dim**-0.5 if scale is None else scale,
-        null_slot=null_slot,
-    )
+        *tokens, initial_state, indices, accepted, final_state, final_state_indices, cu_seqlens, parents, rounding_seed, written,
+        scale, null_slot,
+    )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     if out is not None:
         _delta_rule.finish(o, written)
     return o, returned
 
 
-def _is_bfloat16(state: Tensor | None) -> bool:
-    return state is not None and state.dtype == torch.bfloat16
-
-
-def _check_states(
+def _check_optional(
     sizes: _delta_rule.Sizes,
-    q: Tensor,
-    initial_state: Tensor | None,
-    inplace_final_state: bool | None,
-    state_v_first: bool,
+    device: torch.device,
     indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
     final_state_indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
     parent_token: Tensor | None,
-    rounding_seed: Tensor | None,
 ) -> None:
-    count, device = sizes.num_sequences, q.device
-    if indices is not None:
-        check_indices("ssm_state_indices", indices, count, device, ranks=(1, 2))
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
-        if inplace_final_state is False:
-            bad_value(
-                "inplace_final_state",
-                "None or True with ssm_state_indices (in place always; disable_state_update=True leaves the pool as it is)",
-                False,
-            )
-    elif inplace_final_state:
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
-    elif initial_state is not None:
-        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-
+    """Checks the arguments that need indices."""
+    count, has_columns = sizes.num_sequences, indices is not None and indices.dim() == 2
     if final_state_indices is not None:
         if indices is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        check_indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
-        if indices.dim() == 2 and final_state_indices.shape[1] != indices.shape[1]:
+        check.indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
+        if has_columns and final_state_indices.shape[1] != indices.shape[1]:
             bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
-    has_columns = indices is not None and indices.dim() == 2
     if num_accepted_tokens is not None:
-        check_per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+        check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
         if not has_columns:
             bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
     if parent_token is not None:
         shape = (sizes.num_tokens,) if parent_token.dim() == 1 else (sizes.batch, sizes.length)
-        check_tensor("parent_token", parent_token, shape=shape, dtypes=(torch.int32,), device=device)
+        check.tensor("parent_token", parent_token, shape=shape, dtypes=(torch.int32,), device=device)
         if not has_columns:
             bad_value("parent_token", "None without 2-D ssm_state_indices", "a tensor")
-    if rounding_seed is not None:
-        check_tensor("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
-
-
-def _check_values(
-    sizes: _delta_rule.Sizes,
-    pool: Tensor | None,
-    cu_seqlens: Tensor | None,
-    indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    final_state_indices: Tensor | None,
-    parent_token: Tensor | None,
-    null_slot: int,
-    is_updated: bool,
-) -> None:
-    if cu_seqlens is not None:
-        _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
-    if indices is None or pool is None:
-        return
-    bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, indices.device)
-    touched = _values.decode_slots(
-        "ssm_state_indices", bounds, indices, null_slot, num_accepted_tokens=num_accepted_tokens,
-        final_indices=final_state_indices, is_updated=is_updated,
-    )  # fmt: skip
-    if num_accepted_tokens is not None:
-        _values.check_accepted(
-            "num_accepted_tokens", num_accepted_tokens, indices.shape[1], bounds, indices, null_slot,
-            strict=validates(indices.device),
-        )  # fmt: skip
-    if parent_token is not None:
-        _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
-    _values.check_slots(touched, pool.shape[0], null_slot)
-    _values.check_unshared(touched, pool.shape[0])

@@ -3,42 +3,35 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gdn import reference, runtime
+from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
+from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
-from gdn.ops._tensors import (
-    INDEX_DTYPES,
-    INPUT_DTYPES,
-    bad_type,
-    bad_value,
-    check_at_least,
-    check_layout,
-    check_out,
-    check_tensor,
-)
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
 
 
 def sparse_attention(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    topk_indices: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    topk_indices: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     *,
-    topk_length: torch.Tensor | None = None,
+    topk_length: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     max_query_len: int | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query token over the positions that the indexer selected for it.
 
         o = softmax(scale * q k^T) v, over the selected positions; float32 inside
@@ -46,8 +39,8 @@ def sparse_attention(
     Parameters
     ----------
     q : Tensor [tokens, heads, D]
-        Queries, bfloat16 (float16, float32), the tokens of all sequences packed; a last dimension that is not contiguous is
-        copied, logged once.
+        Queries, bfloat16 (float16, float32), the tokens of all sequences packed; copied where the last dimension is not
+        contiguous.
     kv_cache : Tensor [2, num_blocks, block_size, kv_heads, D] or tuple of Tensor
         Keys and values: one tensor, or a pair (k_cache, v_cache), each [num_blocks, block_size, kv_heads, D] in the dtype of
         `q`, with any block and token stride. heads is a multiple of kv_heads; query head h reads key head
@@ -75,10 +68,7 @@ def sparse_attention(
     out : Tensor [tokens, heads, D], optional
         Tensor to write o into, dtype of `q`, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -96,8 +86,7 @@ def sparse_attention(
 
     References
     ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", technical report,
-       2025.
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
     k_cache, v_cache = _pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
@@ -114,39 +103,45 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 @operator(name="sparse_attention", writes={"out": always}, returns=_returns, contiguous=("q", "topk_indices"))
 def _attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    topk_indices: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    topk_length: torch.Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    topk_indices: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    topk_length: Tensor | None,
     scale: float | None,
     max_query_len: int | None,
-    out: torch.Tensor | None,
+    out: Tensor | None,
     backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on two caches, with its log-sum-exp."""
-    check_tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
+    check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
     _check_caches(k_cache, v_cache, q)
     kv_heads = k_cache.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         bad_value("q", f"a number of heads that is a multiple of the {kv_heads} key heads", f"{heads} heads")
-    check_tensor("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
-    check_tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=device)
     sequences = seq_lens.shape[0]
-    check_tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=device)
-    check_tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=device)
-    if topk_length is not None:
-        check_tensor("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    if max_query_len is not None:
-        check_at_least("max_query_len", max_query_len)
-    check_out(out, [tokens, heads, dim], q.dtype, device)
+    check.tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=device)
+    check.optional("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    check.at_least("max_query_len", max_query_len)
+    check.out(out, [tokens, heads, dim], q.dtype, device)
     if reads_values(device):
-        _check_values(topk_indices, topk_length, query_start_loc, seq_lens, block_tables, k_cache)
+        _values.check_offsets("query_start_loc", query_start_loc, tokens)
+        bounds = _values.token_bounds(query_start_loc, 1, tokens, device)
+        _values.check_new_tokens("seq_lens", seq_lens, bounds)
+        lengths, (num_blocks, block_size) = _values.live_lengths(seq_lens, bounds), k_cache.shape[:2]
+        _values.check_table_lengths("seq_lens", lengths, block_tables, block_size)
+        _values.check_pages("block_tables", block_tables, lengths, block_size, num_blocks)
+        _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)
+        if topk_length is not None:
+            _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)
     check_memory()
     if not is_tracing():  # a graph serves both phases
         is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
@@ -154,54 +149,34 @@ def _attend(
     if not has_memory():
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
         return torch.empty(q.shape, dtype=q.dtype, device=device) if out is None else out, lse
-    found: tuple[torch.Tensor, torch.Tensor] = reference.sparse_attention(  # type: ignore[assignment]
+    found: tuple[Tensor, Tensor] = reference.sparse_attention(  # type: ignore[assignment]
         q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
         return_lse=True, out=out,
     )  # fmt: skip
     return found
 
 
-def _pair(kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(kv_cache: Any) -> tuple[Tensor, Tensor]:
     """Splits kv_cache into the caches of keys and values, which the operator checks."""
-    if isinstance(kv_cache, torch.Tensor):
-        check_layout("kv_cache", kv_cache)
+    if isinstance(kv_cache, Tensor):
+        check.layout("kv_cache", kv_cache)
         if kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
             bad_value("kv_cache", "shape [2, num_blocks, block_size, kv_heads, D]", f"shape {list(kv_cache.shape)}")
     elif not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2:
         bad_type("kv_cache", "a tensor [2, ...] or a pair (k_cache, v_cache)", type(kv_cache).__name__)
     k_cache, v_cache = kv_cache[0], kv_cache[1]
-    check_layout("kv_cache[0]", k_cache)
-    check_layout("kv_cache[1]", v_cache)
+    check.layout("kv_cache[0]", k_cache)
+    check.layout("kv_cache[1]", v_cache)
     return k_cache, v_cache
 
 
-def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor) -> None:
+def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
     dtypes, device = (q.dtype,), q.device
     shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", q.shape[-1]]
-    check_tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
-    check_tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=dtypes, device=device, last_contiguous=True)
+    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
+    check.tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=dtypes, device=device, last_contiguous=True)
     if is_empty(k_cache.shape[1]):
         bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
     for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
         if has_memory() and overlaps_itself(cache):
             bad_value(name, "rows that do not overlap", f"shape {list(cache.shape)}, strides {cache.stride()}")
-
-
-def _check_values(
-    topk_indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    k_cache: torch.Tensor,
-) -> None:
-    tokens, device = topk_indices.shape[0], topk_indices.device
-    _values.check_offsets("query_start_loc", query_start_loc, tokens)
-    bounds = _values.token_bounds(query_start_loc, 1, tokens, device)
-    _values.check_new_tokens("seq_lens", seq_lens, bounds)
-    lengths = _values.live_lengths(seq_lens, bounds)
-    _values.check_table_lengths("seq_lens", lengths, block_tables, k_cache.shape[1])
-    _values.check_pages("block_tables", block_tables, lengths, k_cache.shape[1], k_cache.shape[0])
-    _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)
-    if topk_length is not None:
-        _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)

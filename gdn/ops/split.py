@@ -1,21 +1,19 @@
 """Public operator `fused_qkvzba_split_reshape_cat`: splits interleaved input projections."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
-from gdn.ops._call import NEW, operator, prepare, run_reference
+from gdn.ops import _check as check
+from gdn.ops._call import NEW, launch, operator, prepare
+from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, FLOAT_DTYPES, aligned, bad_value, check_at_least, check_tensor, dtype_name
+from gdn.ops._tensors import ALIGNMENT, aligned
 from gdn.problems import SplitParams, SplitProblem
-from gdn.reference import steps as reference
-
-Tensor = torch.Tensor
 
 
-@operator(
-    reference=reference.fused_qkvzba_split_reshape_cat,
-    returns=lambda _: (NEW, NEW, NEW, NEW),
-    contiguous=("mixed_qkvz", "mixed_ba"),
-)
+@operator(returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
@@ -40,30 +38,17 @@ def fused_qkvzba_split_reshape_cat(
         once.
     mixed_ba : Tensor [L, 2 * HV]
         Projection of b and a; any float dtype and row stride, last dimension as for `mixed_qkvz`.
-    num_heads_qk : int
-        Hqk, heads of q and of k.
-    num_heads_v : int
-        HV, a multiple of `num_heads_qk`.
-    head_qk : int
-        K, head dimension of q and k.
-    head_v : int
-        V, head dimension of v and z.
+    num_heads_qk, num_heads_v, head_qk, head_v : int
+        Hqk heads of q and of k; HV heads of v and z, a multiple of Hqk; their head dimensions K and V.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
     mixed_qkv : Tensor [L, 2 * Hqk * K + HV * V]
         [all q heads | all k heads | all v heads]. All four results are new and contiguous.
-    z : Tensor [L, HV, V]
-        Input of the output gate.
-    b : Tensor [L, HV]
-        Raw write strength.
-    a : Tensor [L, HV]
-        Raw decay gate.
+    z, b, a : Tensor [L, HV, V], Tensor [L, HV], Tensor [L, HV]
+        Input of the output gate, raw write strength and raw decay gate.
 
     Raises
     ------
@@ -75,27 +60,18 @@ def fused_qkvzba_split_reshape_cat(
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layout of the projections).
     .. [2] The arguments are those of ``fused_qkvzba_split_reshape_cat`` in vLLM.
     """
-    sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
+    sizes: dict[str, Any] = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
     for name, value in sizes.items():
-        check_at_least(name, value, 1)
+        check.at_least(name, value, 1)
     if num_heads_v % num_heads_qk:
         bad_value("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
     width = 2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v
-    check_tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES)
+    check.tensor("mixed_qkvz", mixed_qkvz, shape=("L", width), dtypes=FLOAT_DTYPES)
     length, device = mixed_qkvz.shape[0], mixed_qkvz.device
-    check_tensor("mixed_ba", mixed_ba, shape=(length, 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=device)
-    problem = SplitProblem(
-        num_k_heads=num_heads_qk,
-        num_v_heads=num_heads_v,
-        head_k_dim=head_qk,
-        head_v_dim=head_v,
-        dtype=dtype_name(mixed_qkvz.dtype),
-        ba_dtype=dtype_name(mixed_ba.dtype),
-        num_tokens=length,
-    )
+    check.tensor("mixed_ba", mixed_ba, shape=(length, 2 * num_heads_v), dtypes=FLOAT_DTYPES, device=device)
+    heads: dict[str, Any] = {"num_k_heads": num_heads_qk, "num_v_heads": num_heads_v, "head_k_dim": head_qk, "head_v_dim": head_v}
+    problem = SplitProblem(**heads, dtype=dtype_name(mixed_qkvz.dtype), ba_dtype=dtype_name(mixed_ba.dtype), num_tokens=length)
     prepared = prepare(problem, device, backend)
-    if prepared.launch is None:
-        run_reference()
 
     def new(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(length, *shape, dtype=like.dtype, device=device)
@@ -105,8 +81,5 @@ def fused_qkvzba_split_reshape_cat(
     b, a = new(mixed_ba, num_heads_v), new(mixed_ba, num_heads_v)
     if not is_empty(length):
         access = 8 if head_qk % 8 or head_v % 8 else ALIGNMENT
-        params = SplitParams(
-            mixed_qkvz=aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba=mixed_ba, mixed_qkv=mixed_qkv, z=z, b=b, a=a
-        )
-        prepared.launch(params)
+        launch(prepared, SplitParams(aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a))
     return mixed_qkv, z.view(length, num_heads_v, head_v), b, a

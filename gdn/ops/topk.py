@@ -1,19 +1,16 @@
 """Public operators `topk_indices` (exact top-k over rows of logits) and `expand_topk_groups` (groups to token positions)."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from gdn import reference
-from gdn.ops._call import always, launch, new, operator, prepare, run_reference
+from gdn.ops import _check as check
+from gdn.ops._call import always, choose, launch, new, operator, prepare, run_reference
+from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import (
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    check_at_least,
-    check_one_of,
-    check_out,
-    check_tensor,
-    dtype_name,
-)
+from gdn.ops._tensors import dtypes_of
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
@@ -21,15 +18,15 @@ from gdn.reference.topk import list_short_rows
 
 @operator(writes={"out": always}, contiguous=("logits",))
 def topk_indices(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     *,
     sorted_by: str = "index",
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Indices of the k largest logits of each row's range.
 
     Exact: the selected scores are the multiset that torch.topk selects. Deterministic: of equal scores (-0.0 equals 0.0) the
@@ -38,23 +35,17 @@ def topk_indices(
     Parameters
     ----------
     logits : Tensor [rows, n]
-        Scores, float32, bfloat16, float16 or float64; any row stride. A last dimension that is not contiguous is copied, logged
-        once.
+        Scores, any float dtype and row stride. A last dimension that is not contiguous is copied, logged once.
     k : int
         Columns of the result, >= 0; a row with fewer selectable values ends in -1.
-    row_starts : Tensor [rows], optional
-        First column of each row's range, int32 or int64, clamped to [0, n]. None = 0.
-    row_ends : Tensor [rows], optional
-        End of each row's range, int32 or int64, clamped to [0, n]. Only columns [start, end) are read. None = n.
+    row_starts, row_ends : Tensor [rows], optional
+        Each row's range of columns, int32 or int64, clamped to [0, n]; None = 0 and n. Only columns [start, end) are read.
     sorted_by : {"index", "score"}
         Order of the result: ascending indices, or descending scores with ties by ascending index. -1 is always last.
     out : Tensor [rows, k] of int32, optional
         Tensor to write the indices into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -75,47 +66,40 @@ def topk_indices(
     >>> gdn.topk_indices(logits, 3, torch.tensor([0, 2]), torch.tensor([4, 4])).tolist()
     [[1, 2, 3], [0, 1, -1]]
     """
-    check_tensor("logits", logits, shape=["rows", "n"], dtypes=FLOAT_DTYPES)
+    check.tensor("logits", logits, shape=["rows", "n"], dtypes=FLOAT_DTYPES)
     rows, device = logits.shape[0], logits.device
-    check_at_least("k", k)
+    check.at_least("k", k)
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
         if bound is not None:
-            check_tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
-    check_one_of("sorted_by", sorted_by, ("index", "score"))
-    check_out(out, [rows, k], torch.int32, device)
+            check.tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
+    check.one_of("sorted_by", sorted_by, ("index", "score"))
+    check.out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
 
 
 def select_rows(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
-    row_starts: torch.Tensor | None,
-    row_ends: torch.Tensor | None,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
     sorted_by: str,
-    out: torch.Tensor | None,
+    out: Tensor | None,
     backend: str | None,
     list_short: bool = False,
     num_keys: int | None = None,
     drafts: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """`topk_indices` of checked arguments.
 
     list_short: rows of at most k columns list all of them, and are not read.
     num_keys: number of keys that row_starts and row_ends refer to; column 0 of a row is then its first key.
-    drafts: rows per entry of row_ends [rows / drafts], which is the end of the last of them; each row before has one column
-        less.
+    drafts: rows per entry of row_ends [rows / drafts], the end of the last of them; each row before has one column less.
     """
     rows, device = logits.shape[0], logits.device
-    problem = TopkProblem(
-        dtype=dtype_name(logits.dtype),
-        starts_dtype=dtype_name(row_starts.dtype) if row_starts is not None else None,
-        ends_dtype=dtype_name(row_ends.dtype) if row_ends is not None else None,
-        sorted_by=sorted_by,
-        k=k,
-        num_rows=rows,
-        num_columns=logits.shape[1],
-    )
-    prepared = prepare(problem, device, backend)
+    dtypes = dtypes_of(starts=row_starts, ends=row_ends)
+    sizes: dict[str, Any] = {"k": k, "num_rows": rows, "num_columns": logits.shape[1]}
+    problem = TopkProblem(dtype=dtype_name(logits.dtype), **dtypes, sorted_by=sorted_by, **sizes)
+    prepared = choose(problem, device, backend)
     if prepared.launch is None:
         row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)
         picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
@@ -123,22 +107,14 @@ def select_rows(
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
-        params = TopkParams(
-            logits=logits,
-            row_starts=row_starts,
-            row_ends=row_ends,
-            out=out,
-            list_short=int(list_short),
-            num_keys=-1 if num_keys is None else num_keys,
-            drafts=drafts,
-        )
-        prepared.launch(params)
+        keys = -1 if num_keys is None else num_keys
+        launch(prepared, TopkParams(logits, row_starts, row_ends, out, int(list_short), keys, drafts))
     return out
 
 
 def _own_bounds(
-    starts: torch.Tensor | None, ends: torch.Tensor | None, num_keys: int | None, drafts: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    starts: Tensor | None, ends: Tensor | None, num_keys: int | None, drafts: int
+) -> tuple[Tensor | None, Tensor | None]:
     """Bounds in columns of each row, from bounds that are keys or that several rows share."""
     if num_keys is not None and starts is not None and ends is not None:
         return None, ends.clamp(0, num_keys) - starts.clamp(0, num_keys)
@@ -148,25 +124,19 @@ def _own_bounds(
     return starts, ends
 
 
-def _lengths(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> torch.Tensor:
+def _lengths(logits: Tensor, row_starts: Tensor | None, row_ends: Tensor | None) -> Tensor:
     """Number of columns in each row's range, clamped like the selection's."""
     rows, columns = logits.shape
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    start, end = key_range(
-        zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends, columns
-    )
+    starts, ends = zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends
+    start, end = key_range(starts, ends, columns)
     return end - start
 
 
-@operator(reference=reference.expand_topk_groups, writes={"out": always}, memo=True, varies=("group_indices", "positions"))
+@operator(writes={"out": always}, varies=("group_indices", "positions"))
 def expand_topk_groups(
-    group_indices: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    ratio: int = 4,
-    out: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
+    group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None, backend: str | None = None
+) -> Tensor:
     """Token positions of selected groups of `ratio` tokens, with the causal tail.
 
     The tail is the query's own unfinished group: positions (pos + 1) // ratio * ratio up to and including pos. Groups keep
@@ -183,10 +153,7 @@ def expand_topk_groups(
     out : Tensor [tokens, k * ratio + ratio - 1] of int32, optional
         Tensor to write the positions into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation to run. A name is an order: the call raises ValueError, with the reason, where that backend cannot run.
-        None (default) leaves the choice to the environment switches (``GDN_BACKEND_<OP>``, then ``VLLM_*``, then
-        ``GDN_BACKEND``), the tuned tables and the built-in order; the reference runs where no kernel serves the call, as on a
-        CPU. `gdn.explain` shows the choice and its reasons.
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -204,23 +171,17 @@ def expand_topk_groups(
     >>> gdn.expand_topk_groups(torch.tensor([[1, -1]]), torch.tensor([9])).tolist()  # groups of 4: 4..7, and the tail 8..9
     [[4, 5, 6, 7, 8, 9, -1, -1, -1, -1, -1]]
     """
-    check_tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
+    check.tensor("group_indices", group_indices, shape=["tokens", "k"], dtypes=INDEX_DTYPES)
     tokens, k = group_indices.shape
-    check_tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
-    check_at_least("ratio", ratio, 1)
-    check_out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
-    problem = ExpandTopkGroupsProblem(
-        ratio=ratio,
-        group_dtype=dtype_name(group_indices.dtype),
-        position_dtype=dtype_name(positions.dtype),
-        num_tokens=tokens,
-        k=k,
-    )
+    check.tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=group_indices.device)
+    check.at_least("ratio", ratio, 1)
+    check.out(out, [tokens, k * ratio + ratio - 1], torch.int32, group_indices.device)
+    dtypes = dtypes_of(group=group_indices, position=positions)
+    problem = ExpandTopkGroupsProblem(ratio=ratio, **dtypes, num_tokens=tokens, k=k)
     prepared = prepare(problem, group_indices.device, backend)
-    if prepared.launch is None or is_empty(tokens, k):
+    if is_empty(tokens, k):
         run_reference()
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
-    params = ExpandTopkGroupsParams(group_indices=group_indices, positions=positions, out=out)
-    launch(prepared, params, (out,))
+    launch(prepared, ExpandTopkGroupsParams(group_indices, positions, out), (out,))
     return out

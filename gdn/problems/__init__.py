@@ -1,99 +1,47 @@
 """What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
-from gdn.problems.delta_rule import (
-    ChunkParams,
-    ChunkProblem,
-    DeltaRuleProblem,
-    GdnDecodeParams,
-    GdnDecodeProblem,
-    RecurrentParams,
-    RecurrentProblem,
-    unserved_dtypes,
-)
-from gdn.problems.indexer import (
-    CompressIndexerKeysParams,
-    CompressIndexerKeysProblem,
-    ExpandTopkGroupsParams,
-    ExpandTopkGroupsProblem,
-    GatherIndexerCacheParams,
-    GatherIndexerCacheProblem,
-    IndexerCacheProblem,
-    PrepareIndexerParams,
-    PrepareIndexerProblem,
-    QuantizeFp8Params,
-    QuantizeFp8Problem,
-    RotatedKeysProblem,
-    WriteIndexerCacheParams,
-    WriteIndexerCacheProblem,
-)
-from gdn.problems.logits import (
-    LogitsProblem,
-    MqaLogitsParams,
-    MqaLogitsProblem,
-    PagedMqaLogitsParams,
-    PagedMqaLogitsProblem,
-    TopkParams,
-    TopkProblem,
-)
-from gdn.problems.steps import (
-    Conv1dParams,
-    Conv1dProblem,
-    Conv1dUpdateParams,
-    Conv1dUpdateProblem,
-    ConvolutionProblem,
-    GatingParams,
-    GatingProblem,
-    RmsNormGatedParams,
-    RmsNormGatedProblem,
-    SplitParams,
-    SplitProblem,
-)
-
-__all__ = [
-    "COMPILES",
-    "ChunkParams",
-    "ChunkProblem",
-    "CompressIndexerKeysParams",
-    "CompressIndexerKeysProblem",
-    "Conv1dParams",
-    "Conv1dProblem",
-    "Conv1dUpdateParams",
-    "Conv1dUpdateProblem",
-    "ConvolutionProblem",
-    "DTYPE_BYTES",
-    "DeltaRuleProblem",
-    "ExpandTopkGroupsParams",
-    "ExpandTopkGroupsProblem",
-    "GatherIndexerCacheParams",
-    "GatherIndexerCacheProblem",
-    "GatingParams",
-    "GatingProblem",
-    "GdnDecodeParams",
-    "GdnDecodeProblem",
-    "IndexerCacheProblem",
-    "LogitsProblem",
-    "MqaLogitsParams",
-    "MqaLogitsProblem",
-    "PagedMqaLogitsParams",
-    "PagedMqaLogitsProblem",
-    "PrepareIndexerParams",
-    "PrepareIndexerProblem",
-    "Problem",
-    "QuantizeFp8Params",
-    "QuantizeFp8Problem",
-    "RecurrentParams",
-    "RecurrentProblem",
-    "RmsNormGatedParams",
-    "RmsNormGatedProblem",
-    "RotatedKeysProblem",
-    "SplitParams",
-    "SplitProblem",
-    "TUNES",
-    "TopkParams",
-    "TopkProblem",
-    "WriteIndexerCacheParams",
-    "WriteIndexerCacheProblem",
-    "size",
-    "unserved_dtypes",
-]
+from gdn.problems.base import COMPILES as COMPILES
+from gdn.problems.base import DTYPE_BYTES as DTYPE_BYTES
+from gdn.problems.base import TUNES as TUNES
+from gdn.problems.base import Problem as Problem
+from gdn.problems.base import size as size
+from gdn.problems.delta_rule import ChunkParams as ChunkParams
+from gdn.problems.delta_rule import ChunkProblem as ChunkProblem
+from gdn.problems.delta_rule import DeltaRuleProblem as DeltaRuleProblem
+from gdn.problems.delta_rule import GdnDecodeParams as GdnDecodeParams
+from gdn.problems.delta_rule import GdnDecodeProblem as GdnDecodeProblem
+from gdn.problems.delta_rule import RecurrentParams as RecurrentParams
+from gdn.problems.delta_rule import RecurrentProblem as RecurrentProblem
+from gdn.problems.delta_rule import unserved_dtypes as unserved_dtypes
+from gdn.problems.indexer import CompressIndexerKeysParams as CompressIndexerKeysParams
+from gdn.problems.indexer import CompressIndexerKeysProblem as CompressIndexerKeysProblem
+from gdn.problems.indexer import ExpandTopkGroupsParams as ExpandTopkGroupsParams
+from gdn.problems.indexer import ExpandTopkGroupsProblem as ExpandTopkGroupsProblem
+from gdn.problems.indexer import GatherIndexerCacheParams as GatherIndexerCacheParams
+from gdn.problems.indexer import GatherIndexerCacheProblem as GatherIndexerCacheProblem
+from gdn.problems.indexer import IndexerCacheProblem as IndexerCacheProblem
+from gdn.problems.indexer import PrepareIndexerParams as PrepareIndexerParams
+from gdn.problems.indexer import PrepareIndexerProblem as PrepareIndexerProblem
+from gdn.problems.indexer import QuantizeFp8Params as QuantizeFp8Params
+from gdn.problems.indexer import QuantizeFp8Problem as QuantizeFp8Problem
+from gdn.problems.indexer import RotatedKeysProblem as RotatedKeysProblem
+from gdn.problems.indexer import WriteIndexerCacheParams as WriteIndexerCacheParams
+from gdn.problems.indexer import WriteIndexerCacheProblem as WriteIndexerCacheProblem
+from gdn.problems.logits import LogitsProblem as LogitsProblem
+from gdn.problems.logits import MqaLogitsParams as MqaLogitsParams
+from gdn.problems.logits import MqaLogitsProblem as MqaLogitsProblem
+from gdn.problems.logits import PagedMqaLogitsParams as PagedMqaLogitsParams
+from gdn.problems.logits import PagedMqaLogitsProblem as PagedMqaLogitsProblem
+from gdn.problems.logits import TopkParams as TopkParams
+from gdn.problems.logits import TopkProblem as TopkProblem
+from gdn.problems.steps import Conv1dParams as Conv1dParams
+from gdn.problems.steps import Conv1dProblem as Conv1dProblem
+from gdn.problems.steps import Conv1dUpdateParams as Conv1dUpdateParams
+from gdn.problems.steps import Conv1dUpdateProblem as Conv1dUpdateProblem
+from gdn.problems.steps import ConvolutionProblem as ConvolutionProblem
+from gdn.problems.steps import GatingParams as GatingParams
+from gdn.problems.steps import GatingProblem as GatingProblem
+from gdn.problems.steps import RmsNormGatedParams as RmsNormGatedParams
+from gdn.problems.steps import RmsNormGatedProblem as RmsNormGatedProblem
+from gdn.problems.steps import SplitParams as SplitParams
+from gdn.problems.steps import SplitProblem as SplitProblem

@@ -18,6 +18,7 @@ import functools
 from dataclasses import field, fields
 from typing import Any, ClassVar
 
+Tensor = Any  # in Params a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1,
     "int64": 8, "int32": 4, "bool": 1,
@@ -58,6 +59,11 @@ class Problem:
 
     op: ClassVar[str]  # the operator's name in the registry, the tables and GDN_BACKEND_<OP>
 
+    def __init_subclass__(cls, op: str | None = None) -> None:
+        """op: given by the problem of an operator (`class ChunkProblem(DeltaRuleProblem, op="chunk")`)."""
+        if op is not None:
+            cls.op = op
+
     def static_fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _names(type(self), False)}  # type: ignore[arg-type]
 
@@ -82,8 +88,8 @@ class Problem:
         return _text(self.tune_fields())
 
     def flops(self) -> int:
-        """Useful floating-point operations of the algorithm, for rooflines."""
-        raise NotImplementedError
+        """Useful floating-point operations of the algorithm, for rooflines; 0: the operator moves data."""
+        return 0
 
     def bytes_moved(self) -> int:
         """Fewest bytes through device memory: every input read once, every output written once."""

@@ -1,11 +1,9 @@
 """Gated delta rule: chunk, recurrent and the fused decode step."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
-
-Tensor = Any  # a torch.Tensor or None: leaves import no torch
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,8 @@ def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
 
 
 @dataclass(frozen=True)
-class ChunkProblem(DeltaRuleProblem):
+class ChunkProblem(DeltaRuleProblem, op="chunk"):
     """`gdn.chunk_gated_delta_rule` on packed tokens; launches take ChunkParams."""
-
-    op: ClassVar[str] = "chunk"
 
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
@@ -123,7 +119,7 @@ class ChunkParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecurrentProblem(DeltaRuleProblem):
+class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
     """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens; launched with RecurrentParams.
 
     Without write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
@@ -131,8 +127,6 @@ class RecurrentProblem(DeltaRuleProblem):
     column are not stored). A sequence of a pool without tokens touches nothing; without a pool its state passes on. Every row of
     out is written, padding with zeros. A launch has at least one token and one sequence.
     """
-
-    op: ClassVar[str] = "recurrent"
 
     write_every_token: bool = field(metadata=TUNES)  # 2-D indices
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
@@ -179,15 +173,13 @@ class RecurrentParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GdnDecodeProblem(Problem):
+class GdnDecodeProblem(Problem, op="gdn_decode"):
     """`gdn.fused_gdn_decode`: the whole decode step between the projections; launched with GdnDecodeParams.
 
     Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
     is null is padding: nothing of it is read or written. Every row of out is written. A launch has at least one token and one
     sequence.
     """
-
-    op: ClassVar[str] = "gdn_decode"
 
     num_k_heads: int = field(metadata=TUNES)
     num_v_heads: int = field(metadata=TUNES)

@@ -1,26 +1,19 @@
 """The indexer's steps and caches around its logits: quantisation, preparation, caches, compressed keys."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
-
-Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)
-class QuantizeFp8Problem(Problem):
+class QuantizeFp8Problem(Problem, op="quantize_fp8"):
     """`gdn.quantize_fp8`."""
-
-    op: ClassVar[str] = "quantize_fp8"
 
     num_groups: int = field(metadata=TUNES)  # G
     group_dim: int = field(metadata=TUNES)
     dtype: str = field(metadata=TUNES)
     num_tokens: int = size()  # L
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         return self.num_tokens * self.num_groups * (self.group_dim * (DTYPE_BYTES[self.dtype] + 1) + 4)
@@ -56,17 +49,12 @@ class IndexerCacheProblem(Problem):
 
 
 @dataclass(frozen=True)
-class WriteIndexerCacheProblem(IndexerCacheProblem):
+class WriteIndexerCacheProblem(IndexerCacheProblem, op="write_indexer_cache"):
     """`gdn.write_indexer_cache`."""
-
-    op: ClassVar[str] = "write_indexer_cache"
 
     dtype: str = field(metadata=TUNES)  # of k: bfloat16 | float16
     slot_dtype: str = field(metadata=COMPILES)  # int32 | int64
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         row = self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
@@ -95,13 +83,8 @@ class RotatedKeysProblem(IndexerCacheProblem):
 
 
 @dataclass(frozen=True)
-class PrepareIndexerProblem(RotatedKeysProblem):
-    """`gdn.prepare_indexer`.
-
-    Positions are clamped to the rows of cos_sin; a negative slot writes nothing.
-    """
-
-    op: ClassVar[str] = "prepare_indexer"
+class PrepareIndexerProblem(RotatedKeysProblem, op="prepare_indexer"):
+    """`gdn.prepare_indexer`. Positions are clamped to the rows of cos_sin; a negative slot writes nothing."""
 
     num_heads: int = field(metadata=TUNES)
     k_dtype: str | None = field(metadata=COMPILES)
@@ -110,9 +93,6 @@ class PrepareIndexerProblem(RotatedKeysProblem):
     q_out_dtype: str = field(metadata=TUNES)  # float8_e4m3fn, or dtype
     folds_weights: bool = field(metadata=COMPILES)  # q is quantised with scales, which go into weights_out
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         query = self.num_heads * self.head_dim * (DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.q_out_dtype])
@@ -144,21 +124,13 @@ class PrepareIndexerParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CompressIndexerKeysProblem(RotatedKeysProblem):
-    """`gdn.compress_indexer_keys`.
-
-    Ring rows are read before the same call overwrites them.
-    """
-
-    op: ClassVar[str] = "compress_indexer_keys"
+class CompressIndexerKeysProblem(RotatedKeysProblem, op="compress_indexer_keys"):
+    """`gdn.compress_indexer_keys`. Ring rows are read before the same call overwrites them."""
 
     ratio: int = field(metadata=TUNES)
     ring_slot_dtype: str = field(metadata=COMPILES)
     ring_aligned: bool = field(metadata=TUNES)  # rows of the ring start at multiples of 16 bytes
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         """An upper bound: counts every token as stored in the ring, where few tokens of a long prompt are."""
@@ -184,20 +156,15 @@ class CompressIndexerKeysParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatherIndexerCacheProblem(IndexerCacheProblem):
+class GatherIndexerCacheProblem(IndexerCacheProblem, op="gather_indexer_cache"):
     """`gdn.gather_indexer_cache`.
 
     Every row is written: those at or beyond cu_seqlens[N] with zeros. Page numbers are clamped to the cache.
     """
 
-    op: ClassVar[str] = "gather_indexer_cache"
-
     cu_seqlens_dtype: str = field(metadata=COMPILES)
     num_rows: int = size()
     num_sequences: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         return 2 * self.num_rows * self._cache_row_bytes()
@@ -214,22 +181,14 @@ class GatherIndexerCacheParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpandTopkGroupsProblem(Problem):
-    """`gdn.expand_topk_groups`.
-
-    Every entry of out is written.
-    """
-
-    op: ClassVar[str] = "expand_topk_groups"
+class ExpandTopkGroupsProblem(Problem, op="expand_topk_groups"):
+    """`gdn.expand_topk_groups`. Every entry of out is written."""
 
     ratio: int = field(metadata=TUNES)
     group_dtype: str = field(metadata=TUNES)  # int32 | int64
     position_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
     k: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         listed = self.k * self.ratio + self.ratio - 1

@@ -1,11 +1,9 @@
 """The indexer's logits and top-k."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, size
-
-Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, size
 
 
 @dataclass(frozen=True)
@@ -31,10 +29,8 @@ class LogitsProblem(Problem):
 
 
 @dataclass(frozen=True)
-class MqaLogitsProblem(LogitsProblem):
-    """`gdn.mqa_logits`: ragged prefill. launch(compiled, MqaLogitsParams(...))."""
-
-    op: ClassVar[str] = "mqa_logits"
+class MqaLogitsProblem(LogitsProblem, op="mqa_logits"):
+    """`gdn.mqa_logits`: ragged prefill."""
 
     packed: bool = field(metadata=COMPILES)  # out columns are relative to ks[i]
     num_queries: int = size()
@@ -50,10 +46,8 @@ class MqaLogitsProblem(LogitsProblem):
 
 
 @dataclass(frozen=True)
-class PagedMqaLogitsProblem(LogitsProblem):
-    """`gdn.paged_mqa_logits`: decode from cache pages. launch(compiled, PagedMqaLogitsParams(...))."""
-
-    op: ClassVar[str] = "paged_mqa_logits"
+class PagedMqaLogitsProblem(LogitsProblem, op="paged_mqa_logits"):
+    """`gdn.paged_mqa_logits`: decode from cache pages; operations and bytes count every context as max_context_len long."""
 
     page_size: int = field(metadata=TUNES)
     next_n: int = field(metadata=TUNES)
@@ -62,20 +56,15 @@ class PagedMqaLogitsProblem(LogitsProblem):
     max_context_len: int = size()
 
     def flops(self) -> int:
-        """Counts every context as max_context_len long."""
         return 2 * self.batch * self.next_n * self.max_context_len * self.num_heads * self.head_dim
 
     def bytes_moved(self) -> int:
-        """Counts every context as max_context_len long."""
         scores = self.next_n * self.max_context_len * DTYPE_BYTES[self.out_dtype]
         return self.batch * (self.next_n * self._query_bytes() + self.max_context_len * self._key_bytes() + scores)
 
 
 class MqaLogitsParams(NamedTuple):
-    """Arguments of a launch of `mqa_logits`; M, Nk and W are at least 1.
-
-    A range is clamped to [0, Nk]; ks >= ke is empty.
-    """
+    """Arguments of a launch of `mqa_logits`; M, Nk and W are at least 1. Ranges are clamped to [0, Nk]; ks >= ke is empty."""
 
     q: Tensor  # [M, H, D] of dtype, contiguous
     k: Tensor  # [Nk, kv_heads, D] of dtype, contiguous
@@ -109,13 +98,8 @@ class PagedMqaLogitsParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TopkProblem(Problem):
-    """`gdn.topk_indices`.
-
-    Every entry of out is written. Only a row's own range is read.
-    """
-
-    op: ClassVar[str] = "topk"
+class TopkProblem(Problem, op="topk"):
+    """`gdn.topk_indices`. Every entry of out is written. Only a row's own range is read."""
 
     dtype: str = field(metadata=TUNES)  # of logits: float32 | bfloat16 (others on the reference)
     starts_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows start at column 0
@@ -124,9 +108,6 @@ class TopkProblem(Problem):
     k: int = size()  # a count like the others: it compiles nothing anew
     num_rows: int = size()
     num_columns: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         """Upper bound: counts every row as num_columns long."""

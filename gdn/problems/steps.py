@@ -1,11 +1,9 @@
 """Steps around the gated delta rule: causal convolution, projection split, gates, gated norm."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, dtype_bytes, size
-
-Tensor = Any  # a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,12 @@ class ConvolutionProblem(Problem):
 
 
 @dataclass(frozen=True)
-class Conv1dProblem(ConvolutionProblem):
+class Conv1dProblem(ConvolutionProblem, op="conv1d"):
     """`gdn.causal_conv1d_fn`: packed prompts.
 
     Every row of out is written: rows of padding sequences and rows at or beyond cu_seqlens[N] are zero. The slot of a
     sequence is read before it is written; a checkpoint is written after the sequence's own slot.
     """
-
-    op: ClassVar[str] = "conv1d"
 
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     checkpoint_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = no checkpoints
@@ -78,10 +74,8 @@ class Conv1dParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conv1dUpdateProblem(ConvolutionProblem):
+class Conv1dUpdateProblem(ConvolutionProblem, op="conv1d_update"):
     """`gdn.causal_conv1d_update`: one decode step."""
-
-    op: ClassVar[str] = "conv1d_update"
 
     has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
@@ -118,19 +112,15 @@ class Conv1dUpdateParams(NamedTuple):
     conv_state: Tensor  # [slots, dim, >= width - 1] of state_dtype, any strides
     conv_state_indices: Tensor | None  # [>= N], or [>= N, columns] with has_columns, any strides; None without index_dtype
     num_accepted_tokens: Tensor | None  # [>= N] int32, any stride; None without has_accepted
-    cu_seqlens: (
-        Tensor | None
-    )  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc; None without cu_seqlens_dtype: one row each
+    cu_seqlens: Tensor | None  # [N + 1] of cu_seqlens_dtype, contiguous: query_start_loc; None without: one row each
     parent_token: Tensor | None  # [L] int32, contiguous; None without has_parent
     out: Tensor  # [L, dim] like x
     null_slot: int  # slots up to this one are padding
 
 
 @dataclass(frozen=True)
-class SplitProblem(Problem):
+class SplitProblem(Problem, op="split"):
     """`gdn.fused_qkvzba_split_reshape_cat`: interleaved projections, taken apart."""
-
-    op: ClassVar[str] = "split"
 
     num_k_heads: int = field(metadata=TUNES)
     num_v_heads: int = field(metadata=TUNES)
@@ -144,9 +134,6 @@ class SplitProblem(Problem):
     def row_elements(self) -> int:
         """Elements of one row of mixed_qkvz."""
         return 2 * (self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim)
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         row = self.row_elements * DTYPE_BYTES[self.dtype] + 2 * self.num_v_heads * DTYPE_BYTES[self.ba_dtype]
@@ -167,10 +154,8 @@ class SplitParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatingProblem(Problem):
+class GatingProblem(Problem, op="gating"):
     """`gdn.fused_gdn_gating`."""
-
-    op: ClassVar[str] = "gating"
 
     num_heads: int = field(metadata=TUNES)
     a_dtype: str = field(metadata=TUNES)
@@ -178,9 +163,6 @@ class GatingProblem(Problem):
     A_log_dtype: str = field(metadata=COMPILES)
     dt_bias_dtype: str = field(metadata=COMPILES)
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         return self.num_tokens * self.num_heads * (DTYPE_BYTES[self.a_dtype] + DTYPE_BYTES[self.b_dtype] + 8)
@@ -200,10 +182,8 @@ class GatingParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RmsNormGatedProblem(Problem):
+class RmsNormGatedProblem(Problem, op="rms_norm_gated"):
     """`gdn.rms_norm_gated`."""
-
-    op: ClassVar[str] = "rms_norm_gated"
 
     num_heads: int = field(metadata=TUNES)
     head_dim: int = field(metadata=TUNES)
@@ -212,9 +192,6 @@ class RmsNormGatedProblem(Problem):
     weight_dtype: str = field(metadata=COMPILES)
     sigmoid: bool = field(metadata=COMPILES)  # the gate: sigmoid(z), else silu(z)
     num_tokens: int = size()
-
-    def flops(self) -> int:
-        return 0
 
     def bytes_moved(self) -> int:
         per_element = 2 * DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.z_dtype]

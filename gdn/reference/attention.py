@@ -8,14 +8,14 @@ Computed in float32. A position j counts if 0 <= j <= the query's own (causal); 
 """
 
 import torch
+from torch import Tensor
 
-from gdn.reference.logits import compute_dtype
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only
 
 BLOCK_BYTES = 256 * 1024 * 1024  # gathered keys and values at a time
 
 
-def query_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def query_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Sequence and position of each query token, [tokens] int64 each; position -1 for padding after the last sequence.
 
     query_start_loc [N + 1]; seq_lens [N]: cached tokens plus new ones, which come last.
@@ -31,24 +31,19 @@ def query_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_t
 
 @inference_only
 def sparse_attention(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    topk_indices: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    topk_indices: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     *,
-    topk_length: torch.Tensor | None = None,
+    topk_length: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """q [tokens, heads, D] -> o [tokens, heads, D], and lse [tokens, heads] float32 (natural logarithm) on request.
-
-    kv_cache: (k_cache, v_cache), each [num_blocks, block_size, kv_heads, D] with any block and token stride, or one
-    tensor [2, ...]. topk_indices [tokens, k]: positions in the query's sequence, -1 = none, anywhere in the row; with
-    topk_length [tokens] only the first ones of a row count. block_tables [N, max_blocks].
-    """
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request."""
     k_cache, v_cache = kv_cache[0], kv_cache[1]
     num_tokens, num_heads, dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape

@@ -7,34 +7,33 @@ as Python ints, so that no integer width can change their meaning. `out` may be 
 """
 
 import torch
+from torch import Tensor
 
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
 
 
 @inference_only
 def causal_conv1d_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    conv_states: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    cache_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
+    conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     activation: str | None = "silu",
-    checkpoint_offsets: torch.Tensor | None = None,
-    checkpoint_slots: torch.Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`gdn.causal_conv1d_fn`: packed prefill, x [tokens, dim]."""
     window = weight.shape[1] - 1
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    sequences = _sequences(query_start_loc, x.shape[0])
+    sequences = [(0, x.shape[0])] if query_start_loc is None else ranges(query_start_loc)
     slots = list(range(len(sequences))) if cache_indices is None else cache_indices.tolist()
-    is_continued = None if has_initial_state is None else has_initial_state.tolist()
-    offsets = None if checkpoint_offsets is None else checkpoint_offsets.tolist()
-    offset_slots = None if checkpoint_slots is None else checkpoint_slots.tolist()
+    is_continued, offsets, offset_slots = map(listed, (has_initial_state, checkpoint_offsets, checkpoint_slots))
 
     for n, (start, end) in enumerate(sequences):
         if start == end or (cache_indices is not None and slots[n] <= null_slot):
@@ -48,7 +47,7 @@ def causal_conv1d_fn(
         if conv_states is None:
             continue
         conv_states[slots[n], :, :window] = line[:, line.shape[1] - window :].to(conv_states.dtype)
-        if offsets is not None and offset_slots is not None:
+        if offsets is not None:
             for offset, slot in zip(offsets[n], offset_slots[n], strict=True):
                 if 0 < offset <= end - start and slot > null_slot:
                     conv_states[slot, :, :window] = line[:, offset : offset + window].to(conv_states.dtype)
@@ -57,30 +56,28 @@ def causal_conv1d_fn(
 
 @inference_only
 def causal_conv1d_update(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | None = "silu",
     *,
-    conv_state_indices: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    parent_token: torch.Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    parent_token: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`gdn.causal_conv1d_update`: decode, x [tokens, dim], [B, dim] or [B, dim, T]."""
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if query_start_loc is None:
-        inputs = list(x.unsqueeze(-1) if x.dim() == 2 else x)  # per sequence, [dim, T]
-        outputs = list(y.unsqueeze(-1) if x.dim() == 2 else y)
+        inputs, outputs = (list(rows.unsqueeze(-1) if x.dim() == 2 else rows) for rows in (x, y))  # per sequence, [dim, T]
         first_rows = [n * inputs[0].shape[1] for n in range(len(inputs))]
     else:
-        ranges = _sequences(query_start_loc, x.shape[0])
-        inputs = [x[start:end].t() for start, end in ranges]
-        outputs = [y[start:end].t() for start, end in ranges]
-        first_rows = [start for start, _ in ranges]
+        sequences = ranges(query_start_loc)
+        inputs, outputs = ([rows[start:end].t() for start, end in sequences] for rows in (x, y))
+        first_rows = [start for start, _ in sequences]
 
     window = weight.shape[1] - 1
     rows = [[n] for n in range(len(inputs))]
@@ -88,8 +85,7 @@ def causal_conv1d_update(
         rows = (conv_state_indices[:, None] if conv_state_indices.dim() == 1 else conv_state_indices).tolist()
     two_dimensional = conv_state_indices is not None and conv_state_indices.dim() == 2
     is_speculative = num_accepted_tokens is not None or two_dimensional
-    accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
-    parents = None if parent_token is None else parent_token.flatten().tolist()
+    accepted, parents = listed(num_accepted_tokens), None if parent_token is None else parent_token.flatten().tolist()
 
     for n, tokens in enumerate(inputs):
         column = 0 if accepted is None else accepted[n] - 1  # column of the last accepted token
@@ -105,7 +101,7 @@ def causal_conv1d_update(
         history = conv_state[slot, :, first : first + window].to(x.dtype)
 
         if parents is not None:
-            windows: list[torch.Tensor] = []
+            windows: list[Tensor] = []
             for i in range(tokens.shape[1]):
                 parent = parents[first_rows[n] + i]
                 line = torch.cat([history if parent < 0 else windows[parent], tokens[:, i : i + 1]], dim=1)
@@ -124,20 +120,12 @@ def causal_conv1d_update(
     return y if out is None else out.copy_(y)
 
 
-def _convolve(line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def _convolve(line: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """line [dim, w - 1 + T] -> [dim, T]."""
-    dtype = torch.float64 if line.dtype == torch.float64 else torch.float32
-    line, weight = line.to(dtype), weight.to(dtype)
-    width = weight.shape[1]
-    length = line.shape[1] - width + 1
+    dtype, width = compute_dtype(line), weight.shape[1]
+    line, weight, length = line.to(dtype), weight.to(dtype), line.shape[1] - width + 1
     y = sum(weight[:, j : j + 1] * line[:, j : j + length] for j in range(width))
-    assert isinstance(y, torch.Tensor)
+    assert isinstance(y, Tensor)
     if bias is not None:
         y = y + bias.to(dtype)[:, None]
     return torch.nn.functional.silu(y) if activation in ("silu", "swish") else y
-
-
-def _sequences(query_start_loc: torch.Tensor | None, num_tokens: int) -> list[tuple[int, int]]:
-    """(first token, end) of every sequence; a length below zero counts as empty."""
-    offsets = [0, num_tokens] if query_start_loc is None else query_start_loc.tolist()
-    return [(start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]

@@ -11,8 +11,9 @@ form of the delta rule (Yang et al., arXiv:2406.06484).
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
 from gdn.reference.rounding import stochastic_bfloat16
 
 CHUNK_SIZE = 64  # tokens
@@ -21,31 +22,31 @@ L2_NORM_EPS = 1e-6  # added to the sum of squares
 
 @inference_only
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     head_first: bool = False,
     *,
     state_v_first: bool = False,
     use_gate_in_kernel: bool = False,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    state_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    final_state_indices: torch.Tensor | None = None,
-    checkpoint_offsets: torch.Tensor | None = None,
-    checkpoint_slots: torch.Tensor | None = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """`gdn.chunk_gated_delta_rule`, chunk by chunk of 64 tokens."""
     if head_first:
         raise ValueError("head_first: expected False, got True")
@@ -60,7 +61,7 @@ def chunk_gated_delta_rule(
 
     read_slots = list(range(len(sequences))) if state_indices is None else state_indices.tolist()
     write_slots = read_slots if final_state_indices is None else final_state_indices.tolist()
-    is_continued = None if has_initial_state is None else has_initial_state.tolist()
+    is_continued = listed(has_initial_state)
     checkpoints: list[list[tuple[int, int]]] = [[] for _ in sequences]
     if checkpoint_offsets is not None and checkpoint_slots is not None:
         pairs = zip(checkpoint_offsets.tolist(), checkpoint_slots.tolist(), strict=True)
@@ -88,41 +89,38 @@ def chunk_gated_delta_rule(
         elif final_state is not None:
             _store(final_state, n, state, state_v_first)
 
-    if out is not None:
-        o = out.copy_(o)
-    if state_indices is not None and output_final_state:
-        return o, initial_state
-    return o, final_state
+    pool = initial_state if output_final_state else None
+    return (o if out is None else out.copy_(o)), (final_state if state_indices is None else pool)
 
 
 @inference_only
 def fused_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     inplace_final_state: bool | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    ssm_state_indices: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     *,
     state_v_first: bool = False,
     use_gate_in_kernel: bool = False,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     output_final_state: bool = True,
-    final_state_indices: torch.Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     disable_state_update: bool = False,
-    parent_token: torch.Tensor | None = None,
-    rounding_seed: torch.Tensor | None = None,
+    parent_token: Tensor | None = None,
+    rounding_seed: Tensor | None = None,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """`gdn.fused_recurrent_gated_delta_rule`, token by token."""
     tokens = _Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
@@ -133,7 +131,7 @@ def fused_recurrent_gated_delta_rule(
     every_token = ssm_state_indices is not None and ssm_state_indices.dim() == 2
 
     # States are stored in `target`; the caller gets `final_state`.
-    target: torch.Tensor | None = None
+    target: Tensor | None = None
     if pooled or inplace_final_state:
         final_state = initial_state if output_final_state else None
         target = None if disable_state_update else initial_state
@@ -146,7 +144,7 @@ def fused_recurrent_gated_delta_rule(
     rows = [[n] for n in range(len(sequences))]
     read_slots = rows if ssm_state_indices is None else _columns(ssm_state_indices)
     write_slots = read_slots if final_state_indices is None else _columns(final_state_indices)
-    accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    accepted = listed(num_accepted_tokens)
     seed = None if rounding_seed is None else int(rounding_seed.item())
     parents = None if parent_token is None else parent_token.flatten().tolist()
 
@@ -158,7 +156,7 @@ def fused_recurrent_gated_delta_rule(
         first_state = tokens.zero_state() if initial_state is None else _load(initial_state, slot, state_v_first, tokens.dtype)
 
         state = first_state
-        history: list[torch.Tensor] = []  # the state after each token; kept for tree drafts only
+        history: list[Tensor] = []  # the state after each token; kept for tree drafts only
         q_rows, k_rows, v_rows, g_rows, beta_rows = tokens.rows(b, start, end)
         for i in range(end - start):
             if parents is not None:
@@ -179,9 +177,7 @@ def fused_recurrent_gated_delta_rule(
     return (o if out is None else out.copy_(o)), final_state
 
 
-def _step(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """One token. state [HS, K, V]; q, k [HS, K]; v [HS, V]; g, beta [HS] -> o [HS, V], the state after it.
 
     S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q
@@ -192,14 +188,12 @@ def _step(
     return _transposed_times(state, q), state
 
 
-def _transposed_times(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _transposed_times(state: Tensor, x: Tensor) -> Tensor:
     """S^T x for every head: [HS, K, V], [HS, K] -> [HS, V]."""
     return (x[:, None, :] @ state)[:, 0]
 
 
-def _chunk(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Up to 64 tokens. state [HS, K, V]; q, k [HS, C, K]; v [HS, C, V]; g, beta [HS, C] -> o [HS, C, V], state.
 
     With c the inclusive running sum of g, and G_ij = exp(c_i - c_j) for i >= j, else 0:
@@ -225,7 +219,7 @@ def _chunk(
     return o, state
 
 
-def _decay_between(g: torch.Tensor) -> torch.Tensor:
+def _decay_between(g: Tensor) -> Tensor:
     """G [HS, C, C]: exp(g_{j+1} + ... + g_i) for i >= j, else 0, of log decays g [HS, C].
 
     Every exponent is a separate sum that starts after token j. The difference c_i - c_j of two running sums is the same number,
@@ -240,85 +234,79 @@ def _decay_between(g: torch.Tensor) -> torch.Tensor:
 class _Tokens:
     """Tokens of a call: `rows` returns a range of them with norm, scale and gates applied and heads expanded."""
 
-    q: torch.Tensor  # [B, T, Hq, K]
-    k: torch.Tensor  # [B, T, Hk, K]
-    v: torch.Tensor  # [B, T, HV, V]
-    g: torch.Tensor | None  # [B, T, HS]
-    beta: torch.Tensor | None  # [B, T, HS]
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, Hk, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None  # [B, T, HS]
+    beta: Tensor | None  # [B, T, HS]
     scale: float | None
     use_qk_l2norm: bool
     use_gate: bool
-    A_log: torch.Tensor | None  # [HS]
-    dt_bias: torch.Tensor | None  # [HS]
+    A_log: Tensor | None  # [HS]
+    dt_bias: Tensor | None  # [HS]
     use_beta_sigmoid: bool
 
     def __post_init__(self) -> None:
-        self.dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        self.dtype = compute_dtype(self.q)
         self.num_heads = max(self.q.shape[2], self.v.shape[2])
 
-    def rows(self, b: int, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def rows(self, b: int, start: int, end: int) -> tuple[Tensor, ...]:
         """q, k [HS, T, K], v [HS, T, V], g (log decay), beta [HS, T] of tokens start..end."""
         q, k, v = (self._expanded(x[b, start:end]) for x in (self.q, self.k, self.v))
         if self.use_qk_l2norm:
             q = q * (q.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
             k = k * (k.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return q * scale, k, v, self._log_decay(b, start, end), self._beta(b, start, end)
+        g, beta = q.new_zeros(self.num_heads, end - start), q.new_ones(self.num_heads, end - start)
+        if self.g is not None:
+            g = self._log_decay(self.g[b, start:end].to(self.dtype)).t()
+        if self.beta is not None:
+            beta = self.beta[b, start:end].to(self.dtype).t()
+            beta = beta.sigmoid() if self.use_beta_sigmoid else beta
+        return q * scale, k, v, g, beta
 
-    def _expanded(self, x: torch.Tensor) -> torch.Tensor:
+    def _expanded(self, x: Tensor) -> Tensor:
         """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""
         return x.to(self.dtype).repeat_interleave(self.num_heads // x.shape[1], dim=1).transpose(0, 1)
 
-    def _log_decay(self, b: int, start: int, end: int) -> torch.Tensor:
-        if self.g is None:
-            return self.q.new_zeros(self.num_heads, end - start, dtype=self.dtype)
-        g = self.g[b, start:end].to(self.dtype)
-        if self.use_gate:
-            assert self.A_log is not None  # checked by the operator
-            if self.dt_bias is not None:
-                g = g + self.dt_bias.to(self.dtype)
-            g = -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(g, beta=1.0, threshold=20.0)
-        return g.t()
+    def _log_decay(self, g: Tensor) -> Tensor:
+        if not self.use_gate:
+            return g
+        assert self.A_log is not None  # checked by the operator
+        a = g if self.dt_bias is None else g + self.dt_bias.to(self.dtype)
+        return -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(a, beta=1.0, threshold=20.0)
 
-    def _beta(self, b: int, start: int, end: int) -> torch.Tensor:
-        if self.beta is None:
-            return self.q.new_ones(self.num_heads, end - start, dtype=self.dtype)
-        beta = self.beta[b, start:end].to(self.dtype)
-        return (beta.sigmoid() if self.use_beta_sigmoid else beta).t()
-
-    def zero_output(self) -> torch.Tensor:
+    def zero_output(self) -> Tensor:
         """[B, T, HS, V]: rows that no live sequence owns stay zero."""
         return self.v.new_zeros(*self.q.shape[:2], self.num_heads, self.v.shape[-1])
 
-    def zero_state(self) -> torch.Tensor:
+    def zero_state(self) -> Tensor:
         return self.q.new_zeros(self.num_heads, self.q.shape[-1], self.v.shape[-1], dtype=self.dtype)
 
-    def new_state(self, num_sequences: int, state_v_first: bool) -> torch.Tensor:
+    def new_state(self, num_sequences: int, state_v_first: bool) -> Tensor:
         k_dim, v_dim = self.q.shape[-1], self.v.shape[-1]
         inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
         return self.q.new_zeros(num_sequences, self.num_heads, *inner, dtype=self.dtype)
 
 
-def _sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[tuple[int, int, int]]:
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
     """(batch row, first token, end) of every sequence; a length below zero counts as empty."""
-    batch, length = q.shape[:2]
     if cu_seqlens is None:
-        return [(b, 0, length) for b in range(batch)]
-    offsets = cu_seqlens.tolist()
-    return [(0, start, max(start, end)) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [(b, 0, q.shape[1]) for b in range(q.shape[0])]
+    return [(0, start, end) for start, end in ranges(cu_seqlens)]
 
 
-def _columns(indices: torch.Tensor) -> list[list[int]]:
+def _columns(indices: Tensor) -> list[list[int]]:
     return (indices[:, None] if indices.dim() == 1 else indices).tolist()
 
 
-def _load(pool: torch.Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> torch.Tensor:
+def _load(pool: Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> Tensor:
     """Copy of the state in a slot, as [HS, K, V]: a draft tree needs it again after the slot has been written."""
     state = pool[slot].to(dtype, copy=True)
     return state.mT if state_v_first else state
 
 
-def _store(pool: torch.Tensor, slot: int, state: torch.Tensor, state_v_first: bool, seed: int | None = None) -> None:
+def _store(pool: Tensor, slot: int, state: Tensor, state_v_first: bool, seed: int | None = None) -> None:
     """Stores state [HS, K, V] in a slot, rounded to the pool's dtype: to nearest, or stochastically with a seed."""
     if seed is not None and pool.dtype == torch.bfloat16:
         state = stochastic_bfloat16(state, seed, slot)

@@ -9,6 +9,7 @@ depends on it.
 """
 
 import torch
+from torch import Tensor
 
 from gdn.reference.logits import page_views
 from gdn.reference.modes import inference_only
@@ -18,18 +19,18 @@ FP8_MAX = 448.0
 MIN_AMAX = 1e-4
 
 
-def cast_fp8(x: torch.Tensor) -> torch.Tensor:
+def cast_fp8(x: Tensor) -> Tensor:
     """Saturating cast to e4m3; NaN stays NaN."""
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def _divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+def _divided(x: Tensor, divisor: float) -> Tensor:
     """x / divisor, rounded once. The divisor becomes a tensor: on a GPU torch multiplies by the reciprocal of a number."""
     return x / x.new_full((), divisor)
 
 
 @inference_only
-def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """x [..., D] -> e4m3 [..., D] and float32 scales [..., D / group], group = min(group_size, D); both contiguous."""
     group = min(group_size, x.shape[-1])
     grouped = x.float().contiguous().unflatten(-1, (-1, group))
@@ -37,11 +38,11 @@ def quantize_fp8(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, 
     return cast_fp8((grouped / scale[..., None]).flatten(-2)), scale
 
 
-def _write_flat(view: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, keep: torch.Tensor) -> None:
+def _write_flat(view: Tensor, slots: Tensor, values: Tensor, keep: Tensor) -> None:
     """view[slot // page_size, slot % page_size] = values where keep; kept slots are distinct. No host read.
 
-    view [pages, page_size, ...] with any page stride, slots [tokens]. A skipped token repeats the write of a kept one
-    (the same bytes to the same row), or of row 0's old content where nothing is kept.
+    view [pages, page_size, ...], any page stride; slots [tokens]. A skipped token repeats the write of a kept one (the same bytes
+    to the same row), or of row 0's old content where nothing is kept.
     """
     page_size = view.shape[1]
     if slots.numel() == 0 or view.shape[0] == 0:
@@ -58,12 +59,8 @@ def _write_flat(view: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, k
 
 
 @inference_only
-def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes k [tokens, D] or [tokens, kv_heads, D] to rows slot_mapping [tokens] of the cache; negative = skip.
-
-    A uint8 cache gets e4m3 values and one scale per (row, kv head), a float8_e4m3fn cache plain casts, any other cache values in
-    its dtype.
-    """
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """`gdn.write_indexer_cache`; a cache of another float dtype gets values in its dtype."""
     if k.dim() == 2:
         k = k[:, None]
     values, scales = page_views(cache, k.shape[-1])
@@ -79,14 +76,14 @@ def write_indexer_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torc
         _write_flat(values, slots, k.to(cache.dtype), keep)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """Float32 norm over the last dim: x [..., D], weight [D] -> float32 [..., D]."""
     gain = weight.float() + 1.0 if zero_centred else weight.float()
     value = x.float()
     return value * torch.rsqrt(value.square().mean(dim=-1, keepdim=True) + eps) * gain
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
     """x [tokens, heads, D] float32, positions [tokens], cos_sin [max_positions, rotary_dim] = [cos | sin]."""
     half = rotary_dim // 2
     entry = cos_sin[positions.long().clamp(0, cos_sin.shape[0] - 1)].float()[:, None]
@@ -97,31 +94,22 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rotary
 
 @inference_only
 def prepare_indexer(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor | None,
-    cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    weights: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor | None,
+    cache: Tensor | None,
+    slot_mapping: Tensor | None,
     *,
     rotary_dim: int,
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Norm, RoPE, quantisation, scale folding and the cache write of one step.
-
-    q [tokens, H, D], k [tokens, D] or [tokens, kv_heads, D], weights [tokens, H] or None -> (q, weights'):
-        bf16              q in its own dtype, weights as given: the logits still need scale = 1 / sqrt(D)
-        FP8 with scales   q e4m3, weights' = weights * q_scale / sqrt(D) float32 (weights None counts as 1): scale = 1
-        FP8 scale-free    q plainly cast, weights as given: the logits still need scale = 1 / sqrt(D)
-    fp8=None follows the cache: uint8 = with scales, float8_e4m3fn = scale-free. k, k_norm, cache and slot_mapping may be
-    None together (compressed keys are written elsewhere); then fp8 decides, with scales where weights are given.
-    Norm and RoPE are float32; their result is rounded once to the input's dtype, and quantised from there.
-    """
+) -> tuple[Tensor, Tensor | None]:
+    """`gdn.prepare_indexer`. Norm and RoPE are float32; their result is rounded once to the dtype of q, before quantisation."""
     dim = q.shape[-1]
     q_rotated = rope(rms_norm(q, q_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(q.dtype).contiguous()
     if k is not None and k_norm is not None and cache is not None and slot_mapping is not None:
@@ -140,14 +128,14 @@ def prepare_indexer(
 
 @inference_only
 def compress_indexer_keys(
-    raw_k: torch.Tensor,
-    ring: torch.Tensor,
-    cache: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_norm: torch.Tensor,
-    ring_slots: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    raw_k: Tensor,
+    ring: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_norm: Tensor,
+    ring_slots: Tensor,
+    slot_mapping: Tensor,
     *,
     ratio: int = 4,
     rotary_dim: int,
@@ -155,13 +143,7 @@ def compress_indexer_keys(
     zero_centred: bool = True,
     null_slot: int = -1,
 ) -> None:
-    """Keys of finished groups of `ratio` tokens go to the cache, raw keys to their sequence's ring.
-
-    raw_k [tokens, D] or [tokens, kv_heads, D]; ring [sequences, size, (kv_heads,) D]; ring_slots [tokens] the sequence's
-    ring (negative or null_slot: the token is skipped); slot_mapping [tokens] the cache row of the token's group, read at
-    tokens with (pos + 1) % ratio == 0 only. Tokens of a sequence are neighbours, in the order of their positions.
-    A group's key: float32 mean of its raw keys, rounded to their dtype, norm, RoPE at the group's first position.
-    """
+    """`gdn.compress_indexer_keys`: the float32 mean of a group is rounded to the dtype of its raw keys before the norm."""
     if raw_k.dim() == 2:
         raw_k = raw_k[:, None]
     if ring.dim() == 3:
@@ -195,13 +177,9 @@ def compress_indexer_keys(
 
 @inference_only
 def gather_indexer_cache(
-    cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor, *, num_rows: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows of N sequences out of their pages, packed: keys [rows, (kv_heads,) D] and scales [rows, (kv_heads)] or None.
-
-    block_tables [N, max_pages], cu_seqlens [N + 1]. num_rows: rows of the result; None = cu_seqlens[N], read back to the
-    host. Rows at or beyond cu_seqlens[N] are zero.
-    """
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`gdn.gather_indexer_cache`."""
     values, scales = page_views(cache)
     page_size = values.shape[1]
     bounds = cu_seqlens.long().contiguous()  # searchsorted warns otherwise

@@ -10,16 +10,12 @@ these functions can be captured in a CUDA graph.
 """
 
 import torch
+from torch import Tensor
 
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only
 
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024
-
-
-def compute_dtype(q: torch.Tensor) -> torch.dtype:
-    """Dtype of sums: float32, or float64 for float64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # All products are tiles of this one shape, padded with zeros: a matrix product of another shape may add in another order, and a
@@ -27,14 +23,7 @@ def compute_dtype(q: torch.Tensor) -> torch.dtype:
 TILE_ROWS, TILE_KEYS = 64, 1024
 
 
-def scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    scale: float,
-    relu: bool,
-) -> torch.Tensor:
+def scores(q: Tensor, k: Tensor, k_scale: Tensor | None, weights: Tensor | None, scale: float, relu: bool) -> Tensor:
     """Unmasked scores: q [m, H, D], k [n, kv_heads, D], k_scale [n, kv_heads], weights [m, H] -> [m, n]."""
     dtype = compute_dtype(q)
     num_rows, num_keys = q.shape[0], k.shape[0]
@@ -51,14 +40,12 @@ def scores(
     return total
 
 
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+def _padded(x: Tensor, size: int) -> Tensor:
     """x [n, ...] with rows of zeros up to `size`."""
     return x if x.shape[0] == size else torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
 
 
-def _tile(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool, k_scale: torch.Tensor | None
-) -> torch.Tensor:
+def _tile(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool, k_scale: Tensor | None) -> Tensor:
     """Sums over heads of one tile: q [TILE_ROWS, H, D], k [TILE_KEYS, kv_heads, D] -> [TILE_ROWS, the keys of k_scale or all]."""
     num_kv_heads = k.shape[1]
     group = q.shape[1] // num_kv_heads
@@ -69,47 +56,35 @@ def _tile(
         products = torch.matmul(q[:, heads], k[:, kv_head].T)  # [TILE_ROWS, group, TILE_KEYS]
         if relu:
             products = products.relu_()
-        if weights is None:
-            head_sum = products.sum(dim=1)
-        else:
-            head_sum = torch.matmul(weights[:, None, heads], products)[:, 0]
+        head_sum = products.sum(dim=1) if weights is None else torch.matmul(weights[:, None, heads], products)[:, 0]
         head_sum = head_sum[:, :count]
         total += head_sum if k_scale is None else head_sum * k_scale[:, kv_head]
     return total
 
 
-def rows_per_block(num_heads: int, num_keys: int, dtype: torch.dtype) -> int:
-    return max(1, BLOCK_BYTES // max(1, num_heads * num_keys * dtype.itemsize))
-
-
-def key_range(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def key_range(starts: Tensor, ends: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Ranges clamped to [0, num_keys], with end >= start: starts and ends [rows] -> int64."""
     start = starts.long().clamp(0, num_keys)
-    end = torch.maximum(ends.long().clamp(0, num_keys), start)
-    return start, end
+    return start, torch.maximum(ends.long().clamp(0, num_keys), start)
 
 
 @inference_only
 def mqa_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     *,
-    k_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
     scale: float = 1.0,
     relu: bool = True,
     max_seqlen_k: int | None = None,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Ragged prefill: out [M, Nk], or [M, max_seqlen_k] with column 0 of row i at key cu_seqlen_ks[i].
-
-    q [M, H, D]; k [Nk, D] or [Nk, kv_heads, D]; k_scale [Nk] or [Nk, kv_heads]; weights [M, H].
-    clean_logits=False allows anything outside the ranges; here it is -inf all the same.
-    """
+    out: Tensor | None = None,
+) -> Tensor:
+    """`gdn.mqa_logits`. Columns outside the ranges are -inf, with clean_logits=False too."""
     if k.dim() == 2:
         k = k[:, None]
     if k_scale is not None and k_scale.dim() == 1:
@@ -124,7 +99,7 @@ def mqa_logits(
     start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
     first = start[:, None] if max_seqlen_k is not None else torch.zeros_like(start)[:, None]
     columns = torch.arange(num_columns, device=q.device)
-    block = rows_per_block(num_heads, num_keys, compute_dtype(q))
+    block = max(1, BLOCK_BYTES // max(1, num_heads * num_keys * compute_dtype(q).itemsize))
     for low in range(0, num_rows, block):
         rows = slice(low, min(low + block, num_rows))
         row_weights = weights[rows] if weights is not None else None
@@ -137,12 +112,10 @@ def mqa_logits(
     return out
 
 
-def page_views(cache: torch.Tensor, head_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Typed views of an indexer cache: values [pages, page_size, kv_heads, D] and, in uint8 pages, their float32 scales.
+def page_views(cache: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Typed views of an indexer cache: values [pages, page_size, kv_heads, D], and float32 scales [pages, page_size, kv_heads]
 
-    cache: uint8 [pages, page_size, kv_heads, D + 4], or float8_e4m3fn / bfloat16 [pages, page_size, kv_heads, D]; the
-    kv_heads axis may be missing. A uint8 page holds its page_size * kv_heads * D e4m3 values first, then its
-    page_size * kv_heads scales [pages, page_size, kv_heads]. Views, so writes reach the cache.
+    cache: as for `gdn.paged_mqa_logits`, only uint8 has scales; the kv_heads axis may be missing. Writes to the views reach it.
     """
     if cache.dim() == 3:
         cache = cache.unsqueeze(2)
@@ -157,44 +130,40 @@ def page_views(cache: torch.Tensor, head_dim: int | None = None) -> tuple[torch.
     return values, scales
 
 
-def take_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """values[index] along dim 0; FP8 goes through bytes, since torch indexes no FP8 on every device."""
     if values.dtype == torch.float8_e4m3fn:
         return values.view(torch.uint8)[index].view(torch.float8_e4m3fn)
     return values[index]
 
 
-def visible_lengths(context_lens: torch.Tensor, batch: int, next_n: int, limit: int) -> torch.Tensor:
+def visible_lengths(context_lens: Tensor, batch: int, next_n: int, limit: int) -> Tensor:
     """Keys that each query row sees, [B * next_n] int64 in [0, limit].
 
     context_lens [B, next_n] are those counts; with [B], draft i of next_n sees context_len - next_n + 1 + i.
     """
     lengths = context_lens.long().clamp(min=0)
     if lengths.dim() == 1:
-        lengths = lengths.clamp(min=0)[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
+        lengths = lengths[:, None] - (next_n - 1) + torch.arange(next_n, device=lengths.device)
     return lengths.reshape(batch * next_n).clamp(0, limit)
 
 
 @inference_only
 def paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor | None,
+    context_lens: Tensor,
+    block_tables: Tensor,
     max_context_len: int,
     *,
     scale: float = 1.0,
     relu: bool = True,
     clean_logits: bool = True,
     out_dtype: torch.dtype = torch.float32,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Decode from cache pages: out [B * next_n, max_context_len].
-
-    q [B, next_n, H, D]; cache as `page_views`; weights [B * next_n, H]; context_lens [B] or [B, next_n]; block_tables
-    [B, max_pages] page of each page_size keys of a sequence. Entries after a sequence's last page may hold anything.
-    """
+    out: Tensor | None = None,
+) -> Tensor:
+    """`gdn.paged_mqa_logits`; cache as `page_views`. Entries of block_tables after a sequence's last page may hold anything."""
     batch, next_n, num_heads, head_dim = q.shape
     values, scales = page_views(cache, head_dim)
     num_pages, page_size = values.shape[:2]

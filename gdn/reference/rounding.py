@@ -19,11 +19,12 @@ nothing. Where every step changes more than that, rounding to nearest has the sm
 """
 
 import torch
+from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 
 
-def mix(x: torch.Tensor) -> torch.Tensor:
+def mix(x: Tensor) -> Tensor:
     """The 32-bit finaliser above, on int64 tensors that hold values in [0, 2**32)."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK
@@ -32,7 +33,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def noise(seed: int, slot: int, num_heads: int, k_dim: int, v_dim: int, device: torch.device) -> torch.Tensor:
+def noise(seed: int, slot: int, num_heads: int, k_dim: int, v_dim: int, device: torch.device) -> Tensor:
     """[heads, K, V] int64 in [0, 2**16)."""
     key = torch.tensor(seed & _MASK, dtype=torch.int64, device=device)
     key = mix(mix(mix(key) ^ ((seed >> 32) & _MASK)) ^ (slot & _MASK))
@@ -41,7 +42,7 @@ def noise(seed: int, slot: int, num_heads: int, k_dim: int, v_dim: int, device: 
     return mix(mix(key ^ head) ^ element) >> 16
 
 
-def stochastic_bfloat16(state: torch.Tensor, seed: int, slot: int) -> torch.Tensor:
+def stochastic_bfloat16(state: Tensor, seed: int, slot: int) -> Tensor:
     """state [heads, K, V], rounded to bfloat16 with the noise of (seed, slot)."""
     value = state.to(torch.float32)
     bits = value.view(torch.int32).to(torch.int64) & _MASK

@@ -1,23 +1,21 @@
 """The steps around the recurrence in plain torch: split, gates, gated norm, and one whole decode step."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
-from gdn.reference.modes import inference_only
+from gdn.reference.modes import compute_dtype, inference_only
 
 
 @inference_only
 def fused_gdn_gating(
-    A_log: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    dt_bias: torch.Tensor,
-    beta: float = 1.0,
-    threshold: float = 20.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias), beta_output = sigmoid(b); a, b [..., HV] -> float32 of their shape, contiguous."""
-    dtype = _compute_dtype(a)
+    dtype = compute_dtype(a)
     softplus = torch.nn.functional.softplus(a.to(dtype) + dt_bias.to(dtype), beta=beta, threshold=threshold)
     g, beta_output = -A_log.to(dtype).exp() * softplus, b.to(dtype).sigmoid()
     return g.contiguous(), beta_output.contiguous()  # an elementwise result takes the strides of its input
@@ -25,13 +23,8 @@ def fused_gdn_gating(
 
 @inference_only
 def fused_qkvzba_split_reshape_cat(
-    mixed_qkvz: torch.Tensor,
-    mixed_ba: torch.Tensor,
-    num_heads_qk: int,
-    num_heads_v: int,
-    head_qk: int,
-    head_v: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a: new tensors."""
     ratio = num_heads_v // num_heads_qk
     length = mixed_qkvz.shape[0]
@@ -40,7 +33,7 @@ def fused_qkvzba_split_reshape_cat(
     mixed_qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
     b, a = mixed_ba.reshape(length, num_heads_qk, 2 * ratio).split(ratio, dim=2)
 
-    def new(part: torch.Tensor, *shape: int) -> torch.Tensor:
+    def new(part: Tensor, *shape: int) -> Tensor:
         # Not contiguous(): for one token or one group that is a view of the input.
         return part.reshape(length, *shape).clone(memory_format=torch.contiguous_format)
 
@@ -48,11 +41,9 @@ def fused_qkvzba_split_reshape_cat(
 
 
 @inference_only
-def rms_norm_gated(
-    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, activation: str = "silu"
-) -> torch.Tensor:
+def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x, contiguous."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     wide, gate = x.to(dtype), z.to(dtype)
     gate = gate.sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(gate)
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -61,21 +52,21 @@ def rms_norm_gated(
 
 @inference_only
 def fused_gdn_decode(
-    mixed_qkv: torch.Tensor,
-    z: torch.Tensor | None,
-    b: torch.Tensor,
-    a: torch.Tensor | None,
-    conv_state: torch.Tensor,
-    conv_weight: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    ssm_state: torch.Tensor,
-    state_indices: torch.Tensor,
+    mixed_qkv: Tensor,
+    z: Tensor | None,
+    b: Tensor,
+    a: Tensor | None,
+    conv_state: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    ssm_state: Tensor,
+    state_indices: Tensor,
     *,
-    conv_bias: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     num_k_heads: int,
     head_k_dim: int,
     head_v_dim: int,
@@ -84,11 +75,11 @@ def fused_gdn_decode(
     activation: str | None = "silu",
     gate_activation: str = "silu",
     projection_layout: str = "flat",
-    rounding_seed: torch.Tensor | None = None,
+    rounding_seed: Tensor | None = None,
     state_v_first: bool = False,
     null_slot: int = -1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
     A sequence that is padding in one step is padding in all of them.
@@ -103,35 +94,17 @@ def fused_gdn_decode(
     if state_indices.dim() == 2:
         state_indices = _without_padding(state_indices, num_accepted_tokens, query_start_loc.shape[0] - 1, null_slot)
 
-    x = causal_conv1d_update(
-        mixed_qkv,
-        conv_state,
-        conv_weight,
-        conv_bias,
-        activation,
-        conv_state_indices=state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        query_start_loc=query_start_loc,
-        null_slot=null_slot,
-    )
+    slots: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot}
+    window: dict[str, Any] = {"conv_state_indices": state_indices, "query_start_loc": query_start_loc}
+    x = causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias, activation, **window, **slots)
     keys = num_k_heads * head_k_dim
-    q, k, v = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    shapes = ((num_k_heads, head_k_dim), (num_k_heads, head_k_dim), (num_v_heads, head_v_dim))
+    q, k, v = (part.reshape(1, length, *shape) for part, shape in zip(parts, shapes, strict=True))
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    state: dict[str, Any] = {"ssm_state_indices": state_indices, "state_v_first": state_v_first, "rounding_seed": rounding_seed}
     o, _ = fused_recurrent_gated_delta_rule(
-        q.reshape(1, length, num_k_heads, head_k_dim),
-        k.reshape(1, length, num_k_heads, head_k_dim),
-        v.reshape(1, length, num_v_heads, head_v_dim),
-        g[None],
-        beta[None],
-        scale,
-        ssm_state,
-        cu_seqlens=query_start_loc,
-        ssm_state_indices=state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        use_qk_l2norm_in_kernel=True,
-        state_v_first=state_v_first,
-        rounding_seed=rounding_seed,
-        null_slot=null_slot,
+        q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True, **state, **slots
     )
     o = o[0]
     is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
@@ -140,9 +113,7 @@ def fused_gdn_decode(
     return normed if out is None else out.copy_(normed)
 
 
-def _without_padding(
-    state_indices: torch.Tensor, num_accepted_tokens: torch.Tensor | None, count: int, null_slot: int
-) -> torch.Tensor:
+def _without_padding(state_indices: Tensor, num_accepted_tokens: Tensor | None, count: int, null_slot: int) -> Tensor:
     """Rows of the sequences, entirely null where the slot of the window (column 0) or of the state is null."""
     used = state_indices[:count]
     column = torch.zeros(count, dtype=torch.int64, device=used.device)
@@ -151,7 +122,3 @@ def _without_padding(
     read = used.gather(1, column.clamp(0, used.shape[1] - 1)[:, None])
     is_padding = (used[:, :1] <= null_slot) | (read <= null_slot)
     return used.masked_fill(is_padding, null_slot)
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

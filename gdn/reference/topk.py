@@ -1,18 +1,16 @@
 """Exact, deterministic top-k over rows of logits, and token positions of compressed keys."""
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor
 
 from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
 from gdn.reference.modes import inference_only
 
 BLOCK_BYTES = 64 * 1024 * 1024  # logits per step of the selection
-DEFAULT_WORKSPACE_BYTES = 256 * 1024 * 1024
 INT32_MAX = 2**31 - 1
 
 
-def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
+def _select(values: Tensor, k: int, sorted_by: str) -> Tensor:
     """values [rows, n], -inf where nothing may be selected -> columns [rows, k] int64, -1 after the last selected one.
 
     All values above the k-th largest are selected; of the values equal to it, the leftmost that still fit.
@@ -40,20 +38,15 @@ def _select(values: torch.Tensor, k: int, sorted_by: str) -> torch.Tensor:
 
 @inference_only
 def topk_indices(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     *,
     sorted_by: str = "index",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Columns of the k largest values of each row's range, relative to its start: [rows, k] int32, -1 last.
-
-    logits [rows, n] any float dtype; row_starts, row_ends [rows], None = 0 and n. NaN and -inf are never selected; among
-    equal values (-0.0 equals 0.0) the smaller column wins. sorted_by "index": ascending; "score": descending, ties by
-    column.
-    """
+    out: Tensor | None = None,
+) -> Tensor:
+    """`gdn.topk_indices`."""
     rows, n = logits.shape
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
@@ -70,7 +63,7 @@ def topk_indices(
     return out
 
 
-def list_short_rows(picked: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def list_short_rows(picked: Tensor, lengths: Tensor) -> Tensor:
     """Rows with at most k visible keys list them all, whatever their scores: picked [rows, k] int32, lengths [rows]."""
     k = picked.shape[1]
     columns = torch.arange(k, device=picked.device, dtype=torch.int32)
@@ -78,117 +71,58 @@ def list_short_rows(picked: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
     return torch.where(lengths[:, None] <= k, listed, picked)
 
 
-def _in_blocks(
-    out: torch.Tensor,
-    lengths: torch.Tensor,
-    step: int,
-    logits_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
-    """Fills out [rows, k] `step` rows at a time; logits_of(rows) gives their logits, row starts and row ends."""
-    for low in range(0, out.shape[0], step):
-        part = slice(low, min(low + step, out.shape[0]))
-        logits, starts, ends = logits_of(part)
-        out[part] = list_short_rows(topk_indices(logits, out.shape[1], starts, ends), lengths[part])
-    return out
-
-
 @inference_only
 def indexer_topk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor | None,
-    cu_seqlen_ks: torch.Tensor,
-    cu_seqlen_ke: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
     topk: int,
     *,
-    k_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
     scale: float = 1.0,
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_seqlen_k: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """topk_indices(mqa_logits(...)) with at most workspace_bytes of float32 logits at a time: [M, topk] int32.
-
-    Indices are relative to cu_seqlen_ks and ascend. A row with at most topk visible keys lists them unscored.
-    max_seqlen_k: a bound on the length of every range; a row of logits then has that many columns instead of Nk.
-    """
-    num_rows, num_keys = q.shape[0], k.shape[0]
-    if out is None:
-        out = torch.empty(num_rows, topk, dtype=torch.int32, device=q.device)
-    start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, num_keys)
-    width = num_keys if max_seqlen_k is None else max_seqlen_k
-    lengths = (end - start).clamp(max=width)
+    out: Tensor | None = None,
+) -> Tensor:
+    """`gdn.indexer_topk`; all scores at once, whatever workspace_bytes says."""
+    start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, k.shape[0])
+    lengths = end - start if max_seqlen_k is None else (end - start).clamp(max=max_seqlen_k)
     first = start if max_seqlen_k is None else torch.zeros_like(start)  # column of a row's first key
-    budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-
-    def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = mqa_logits(
-            q[rows],
-            k,
-            weights[rows] if weights is not None else None,
-            start[rows],
-            end[rows],
-            k_scale=k_scale,
-            scale=scale,
-            relu=relu,
-            max_seqlen_k=max_seqlen_k,
-        )
-        return logits, first[rows], (first + lengths)[rows]
-
-    return _in_blocks(out, lengths, max(1, budget // max(1, 4 * width)), logits_of)
+    logits = mqa_logits(q, k, weights, start, end, k_scale=k_scale, scale=scale, relu=relu, max_seqlen_k=max_seqlen_k)
+    picked = list_short_rows(topk_indices(logits, topk, first, first + lengths), lengths)
+    return picked if out is None else out.copy_(picked)
 
 
 @inference_only
 def paged_indexer_topk(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor | None,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor | None,
+    context_lens: Tensor,
+    block_tables: Tensor,
     topk: int,
     *,
     scale: float = 1.0,
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_context_len: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """topk_indices(paged_mqa_logits(...)), whole sequences at a time: [B * next_n, topk] int32, positions ascending.
-
-    max_context_len: a bound on the lengths; None = what block_tables can address.
-    """
-    batch, next_n = q.shape[:2]
+    out: Tensor | None = None,
+) -> Tensor:
+    """`gdn.paged_indexer_topk`; all scores at once, whatever workspace_bytes says."""
     width = block_tables.shape[1] * cache.shape[1]
-    if max_context_len is not None:
-        width = min(width, max_context_len)
-    if out is None:
-        out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=q.device)
-    lengths = visible_lengths(context_lens, batch, next_n, width)
-    budget = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    per_draft = lengths.view(batch, next_n)
-
-    def logits_of(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        part = slice(rows.start // next_n, rows.stop // next_n)
-        part_weights = weights[rows] if weights is not None else None
-        logits = paged_mqa_logits(
-            q[part], cache, part_weights, per_draft[part], block_tables[part], width, scale=scale, relu=relu
-        )
-        return logits, torch.zeros_like(lengths[rows]), lengths[rows]
-
-    return _in_blocks(out, lengths, next_n * max(1, budget // max(1, 4 * next_n * width)), logits_of)
+    width = width if max_context_len is None else min(width, max_context_len)
+    lengths = visible_lengths(context_lens, q.shape[0], q.shape[1], width)
+    logits = paged_mqa_logits(q, cache, weights, lengths.view(q.shape[:2]), block_tables, width, scale=scale, relu=relu)
+    picked = list_short_rows(topk_indices(logits, topk, None, lengths), lengths)
+    return picked if out is None else out.copy_(picked)
 
 
 @inference_only
-def expand_topk_groups(
-    group_indices: torch.Tensor, positions: torch.Tensor, *, ratio: int = 4, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Groups of `ratio` tokens to token positions, with the causal tail: [tokens, k * ratio + ratio - 1] int32.
-
-    group_indices [tokens, k], -1 = none; positions [tokens]. The tail is the query's own unfinished group, up to and
-    including the query: tokens (pos + 1) // ratio * ratio .. pos. Groups keep their order, the tail follows, -1 is last.
-    An int64 value that does not fit int32 is not a group, and as a position has no tail.
-    """
+def expand_topk_groups(group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None) -> Tensor:
+    """`gdn.expand_topk_groups`. An int64 value that does not fit int32 is not a group, and as a position has no tail."""
     tokens, k = group_indices.shape
     device = group_indices.device
     if out is None:

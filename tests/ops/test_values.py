@@ -377,7 +377,7 @@ def window_shared_case() -> Case:
 
 def accepted_case() -> Case:
     def check(accepted: torch.Tensor, indices: torch.Tensor | None = None, columns: int = 3, strict: bool = True) -> None:
-        _values.check_accepted("num_accepted_tokens", accepted, columns, bounds(2, 0, 3), indices, -1, strict=strict)
+        _values.check_accepted(accepted, columns, bounds(2, 0, 3), indices, -1, strict=strict)
 
     return Case(
         {
@@ -598,6 +598,21 @@ def new_tokens_case() -> Case:
     )
 
 
+def touched_case() -> Case:
+    def check(*indices: int) -> None:
+        touched = _values.decode_slots("state_indices", bounds(1, 1), int32(*indices), -1)
+        _values.check_touched(touched, torch.empty(8, 1), -1)
+
+    return Case(
+        {},  # two checks, and two host reads
+        {
+            "beyond the pool": (lambda: check(0, 8), r"^state_indices: expected slots below 8 .*got 8 at \[1\]$"),
+            "shared": (lambda: check(3, 3), r"^state_indices: .*got slot 3 at \[1\], which is state_indices\[0\] too$"),
+            "both": (lambda: check(9, 9), r"^state_indices: expected slots below 8 .*got 9 at \[0\]$"),
+        },
+    )
+
+
 def selected_case() -> Case:
     def check(indices: torch.Tensor, topk_length: torch.Tensor | None = None) -> None:
         _values.check_selected_positions("topk_indices", indices, bounds(1, 2), int32(4, 9), topk_length)
@@ -648,7 +663,7 @@ CASES = {
     "window shared": window_shared_case(), "accepted": accepted_case(), "checkpoint offsets": checkpoint_offsets_case(),
     "table lengths": table_lengths_case(), "pages": pages_case(), "num_rows": num_rows_case(),
     "slot_mapping": slot_mapping_case(), "ring_slots": ring_slots_case(), "rope": rope_case(), "ranges": ranges_case(),
-    "new tokens": new_tokens_case(), "selected": selected_case(), "topk_length": topk_length_case(),
+    "new tokens": new_tokens_case(), "selected": selected_case(), "topk_length": topk_length_case(), "touched": touched_case(),
 }  # fmt: skip
 PASSES = {f"{name}: {what}": check for name, case in CASES.items() for what, check in case.passes.items()}
 RAISES = {f"{name}: {what}": bad for name, case in CASES.items() for what, bad in case.raises.items()}
@@ -665,6 +680,12 @@ def test_good_values_and_padding_pass_with_one_host_read(check: Check, monkeypat
 def test_bad_values_are_named(check: Check, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check()
+
+
+@pytest.mark.parametrize("slots", [(0, 7), (-1, -1), (7, -1)])
+def test_touched_slots_in_the_pool_and_distinct_pass(slots: tuple[int, int]) -> None:
+    touched = _values.decode_slots("state_indices", bounds(1, 1), int32(*slots), -1)
+    _values.check_touched(touched, torch.empty(8, 1), -1)
 
 
 def test_every_check_is_covered() -> None:
@@ -684,12 +705,12 @@ def test_every_check_is_covered() -> None:
         for case in (*(make() for name, make in globals().items() if name.endswith("_case")),):
             for check in case.passes.values():
                 check()
-    assert functions - called == {"live_lengths", "finished_groups"}  # helpers with tests of their own
+    assert functions - called == {"live_lengths", "finished_groups", "check_touched"}  # these have tests of their own
 
 
 def test_accepted_counts_are_padding_where_not_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     with HostReads(monkeypatch) as reads:
-        _values.check_accepted("num_accepted_tokens", long(0, 99, -(2**40)), 3, bounds(1, 1, 1), None, -1, strict=False)
+        _values.check_accepted(long(0, 99, -(2**40)), 3, bounds(1, 1, 1), None, -1, strict=False)
     assert reads.count == 0
 
 
