@@ -81,8 +81,7 @@ def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
     """places = take(first query row, first key tile, end of the key tiles, places) for this block's items in turn, empty ones
     too; every warp that walks meets the same."""
     work = ranges.work
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     if cutlass.const_expr(tiles.balanced_fraction > 0):
         base, stride, limit = Int32(block), Int32(blocks), work.head_items
         position, count, tail = Int32(0), Int32(EVERYTHING), Int32(0)
@@ -174,8 +173,7 @@ def tail_run(tiles, storage, work):
     if cutlass.const_expr(tiles.balanced_fraction < 8):
         wait_named(COSTS)
     lane = cute.arch.lane_idx()
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
     own = sLoads[tiles.num_blocks + lane]
     total = own

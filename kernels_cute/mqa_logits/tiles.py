@@ -163,7 +163,7 @@ class Registers:
 
 
 # By (math warpgroups, blocks side by side).
-REGISTERS = {(1, 2): Registers(128, 56, 200), (2, 1): Registers(168, 56, 224), (2, 2): Registers(80, 40, 96)}
+REGISTERS = {(1, 2): Registers(128, 56, 200), (2, 1): Registers(168, 56, 224)}
 
 
 class DraftColumns(NamedTuple):

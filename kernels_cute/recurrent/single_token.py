@@ -19,7 +19,7 @@ from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.recurrent import tokens
-from kernels_cute.recurrent.spec import Spec
+from kernels_cute.recurrent.tokens import Spec
 
 _LANES = 32  # of a warp
 

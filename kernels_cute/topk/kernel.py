@@ -60,8 +60,7 @@ class Topk:
     @cute.kernel
     def kernel(self, params: TopkParams):
         tiles = cutlass.const_expr(self.tiles)
-        thread, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
+        thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         storage = cutlass.utils.SmemAllocator().allocate(tiles.storage())
         k = Int32(params.out.shape[1])
         clear_bins(tiles, storage, thread)  # while the range is on its way

@@ -1,7 +1,7 @@
 """No kernel narrows an index before it is compared.
 
 What such a narrowing does shows only on a GPU (tests/gpu/test_index_width.py); that there is none shows in the text: whatever is
-read from a tensor of indices stays in its own width, becomes int64, or goes through `kernels_cute.common.indices.narrowed`.
+read from a tensor of indices stays in its own width, becomes int64, or goes through `kernels_cute.common.memory.narrowed`.
 """
 
 import ast
