@@ -1,14 +1,8 @@
 """Causal depthwise convolution of packed prompts, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
-input first: see `gdn.problems.Conv1dParams`.
-
-A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in registers,
-so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start of their
-sequence: only a sequence's first tile needs the old window, and only this tile, thread for thread, writes the new one (reading
-the last rows of x itself), so no block reads a slot that another one writes. Tile j of sequence n has the number
-begin(n) / rows + n + j, which is unique and at most L / rows + N; a block finds its sequence by a search of 32 probes per step.
-Blocks whose number falls between sequences are idle.
+input first: see `gdn.problems.Conv1dParams`. Tiles, their numbers, and why no block reads a slot that another one writes are in
+DESIGN.md. Blocks whose number falls between sequences are idle.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,8 @@
 """Causal depthwise convolution of a decode step, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first: see `gdn.problems.Conv1dUpdateParams`.
-
-A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any column
-of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft tree the
-inputs before a node are fetched by walking its ancestors, few and in cache, so no window but the first is kept in registers.
+first: see `gdn.problems.Conv1dUpdateParams`. A block owns one sequence and `threads * 8` channels: why windows may overlap their
+own shifted copy, and how a draft tree finds its inputs, is in DESIGN.md.
 """
 
 from dataclasses import dataclass

@@ -42,7 +42,6 @@ TUNED_WITHIN = 1.5
 
 
 def refusal(problem: GdnDecodeProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     k, v = problem.head_k_dim, problem.head_v_dim
     if k % 32 or v % 32 or not 32 <= k <= 256 or not 32 <= v <= 256:
         return f"requires head dims that are multiples of 32 up to 256, got K={k}, V={v}"
@@ -162,7 +161,6 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
 
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
     p, HV, K, V = problem, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     num_tokens, dim = cute.sym_int(), p.dim
     inner = (V, K) if p.state_v_first else (K, V)

@@ -10,10 +10,7 @@ A warp owns a token. If the token ends a group, the warp computes the group's ke
 ring. It also stores the token's raw key in the ring, unless a later token of the call takes the same row.
 
 Old rows are read before they are overwritten, without a barrier between blocks: rows that the group across the call's start
-reads are written only by the warp that read them, which copies the raw key of their last owner itself. That owner knows from
-the distance b to its sequence's first token (a search of 32 probes per step): its row is one of them where
-(b + j) % size == 0 for some j = 1 .. first position % ratio. With b <= size - ratio, as in every decode step, no row is, and
-nothing is searched.
+reads are written only by the warp that read them. Their last owner leaves them alone: DESIGN.md says how it knows.
 """
 
 from dataclasses import dataclass

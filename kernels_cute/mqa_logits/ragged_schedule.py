@@ -1,12 +1,7 @@
-"""Which items a block of the ragged logits kernel takes.
-
-Items are (query tile, span of key tiles), query tiles first, so blocks that take them round robin read the same keys at the same
-time. Their loads then differ by an item or two. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the rounds are
-held back, and each block takes one run of their key tiles, long enough that all blocks end with the same cost. The cost of an
-item is its number of key tiles plus a few more for its queries. Runs end anywhere inside an item, so the loads are equal to the
-tile.
-
-Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
+"""Which items a block of the ragged logits kernel takes: (query tile, span of key tiles), query tiles first, so blocks that
+take them round robin read the same keys at the same time. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the
+rounds are held back, and each block takes one run of their key tiles, which ends anywhere inside an item, so that all blocks
+have the same cost: an item's number of key tiles plus a few more for its queries. See DESIGN.md for who adds costs up.
 
     loads[b]    cost of the items that block b takes round robin
     tails[p]    cost of the p-th part of the items held back

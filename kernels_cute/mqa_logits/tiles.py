@@ -1,6 +1,5 @@
 """Everything about a logits kernel that is known when it is compiled, and what its warp roles share at run time."""
 
-from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -153,8 +152,7 @@ class RaggedTiles(LogitsTiles):
         return self.storage(words, {"weights": (self.slots * self.num_heads, 16), "scores": (self.score_words, 16)})
 
 
-@dataclass(frozen=True)
-class Registers:
+class Registers(NamedTuple):
     """Registers of a thread. What all threads of a block ask for stays within what it got at launch, else it would hang."""
 
     launch: int  # an equal part of the multiprocessor's
