@@ -33,7 +33,6 @@ class Registers(NamedTuple):
 
 
 def refusal(problem: ConvolutionProblem) -> str | None:
-    """None where the kernels serve the problem, else why not."""
     if problem.dim < 1 or problem.dim % CHANNELS:
         return f"requires channels in multiples of {CHANNELS}, got dim={problem.dim}"
     if not 2 <= problem.width <= 4:

@@ -36,8 +36,6 @@ IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the sequences or their lengths. What gains 1 % with 64 x 32768
 # loses 3 % with 1 x 131072.
 TUNED_WITHIN = 1.0
-# (math warpgroups, blocks of a multiprocessor, fewest key stages): the first whose registers and tiles fit.
-BLOCKS = ((1, 2, 3), (2, 1, 4))
 
 
 @dataclass(frozen=True)
@@ -109,9 +107,9 @@ def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | Non
     """Two small blocks a multiprocessor: while one starts or ends, the other keeps memory busy. How many key tiles are in
     flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: LAB-NOTES.md)."""
     in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
-    for groups, blocks, least in BLOCKS:
+    for (groups, blocks), registers in REGISTERS.items():
         tile_bytes = groups * KEY_ROWS * (row_bytes(problem) + 4 * problem.has_k_scale)
-        for stages in range(max(least, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
+        for stages in range(max(registers.least_stages, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
             config = Config(groups, blocks, stages, device.num_sms)
             if fits(problem, config, device):
                 return config

@@ -158,10 +158,11 @@ class Registers(NamedTuple):
     launch: int  # an equal part of the multiprocessor's
     copy: int
     math: int
+    least_stages: int  # of keys, in a default configuration
 
 
-# By (math warpgroups, blocks side by side).
-REGISTERS = {(1, 2): Registers(128, 56, 200), (2, 1): Registers(168, 56, 224)}
+# By (math warpgroups, blocks side by side). A default is the first whose registers and tiles fit.
+REGISTERS = {(1, 2): Registers(128, 56, 200, 3), (2, 1): Registers(168, 56, 224, 4)}
 
 
 class DraftColumns(NamedTuple):

@@ -25,12 +25,7 @@ def _load_if(kind: str, registers: str, nan: int, outputs: list[str], address: A
 
 
 _MOVES = [f"mov.b32 {{$w{i}}}, {one};" for i, one in enumerate("abcd")]
-_HALVES = [
-    "shl.b32 {$w0}, a, 16;",
-    "and.b32 {$w1}, a, 0xffff0000;",
-    "shl.b32 {$w2}, b, 16;",
-    "and.b32 {$w3}, b, 0xffff0000;",
-]
+_HALVES = ["shl.b32 {$w0}, a, 16;", "and.b32 {$w1}, a, 0xffff0000;", "shl.b32 {$w2}, b, 16;", "and.b32 {$w3}, b, 0xffff0000;"]
 # NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
 _KEY = """{
 .reg .f32 x, least; .reg .b32 bits, sign;
