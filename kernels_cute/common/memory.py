@@ -1,27 +1,34 @@
 """Global memory: dtypes and fake tensors to compile for; for kernels without shared memory also pointers of stated alignment
 and wide loads and stores.
+
+Indices arrive as int32 or int64. A kernel reads an index as the caller gave it and compares it in that width, wherever it works
+with int64 anyway (slots times strides). Where an int32 is wanted (registers, divisions, positions, which int32 holds),
+`narrowed` decides first, in 64 bits, whether there is one. Offsets (cu_seqlens, query_start_loc) are the exception: the caller
+promises that they are within the tokens, whose count is an int32, and they are narrowed as they are read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Constexpr, Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
 _FLOATS: dict[str, Any] = {"float32": cutlass.Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-_INTEGERS: dict[str, Any] = {"int32": cutlass.Int32, "int64": cutlass.Int64, "uint8": cutlass.Uint8}
+_INTEGERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "uint8": cutlass.Uint8}
 CUTE_DTYPES = _FLOATS | _INTEGERS | {"float8_e4m3fn": cutlass.Float8E4M3FN, "bool": cutlass.Boolean}
 FLOAT_DTYPES = tuple(_FLOATS)
-HALF_DTYPES = ("bfloat16", "float16")
+HALF_DTYPES, INDEX_DTYPES = ("bfloat16", "float16"), ("int32", "int64")
 ACCESS_BYTES = 16  # the widest load and store
 
 
-def unserved(allowed: Sequence[str], dtypes: Mapping[str, str | None]) -> str | None:
-    """Reason of a refusal: the first of the tensors, dtypes by name, that is there and of no allowed dtype."""
-    for name, dtype in dtypes.items():
-        if dtype is not None and dtype not in allowed:
-            return f"requires {name} of {', '.join(allowed[:-1])} or {allowed[-1]}, got {dtype}"
+def unserved(tensors: Mapping[tuple[str, ...], Mapping[str, str | None]]) -> str | None:
+    """Reason of a refusal: the first tensor that is there and of no allowed dtype. tensors: allowed dtypes -> dtypes by name."""
+    for allowed, dtypes in tensors.items():
+        for name, dtype in dtypes.items():
+            if dtype is not None and dtype not in allowed:
+                return f"requires {name} of {', '.join(allowed[:-1])} or {allowed[-1]}, got {dtype}"
     return None
 
 
@@ -48,7 +55,7 @@ def without_batch(*tensors: Any) -> list[Any]:
 
 
 @cute.jit
-def pointer(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
+def pointer(gX: cute.Tensor, offset: Int64, align: Constexpr):
     """gX + offset elements, known to be a multiple of align bytes."""
     dtype = gX.element_type
     address = gX.iterator.toint() + offset * (dtype.width // 8)
@@ -56,19 +63,19 @@ def pointer(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
 
 
 @cute.jit
-def words(gX: cute.Tensor, offset: cutlass.Int64, align: cutlass.Constexpr):
+def words(gX: cute.Tensor, offset: Int64, align: Constexpr):
     """gX + offset elements as 32-bit words, known to be a multiple of align bytes."""
     return word_pointer(gX.iterator.toint() + offset * (gX.element_type.width // 8), align)
 
 
 @cute.jit
-def word_pointer(address: cutlass.Int64, align: cutlass.Constexpr):
+def word_pointer(address: Int64, align: Constexpr):
     """A global address as a pointer to 32-bit words."""
     return cute.make_ptr(cutlass.Uint32, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 @cute.jit
-def load(source: cute.Pointer, width: cutlass.Constexpr, rX: cute.Tensor, start: cutlass.Constexpr, once: cutlass.Constexpr):
+def load(source: cute.Pointer, width: Constexpr, rX: cute.Tensor, start: Constexpr, once: Constexpr):
     """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1."""
     dtype = source.dtype
     step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
@@ -82,7 +89,7 @@ def load(source: cute.Pointer, width: cutlass.Constexpr, rX: cute.Tensor, start:
 
 
 @cute.jit
-def store(rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, target: cute.Pointer):
+def store(rX: cute.Tensor, start: Constexpr, width: Constexpr, target: cute.Pointer):
     """The width elements at target = rX[start : start + width], rounded to target's dtype, in the widest accesses."""
     dtype = target.dtype
     step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
@@ -98,3 +105,47 @@ def store(rX: cute.Tensor, start: cutlass.Constexpr, width: cutlass.Constexpr, t
 def sigmoid(x: cutlass.Float32):
     """1 / (1 + exp(-x)) from the two approximate instructions: relative error below 1e-6, exact limits."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -1.4426950408889634, fastmath=True))
+
+
+@cute.jit
+def narrowed(index):
+    """An index as an int32, -1 where an int64 is negative or more than an int32 holds."""
+    result = index
+    if cutlass.const_expr(isinstance(index, Int64)):
+        result = Int32(-1)
+        if index >= 0 and index < 2**31:
+            result = Int32(index)
+    return result
+
+
+# Windows of a causal convolution in a pool [slots, channels, columns]: neighbouring channels of one column, for a thread.
+
+
+def window_offset(gWindows: Any, slot: Any, column: Any, channel: Any) -> Any:
+    return slot * gWindows.stride[0] + Int64(column) * gWindows.stride[2] + Int64(channel) * gWindows.stride[1]
+
+
+@cute.jit
+def load_channels(
+    gWindows: cute.Tensor, offset: Int64, is_contiguous: Constexpr, count: Constexpr, rX: cute.Tensor, start: Constexpr
+):
+    """rX[start : start + count] = neighbouring channels from an offset on."""
+    size = cutlass.const_expr(gWindows.element_type.width // 8)
+    if cutlass.const_expr(is_contiguous):
+        load(pointer(gWindows, offset, min(ACCESS_BYTES, count * size)), count, rX, start, True)
+    else:
+        # Neighbouring columns share a sector, which L1 keeps.
+        for c in cutlass.range_constexpr(count):
+            load(pointer(gWindows, offset + c * gWindows.stride[1], size), 1, rX, start + c, False)
+
+
+@cute.jit
+def store_channels(
+    rX: cute.Tensor, start: Constexpr, count: Constexpr, gWindows: cute.Tensor, offset: Int64, is_contiguous: Constexpr
+):
+    size = cutlass.const_expr(gWindows.element_type.width // 8)
+    if cutlass.const_expr(is_contiguous):
+        store(rX, start, count, pointer(gWindows, offset, min(ACCESS_BYTES, count * size)))
+    else:
+        for c in cutlass.range_constexpr(count):
+            store(rX, start + c, 1, pointer(gWindows, offset + c * gWindows.stride[1], size))

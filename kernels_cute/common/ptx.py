@@ -20,8 +20,8 @@ def run(code: str, *arguments: Any, gives: Any = ()) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=list(gives), read_only_args=list(arguments))
 
 
-def _instruction(code: str, *gives: Any) -> Callable[..., Any]:
-    """A function of the arguments."""
+def instruction(code: str, *gives: Any) -> Callable[..., Any]:
+    """`run` of an instruction as a function of its arguments."""
     return lambda *arguments: run(code, *arguments, gives=gives)
 
 
@@ -50,7 +50,7 @@ load_byte = _loads("ld.shared", "u8")  # 0 to 255
 store_one, store_pair = (_stores("st.shared", "f32", count) for count in (1, 2))
 store_word, store_words = (_stores("st.shared", "b32", count) for count in (1, 4))
 store_byte = _stores("st.shared", "u8")
-_store_four_alike = _instruction("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};")
+_store_four_alike = instruction("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};")
 
 # Global memory.
 load_global_four = _loads("ld.global", "f32", 4)
@@ -58,40 +58,40 @@ store_global_four = _stores("st.global", "f32", 4)
 store_global_word, store_global_pair, store_global_words = (_stores("st.global", "b32", count) for count in (1, 2, 4))
 load_acquire = _loads("ld.acquire.gpu.global", "b32")  # a word that another block publishes with store_release
 store_release = _stores("st.release.gpu.global", "b32")
-count_up = _instruction("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", Int32)  # adds 1 to a word; what it was
-prefetch_line = _instruction("prefetch.global.L2 [{$r0}];")  # asks the L2 cache for the line of an address
+count_up = instruction("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", Int32)  # adds 1 to a word; what it was
+prefetch_line = instruction("prefetch.global.L2 [{$r0}];")  # asks the L2 cache for the line of an address
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
-copy_to_global = _instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
+copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
 
 # Other blocks of the cluster.
-in_block = _instruction("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", Int32)  # (address, rank): the same address there
+in_block = instruction("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", Int32)  # (address, rank): the same address there
 load_from_block = _loads("ld.shared::cluster", "b32")  # a word there; address: of in_block
-arrive_in_cluster = _instruction("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];")
+arrive_in_cluster = instruction("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];")
 # (barrier, bytes): arrives, and announces bytes.
-expect_in_cluster = _instruction("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};")
+expect_in_cluster = instruction("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [{$r0}], {$r1};")
 # (target, source, bytes, barrier that counts them), from shared memory of this block to another's.
 _COUNTED = "mbarrier::complete_tx::bytes"
 _FROM_TO = "[{$r0}], [{$r1}], {$r2}, [{$r3}]"
-copy_in_cluster = _instruction(f"cp.async.bulk.shared::cluster.shared::cta.{_COUNTED} {_FROM_TO};")
+copy_in_cluster = instruction(f"cp.async.bulk.shared::cluster.shared::cta.{_COUNTED} {_FROM_TO};")
 # The same from global memory to this block.
-copy_from_global = _instruction(f"cp.async.bulk.shared::cluster.global.{_COUNTED} {_FROM_TO};")
+copy_from_global = instruction(f"cp.async.bulk.shared::cluster.global.{_COUNTED} {_FROM_TO};")
 # The same to several blocks of the cluster and their barriers; last argument: a bit of an Int16 for each.
-copy_from_global_to_blocks = _instruction(
+copy_from_global_to_blocks = instruction(
     f"cp.async.bulk.shared::cluster.global.{_COUNTED}.multicast::cluster {_FROM_TO}, {{$r4}};"
 )
 
 # Registers.
-exp2 = _instruction("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32)
-is_equal = _instruction("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", Float32)  # 1.0 where two float32 are equal, else 0.0
-as_float = _instruction("mov.b32 {$w0}, {$r0};", Float32)  # the float32 with the bits of a word
+exp2 = instruction("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32)
+is_equal = instruction("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", Float32)  # 1.0 where two float32 are equal, else 0.0
+as_float = instruction("mov.b32 {$w0}, {$r0};", Float32)  # the float32 with the bits of a word
 # An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp.
-transpose = _instruction("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", Int32)
+transpose = instruction("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", Int32)
 # A copy of an int32 that the compiler takes for another value: what follows from it (an address, a condition) is computed after
 # this place, not before a loop around it and kept in registers all along.
-opaque = _instruction("mov.b32 {$w0}, {$r0};", Int32)
+opaque = instruction("mov.b32 {$w0}, {$r0};", Int32)
 # No instruction, but the value must be there. With nothing live after a loop, its branch back is compiled in a form from which
 # ptxas peels an iteration: twice the code, and spills.
-use = _instruction("// {$r0} is used")
+use = instruction("// {$r0} is used")
 
 
 def store_zeros(address: Any) -> None:

@@ -13,20 +13,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
 from gdn.problems import ConvolutionProblem
-from kernels_cute.common.memory import (
-    CUTE_DTYPES,
-    FLOAT_DTYPES,
-    HALF_DTYPES,
-    fake,
-    load,
-    pointer,
-    sigmoid,
-    store,
-    unserved,
-    words,
-)  # fmt: skip
+from kernels_cute.common import memory
+from kernels_cute.common.build import Kernel
+from kernels_cute.common.memory import fake, load, load_channels, pointer, sigmoid, store, store_channels, window_offset, words
 from kernels_cute.common.ptx import pack, unpack
-from kernels_cute.common.windows import load_channels, store_channels, window_offset
 
 CHANNELS = 8  # neighbouring channels of a thread
 WORDS = CHANNELS // 2  # 32-bit words of two values in a thread's part of a row
@@ -43,13 +33,12 @@ class Registers(NamedTuple):
 
 
 def refusal(problem: ConvolutionProblem) -> str | None:
-    """None where the kernels serve the problem, else why not."""
     if problem.dim < 1 or problem.dim % CHANNELS:
         return f"requires channels in multiples of {CHANNELS}, got dim={problem.dim}"
     if not 2 <= problem.width <= 4:
         return f"requires a width of 2 to 4, got {problem.width}"
     others = {"weight": problem.weight_dtype, "bias": problem.bias_dtype, "the conv state": problem.state_dtype}
-    return unserved(HALF_DTYPES, {"x": problem.dtype}) or unserved(FLOAT_DTYPES, others)
+    return memory.unserved({memory.HALF_DTYPES: {"x": problem.dtype}, memory.FLOAT_DTYPES: others})
 
 
 def threads_fit(problem: ConvolutionProblem, threads: int) -> bool:
@@ -78,29 +67,25 @@ def fake_common(problem: ConvolutionProblem, pool: str) -> dict[str, Any]:
     }
 
 
-class Convolution:
-    """Compile-time constants of the convolution, and its steps on a thread's channels."""
+class Convolution(Kernel):
+    """The convolution's steps on a thread's channels."""
+
+    # No shared memory is used; without a value the DSL asks a device for its limit.
+    limits = {"preferred_smem_carveout": 0}
 
     def __init__(self, problem: ConvolutionProblem, threads: int, batch: int) -> None:
         self.threads, self.batch = threads, batch
         self.dim, self.width, self.history = problem.dim, problem.width, problem.width - 1
-        self.dtype = CUTE_DTYPES[problem.dtype]
+        self.dtype = memory.CUTE_DTYPES[problem.dtype]
         self.silu = problem.silu
         self.channels_contiguous = problem.state_channels_contiguous
         self.slices = slices(problem.dim, threads)
         self.has_partial_slice = problem.dim % (threads * CHANNELS) != 0  # the last block of a row has idle threads
 
-    def launch(self, params: Any, blocks: Any, stream: Any, **more: Any) -> None:
-        """Launches the kernel with `blocks` blocks for each slice of the channels."""
-        grid, block = [blocks * self.slices, 1, 1], [self.threads, 1, 1]
-        # No shared memory is used; without a value the DSL asks a device for its limit.
-        self.kernel(params).launch(grid=grid, block=block, stream=stream, preferred_smem_carveout=0, **more)
-
     @cute.jit
     def assignment(self):
         """This thread's share: number of the tile or sequence, first channel, and whether the channel exists."""
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         channel = (block % self.slices * self.threads + thread) * CHANNELS
         is_live = Boolean(True)
         if cutlass.const_expr(self.has_partial_slice):

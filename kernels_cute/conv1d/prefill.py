@@ -1,14 +1,8 @@
 """Causal depthwise convolution of packed prompts, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
-input first: see `gdn.problems.Conv1dParams`.
-
-A block owns `rows` tokens of one sequence and `threads * 8` channels; a thread slides over its rows with the window in registers,
-so x is read once except for the width - 1 rows before a tile. Tiles start at multiples of `rows` from the start of their
-sequence: only a sequence's first tile needs the old window, and only this tile, thread for thread, writes the new one (reading
-the last rows of x itself), so no block reads a slot that another one writes. Tile j of sequence n has the number
-begin(n) / rows + n + j, which is unique and at most L / rows + N; a block finds its sequence by a search of 32 probes per step.
-Blocks whose number falls between sequences are idle.
+input first: see `gdn.problems.Conv1dParams`. Tiles, their numbers, and why no block reads a slot that another one writes are in
+DESIGN.md. Blocks whose number falls between sequences are idle.
 """
 
 from dataclasses import dataclass
@@ -26,12 +20,10 @@ from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
-launch, workspace_bytes = build.launch, build.no_workspace
 
 # How close a tuned entry's sizes must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the
 # tiles of a long prompt, a short one would run on few threads, each with many trips to memory.
 TUNED_WITHIN = 0.5
-_ROWS, _BATCHES, _MIN_THREADS_PER_SM = (8, 16, 32, 64, 128), (2, 4), (384, 512)
 
 
 @dataclass(frozen=True)
@@ -42,16 +34,10 @@ class Config:
     min_threads_per_sm: int = 384  # resident threads that registers must allow: at most 65536 / min_threads_per_sm a thread
 
 
-def fits(problem: Conv1dProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    if config.rows not in _ROWS or config.batch not in _BATCHES or config.min_threads_per_sm not in _MIN_THREADS_PER_SM:
-        return False
+def _allows(problem: Conv1dProblem, config: Config) -> bool:
     if config.min_threads_per_sm == 512 and config.batch == 4 and (problem.bias_dtype is not None or not problem.silu):
         return False  # a few values spill
     return threads_fit(problem, config.threads)
-
-
-configs = build.every_feasible(Config, fits, THREADS, _ROWS, _BATCHES, _MIN_THREADS_PER_SM)
 
 
 def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
@@ -68,35 +54,28 @@ def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     return Config(min(threads, 64), 8, batch)
 
 
-def compile(problem: Conv1dProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
+def _fakes(problem: Conv1dProblem) -> Conv1dParams:
     offsets, slots = [fake(problem.checkpoint_dtype, None, None) for _ in range(2)]
-    fakes = Conv1dParams(
+    return Conv1dParams(
         **fake_common(problem, "conv_states"),
         cache_indices=fake(problem.index_dtype, None),
         has_initial_state=fake("uint8" if problem.has_mask else None, None, last=1),
         checkpoint_offsets=offsets,
         checkpoint_slots=slots,
     )
-    return build.one_entry("conv1d", _Conv1d(problem, config), fakes)
 
 
-class _Conv1d(Convolution):
-    """The kernel of one problem and configuration; attributes are compile-time constants."""
-
+class _Conv1d(Convolution, params=Conv1dParams):
     def __init__(self, problem: Conv1dProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
         self.rows = config.rows
-        self.min_blocks = config.min_threads_per_sm // config.threads
+        self.limits = {"min_blocks_per_mp": config.min_threads_per_sm // config.threads, **self.limits}
         # Single float16 values take a register each, and instructions that split words and join them again.
         self.line_dtype = Int32 if self.dtype is cutlass.Float16 else self.dtype
         self.row_places = CHANNELS * self.dtype.width // self.line_dtype.width  # elements of a row in rLine
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = Conv1dParams(*values[:-1]), values[-1]
-        tiles = params.x.shape[0] // self.rows + params.cu_seqlens.shape[0] - 1
-        self.launch(params, tiles, stream, min_blocks_per_mp=self.min_blocks)
+    def blocks(self, params: Conv1dParams) -> Any:
+        return (params.x.shape[0] // self.rows + params.cu_seqlens.shape[0] - 1) * self.slices
 
     @cute.kernel
     def kernel(self, params: Conv1dParams):
@@ -225,3 +204,8 @@ class _Conv1d(Convolution):
                     if tokens > 0 and tokens <= count and target > params.null_slot:
                         self.load_window(params.x, begin, Int32(tokens), channel, rHistory, rKept)
                         self.store_window(rKept, 0, params.conv_states, target, channel)
+
+
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _Conv1d, _fakes, Config, _allows, threads=THREADS, rows=(8, 16, 32, 64, 128), batch=(2, 4), min_threads_per_sm=(384, 512)
+)

@@ -1,11 +1,8 @@
 """Causal depthwise convolution of a decode step, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first: see `gdn.problems.Conv1dUpdateParams`.
-
-A block owns one sequence and `threads * 8` channels. A thread reads the whole window of its channels before it writes any column
-of them, and no other thread touches those: windows may overlap their own shifted copy without a barrier. In a draft tree the
-inputs before a node are fetched by walking its ancestors, few and in cache, so no window but the first is kept in registers.
+first: see `gdn.problems.Conv1dUpdateParams`. A block owns one sequence and `threads * 8` channels: why windows may overlap their
+own shifted copy, and how a draft tree finds its inputs, is in DESIGN.md.
 """
 
 from dataclasses import dataclass
@@ -24,7 +21,6 @@ from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, Regi
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
-launch, workspace_bytes = build.launch, build.no_workspace
 
 # How close a tuned entry's sizes must be (see gdn.runtime.tuned): up to 1.7 times as many tokens and sequences, or as few. The
 # wide blocks of a large batch would leave most SMs idle with a small one.
@@ -37,16 +33,10 @@ class Config:
     batch: int  # rows of x that a thread loads at once: all tokens of a sequence, or a few
 
 
-def fits(problem: Conv1dUpdateProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    if config.batch not in (1, 2, 4):
-        return False
+def _allows(problem: Conv1dUpdateProblem, config: Config) -> bool:
     if config.batch > 1 and (problem.cu_seqlens_dtype is None or problem.has_parent):
         return False  # one token at a time
     return threads_fit(problem, config.threads)
-
-
-configs = build.every_feasible(Config, fits, THREADS, (1, 2, 4))
 
 
 def default_config(problem: Conv1dUpdateProblem, device: DeviceSpec) -> Config:
@@ -60,31 +50,22 @@ def default_config(problem: Conv1dUpdateProblem, device: DeviceSpec) -> Config:
     return max(compress(feasible, enough), key=lambda config: config.threads, default=feasible[0])
 
 
-def compile(problem: Conv1dUpdateProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
-    fakes = Conv1dUpdateParams(
+def _fakes(problem: Conv1dUpdateProblem) -> Conv1dUpdateParams:
+    return Conv1dUpdateParams(
         **fake_common(problem, "conv_state"),
         conv_state_indices=fake(problem.index_dtype, *[None] * (2 if problem.has_columns else 1)),
         num_accepted_tokens=fake("int32" if problem.has_accepted else None, None),
         parent_token=fake("int32" if problem.has_parent else None, None, last=1),
     )
-    return build.one_entry("conv1d_update", _Conv1dUpdate(problem, config), fakes)
 
 
-class _Conv1dUpdate(Convolution):
-    """The kernel of one problem and configuration; attributes are compile-time constants."""
-
+class _Conv1dUpdate(Convolution, params=Conv1dUpdateParams):
     def __init__(self, problem: Conv1dUpdateProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
         self.has_columns, self.keeps_every_input = problem.has_columns, problem.keeps_every_input
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = Conv1dUpdateParams(*values[:-1]), values[-1]
-        num_sequences = params.x.shape[0]
-        if cutlass.const_expr(params.cu_seqlens is not None):
-            num_sequences = params.cu_seqlens.shape[0] - 1
-        self.launch(params, num_sequences, stream)
+    def blocks(self, params: Conv1dUpdateParams) -> Any:
+        return (params.x.shape[0] if params.cu_seqlens is None else params.cu_seqlens.shape[0] - 1) * self.slices
 
     @cute.kernel
     def kernel(self, params: Conv1dUpdateParams):
@@ -206,3 +187,8 @@ class _Conv1dUpdate(Convolution):
                 target = Int64(params.conv_state_indices[sequence, t])
                 if target > params.null_slot:
                     self.store_window(rNode, 1, params.conv_state, target, channel)
+
+
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _Conv1dUpdate, _fakes, Config, _allows, threads=THREADS, batch=(1, 2, 4)
+)

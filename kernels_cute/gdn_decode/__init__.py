@@ -42,7 +42,6 @@ TUNED_WITHIN = 1.5
 
 
 def refusal(problem: GdnDecodeProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     k, v = problem.head_k_dim, problem.head_v_dim
     if k % 32 or v % 32 or not 32 <= k <= 256 or not 32 <= v <= 256:
         return f"requires head dims that are multiples of 32 up to 256, got K={k}, V={v}"
@@ -54,9 +53,8 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
         "norm_weight": problem.norm_dtype, "conv_state": problem.conv_dtype,
     }  # fmt: skip
     allowed = {HALF_DTYPES: {"mixed_qkv": problem.dtype}, ("float32", "bfloat16"): {"a state": problem.state_dtype}}
-    for dtypes, tensors in (allowed | {FLOAT_DTYPES: others}).items():
-        if (reason := unserved(dtypes, tensors)) is not None:
-            return reason
+    if (reason := unserved(allowed | {FLOAT_DTYPES: others})) is not None:
+        return reason
     if not _space(problem, H100):
         heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
         return f"requires value heads of a key head that {_MOST_BLOCKS} blocks can share, got {heads}, K={k}, V={v}"
@@ -163,30 +161,21 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
 
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
     p, HV, K, V = problem, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     num_tokens, dim = cute.sym_int(), p.dim
     inner = (V, K) if p.state_v_first else (K, V)
     channel_stride = 1 if p.conv_channels_contiguous else None
-    fakes = GdnDecodeParams(
-        mixed_qkv=fake(p.dtype, num_tokens, dim + (HV * V if p.interleaved else 0), last=1),
-        z=fake(p.z_dtype, num_tokens, HV, V, last=1),
-        b=fake(p.b_dtype, num_tokens, 2 * HV if p.interleaved else HV),
-        a=fake(p.a_dtype, num_tokens, HV),
-        conv_state=fake(p.conv_dtype, cute.sym_int64(), dim, cute.sym_int64(), last=(channel_stride, None)),
-        conv_weight=fake(p.weight_dtype, dim, p.width, last=(p.width, 1)),
-        conv_bias=fake(p.bias_dtype, dim, last=1),
-        A_log=fake(p.A_log_dtype, HV),
-        dt_bias=fake(p.dt_bias_dtype, HV),
-        norm_weight=fake(p.norm_dtype, V),
-        ssm_state=fake(p.state_dtype, cute.sym_int64(), HV, *inner, last=(inner[1], 1)),
-        state_indices=fake(p.index_dtype, *[None] * (2 if p.has_columns else 1)),
-        num_accepted_tokens=fake("int32" if p.has_accepted else None, None),
-        cu_seqlens=fake(p.cu_seqlens_dtype, None, last=1),
-        rounding_seed=fake("int64" if p.has_rounding else None, 1, last=1),
-        out=fake(p.dtype, num_tokens, HV, V, last=1),
-        scale=Float32(1.0),
-        eps=Float32(1e-6),
-        null_slot=Int64(-1),
-    )
+    mixed_qkv = fake(p.dtype, num_tokens, dim + (HV * V if p.interleaved else 0), last=1)
+    z, out = [fake(dtype, num_tokens, HV, V, last=1) for dtype in (p.z_dtype, p.dtype)]
+    b, a = fake(p.b_dtype, num_tokens, 2 * HV if p.interleaved else HV), fake(p.a_dtype, num_tokens, HV)
+    conv_state = fake(p.conv_dtype, cute.sym_int64(), dim, cute.sym_int64(), last=(channel_stride, None))
+    conv_weight, conv_bias = fake(p.weight_dtype, dim, p.width, last=(p.width, 1)), fake(p.bias_dtype, dim, last=1)
+    A_log, dt_bias, norm_weight = fake(p.A_log_dtype, HV), fake(p.dt_bias_dtype, HV), fake(p.norm_dtype, V)
+    ssm_state = fake(p.state_dtype, cute.sym_int64(), HV, *inner, last=(inner[1], 1))
+    indices, accepted = fake(p.index_dtype, *[None] * (1 + p.has_columns)), fake("int32" if p.has_accepted else None, None)
+    cu_seqlens, seed = fake(p.cu_seqlens_dtype, None, last=1), fake("int64" if p.has_rounding else None, 1, last=1)
+    conv = (conv_state, conv_weight, conv_bias)
+    slots = (ssm_state, indices, accepted, cu_seqlens, seed)
+    scalars = (Float32(1.0), Float32(1e-6), Int64(-1))
+    fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars)
     return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)

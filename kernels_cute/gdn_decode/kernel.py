@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common.delta_rule import HeadGate, store_zeros
-from kernels_cute.common.indices import narrowed
+from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ptx import use
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import carveout
@@ -99,8 +99,7 @@ class GdnDecode:
 
 def block_of(spec: Spec) -> Block:
     """The sequence, heads and columns of a thread."""
-    block, _, _ = cute.arch.block_idx()
-    thread, _, _ = cute.arch.thread_idx()
+    block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     rank = block % spec.cluster
     sequence = block // (spec.cluster * spec.problem.num_k_heads)
     key_head = block // spec.cluster % spec.problem.num_k_heads

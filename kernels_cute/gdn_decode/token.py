@@ -9,8 +9,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, make_work, row_factors, store_out, update
-from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import sigmoid
+from kernels_cute.common.memory import narrowed, sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import Place, store_state
 from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column

@@ -20,8 +20,6 @@ from gdn.problems import GatingParams, GatingProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import FLOAT_DTYPES, fake, pointer, store, unserved
 
-launch, workspace_bytes = build.launch, build.no_workspace
-
 
 @dataclass(frozen=True)
 class Config:
@@ -30,19 +28,10 @@ class Config:
 
 
 def refusal(problem: GatingProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     p = problem
     dtypes = {"a": p.a_dtype, "b": p.b_dtype, "A_log": p.A_log_dtype, "dt_bias": p.dt_bias_dtype}
     few = None if p.num_heads > 0 else f"requires at least one head, got {p.num_heads}"
-    return unserved(FLOAT_DTYPES, dtypes) or few
-
-
-def fits(problem: GatingProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (64, 128, 256) and config.heads in (1, 2, 4) and problem.num_heads % config.heads == 0
-
-
-configs = build.every_feasible(Config, fits, (64, 128, 256), (1, 2, 4))
+    return unserved({FLOAT_DTYPES: dtypes}) or few
 
 
 def default_config(problem: GatingProblem, device: DeviceSpec) -> Config:
@@ -52,33 +41,25 @@ def default_config(problem: GatingProblem, device: DeviceSpec) -> Config:
     return Config(128, wide[0] if wide else 1)
 
 
-def compile(problem: GatingProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
+def _fakes(problem: GatingProblem) -> GatingParams:
     p, rows, heads = problem, cute.sym_int(), problem.num_heads
     A_log, a, b = fake(p.A_log_dtype, heads), fake(p.a_dtype, rows, heads), fake(p.b_dtype, rows, heads)
     outputs = [fake("float32", rows, heads, last=1) for _ in range(2)]
-    fakes = GatingParams(A_log, a, b, fake(p.dt_bias_dtype, heads), *outputs, beta=Float32(1.0), threshold=Float32(20.0))
-    return build.one_entry("gating", _Gating(problem, config), fakes)
+    return GatingParams(A_log, a, b, fake(p.dt_bias_dtype, heads), *outputs, beta=Float32(1.0), threshold=Float32(20.0))
 
 
-class _Gating:
-    """The kernel of one problem and configuration; attributes are compile-time constants."""
-
+class _Gating(build.Kernel, params=GatingParams):
     def __init__(self, problem: GatingProblem, config: Config) -> None:
         self.threads, self.heads = config.threads, config.heads
         self.row_threads = problem.num_heads // config.heads
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = GatingParams(*values[:-1]), values[-1]
+    def blocks(self, params: GatingParams) -> Any:
         # In 64 bits: tokens times heads may exceed 2**31.
-        blocks = (Int64(params.a.shape[0]) * self.row_threads + self.threads - 1) // self.threads
-        self.kernel(params).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+        return Int32((Int64(params.a.shape[0]) * self.row_threads + self.threads - 1) // self.threads)
 
     @cute.kernel
     def kernel(self, params: GatingParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         item = Int64(block) * self.threads + thread
         row = Int32(item // self.row_threads)
         head = Int32(item % self.row_threads) * self.heads
@@ -95,3 +76,8 @@ class _Gating:
             offset = Int64(row) * params.g.stride[0] + head
             store(rG, 0, self.heads, pointer(params.g, offset, 4 * self.heads))
             store(rBeta, 0, self.heads, pointer(params.beta_output, offset, 4 * self.heads))
+
+
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _Gating, _fakes, Config, lambda p, config: p.num_heads % config.heads == 0, threads=(64, 128, 256), heads=(1, 2, 4)
+)

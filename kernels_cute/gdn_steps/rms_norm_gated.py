@@ -17,7 +17,6 @@ from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, load, pointer, sigmoid, store, unserved
 
-launch, workspace_bytes = build.launch, build.no_workspace
 _MOST_ELEMENTS = 64  # elements of x in a thread's registers
 
 
@@ -28,11 +27,10 @@ class Config:
 
 
 def refusal(problem: RmsNormGatedProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     if problem.head_dim % 4 or not 4 <= problem.head_dim <= 1024:
         return f"requires a last dim that is a multiple of 4 up to 1024, got {problem.head_dim}"
     others = {"z": problem.z_dtype, "weight": problem.weight_dtype}
-    return unserved(HALF_DTYPES, {"x": problem.dtype}) or unserved(FLOAT_DTYPES, others)
+    return unserved({HALF_DTYPES: {"x": problem.dtype}, FLOAT_DTYPES: others})
 
 
 def _parts(problem: RmsNormGatedProblem) -> tuple[int, int, int]:
@@ -42,36 +40,20 @@ def _parts(problem: RmsNormGatedProblem) -> tuple[int, int, int]:
     return vector, lanes, -(-problem.head_dim // (vector * lanes)) * vector
 
 
-def fits(problem: RmsNormGatedProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    if config.threads not in (32, 64, 128, 256) or config.rows not in (1, 2, 4, 8):
-        return False
-    return config.rows * _parts(problem)[2] <= _MOST_ELEMENTS
-
-
-configs = build.every_feasible(Config, fits, (32, 64, 128, 256), (1, 2, 4, 8))
-
-
 def default_config(problem: RmsNormGatedProblem, device: DeviceSpec) -> Config:
     """The most rows per group that leave every SM two full loads of threads, then the most threads per block."""
-    (_, lanes, _), count = _parts(problem), problem.num_tokens * problem.num_heads
-    for rows in (4, 2, 1):
-        if fits(problem, Config(128, rows), device) and count * lanes >= 2 * 1024 * device.num_sms * rows:
-            return Config(128, rows)
-    return Config(128 if count * lanes >= 256 * device.num_sms else 32, 1)
+    _, lanes, elements = _parts(problem)
+    rows = [rows for rows in (4, 2) if rows * elements <= _MOST_ELEMENTS]
+    return build.by_load(Config, problem.num_tokens * problem.num_heads * lanes, device, rows, load=2048)
 
 
-def compile(problem: RmsNormGatedProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
+def _fakes(problem: RmsNormGatedProblem) -> RmsNormGatedParams:
     shape = (cute.sym_int(), problem.num_heads, problem.head_dim)
     x, z, out = [fake(dtype, *shape, last=1) for dtype in (problem.dtype, problem.z_dtype, problem.dtype)]
-    fakes = RmsNormGatedParams(x, z, fake(problem.weight_dtype, problem.head_dim, last=1), out, eps=Float32(1e-6))
-    return build.one_entry("rms_norm_gated", _RmsNormGated(problem, config), fakes)
+    return RmsNormGatedParams(x, z, fake(problem.weight_dtype, problem.head_dim, last=1), out, eps=Float32(1e-6))
 
 
-class _RmsNormGated:
-    """The kernel of one problem and configuration; attributes are compile-time constants."""
-
+class _RmsNormGated(build.Kernel, params=RmsNormGatedParams):
     def __init__(self, problem: RmsNormGatedProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
         self.heads, self.dim, self.sigmoid = problem.num_heads, problem.head_dim, problem.sigmoid
@@ -80,17 +62,12 @@ class _RmsNormGated:
         self.mask = self.elements * self.lanes != self.dim
         self.block_rows = config.threads // self.lanes * config.rows
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = RmsNormGatedParams(*values[:-1]), values[-1]
-        count = Int64(params.x.shape[0]) * self.heads
-        blocks = (count + self.block_rows - 1) // self.block_rows
-        self.kernel(params).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+    def blocks(self, params: RmsNormGatedParams) -> Any:
+        return Int32((Int64(params.x.shape[0]) * self.heads + self.block_rows - 1) // self.block_rows)
 
     @cute.kernel
     def kernel(self, params: RmsNormGatedParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         lane = thread % self.lanes
         groups = cutlass.const_expr(self.threads // self.lanes)
         # The groups of a block take neighbouring rows, so that a block reads contiguous memory.
@@ -158,3 +135,13 @@ class _RmsNormGated:
         # A float32 row takes two accesses: 16 bytes are known of its alignment.
         align = cutlass.const_expr(min(16, self.vector * gX.element_type.width // 8))
         load(pointer(gX, offset, align), self.vector, rX, start, once)
+
+
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _RmsNormGated,
+    _fakes,
+    Config,
+    lambda p, config: config.rows * _parts(p)[2] <= _MOST_ELEMENTS,
+    threads=(32, 64, 128, 256),
+    rows=(1, 2, 4, 8),
+)

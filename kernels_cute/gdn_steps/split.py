@@ -20,8 +20,6 @@ from gdn.problems import SplitParams, SplitProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, load, pointer, store, unserved
 
-launch, workspace_bytes = build.launch, build.no_workspace
-
 
 @dataclass(frozen=True)
 class Config:
@@ -30,24 +28,15 @@ class Config:
 
 
 def refusal(problem: SplitProblem) -> str | None:
-    """None where this kernel serves the problem, else why not."""
     if problem.head_k_dim % 4 or problem.head_v_dim % 4:
         return f"requires head dims that are multiples of 4, got K={problem.head_k_dim}, V={problem.head_v_dim}"
-    return unserved(HALF_DTYPES, {"mixed_qkvz": problem.dtype}) or unserved(FLOAT_DTYPES, {"mixed_ba": problem.ba_dtype})
+    return unserved({HALF_DTYPES: {"mixed_qkvz": problem.dtype}, FLOAT_DTYPES: {"mixed_ba": problem.ba_dtype}})
 
 
 def _pieces(problem: SplitProblem, threads: int) -> tuple[int, int]:
     """Elements per access, a divisor of every part of a group; number of blocks that share a row of mixed_qkvz."""
     vector = 4 if problem.head_k_dim % 8 or problem.head_v_dim % 8 else 8
     return vector, -(-(problem.row_elements // vector) // threads)
-
-
-def fits(problem: SplitProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled and launched."""
-    return config.threads in (64, 128, 256) and config.rows in (1, 2, 4, 8, 16)
-
-
-configs = build.every_feasible(Config, fits, (64, 128, 256), (1, 2, 4, 8, 16))
 
 
 def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:
@@ -60,19 +49,15 @@ def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:
     return Config(threads, 1)
 
 
-def compile(problem: SplitProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
+def _fakes(problem: SplitProblem) -> SplitParams:
     rows, gates, heads, tokens = problem.dtype, problem.ba_dtype, problem.num_v_heads, cute.sym_int()
     keys, values = problem.num_k_heads * problem.head_k_dim, heads * problem.head_v_dim
     inputs = [(rows, problem.row_elements), (gates, 2 * heads)]
     outputs = [(rows, 2 * keys + values), (rows, values), (gates, heads), (gates, heads)]
-    fakes = SplitParams(*(fake(dtype, tokens, width, last=1) for dtype, width in inputs + outputs))
-    return build.one_entry("split", _Split(problem, config), fakes)
+    return SplitParams(*(fake(dtype, tokens, width, last=1) for dtype, width in inputs + outputs))
 
 
-class _Split:
-    """The kernel of one problem and configuration; attributes are compile-time constants."""
-
+class _Split(build.Kernel, params=SplitParams):
     def __init__(self, problem: SplitProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
         self.vector, self.slices = _pieces(problem, config.threads)
@@ -84,16 +69,12 @@ class _Split:
         self.group = 2 * self.key + 2 * self.value
         self.k_start, self.v_start = self.heads * self.key, 2 * self.heads * self.key
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = SplitParams(*values[:-1]), values[-1]
-        tiles = (params.mixed_qkvz.shape[0] + self.rows - 1) // self.rows
-        self.kernel(params).launch(grid=[tiles * (self.slices + 1), 1, 1], block=[self.threads, 1, 1], stream=stream)
+    def blocks(self, params: SplitParams) -> Any:
+        return (params.mixed_qkvz.shape[0] + self.rows - 1) // self.rows * (self.slices + 1)
 
     @cute.kernel
     def kernel(self, params: SplitParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         first = block // (self.slices + 1) * self.rows
         part = block % (self.slices + 1)
         if part < self.slices:
@@ -148,3 +129,8 @@ class _Split:
                     params.b[first + u, head * self.ratio + within] = params.mixed_ba[first + u, element]
                 else:
                     params.a[first + u, head * self.ratio + within - self.ratio] = params.mixed_ba[first + u, element]
+
+
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _Split, _fakes, Config, threads=(64, 128, 256), rows=(1, 2, 4, 8, 16)
+)

@@ -10,10 +10,7 @@ A warp owns a token. If the token ends a group, the warp computes the group's ke
 ring. It also stores the token's raw key in the ring, unless a later token of the call takes the same row.
 
 Old rows are read before they are overwritten, without a barrier between blocks: rows that the group across the call's start
-reads are written only by the warp that read them, which copies the raw key of their last owner itself. That owner knows from
-the distance b to its sequence's first token (a search of 32 probes per step): its row is one of them where
-(b + j) % size == 0 for some j = 1 .. first position % ratio. With b <= size - ratio, as in every decode step, no row is, and
-nothing is searched.
+reads are written only by the warp that read them. Their last owner leaves them alone: DESIGN.md says how it knows.
 """
 
 from dataclasses import dataclass
@@ -25,11 +22,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
-from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import fake
+from kernels_cute.common import build
+from kernels_cute.common.memory import fake, narrowed
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import ELEMENTS, WORDS, IndexerRows, form_of, row_offset
-from kernels_cute.indexer.step import Step
 
 _MOST_RATIO = 16  # a lane holds the rows of all members at once: 8 registers each
 
@@ -58,41 +54,28 @@ def default_config(problem: CompressIndexerKeysProblem, device: DeviceSpec) -> C
     return Config(128 if problem.num_tokens >= 8 * device.num_sms else 256)
 
 
-def _arguments(problem: CompressIndexerKeysProblem) -> CompressIndexerKeysParams:
-    tokens, shape = cute.sym_int(), (problem.num_kv_heads, problem.head_dim)
-    return CompressIndexerKeysParams(
-        raw_k=fake(problem.dtype, tokens, *shape, last=1),
-        ring=fake(problem.dtype, cute.sym_int(), cute.sym_int(), *shape, last=1),
-        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
-        positions=fake(problem.position_dtype, tokens),
-        cos_sin=fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
-        k_norm=fake(str(problem.k_norm_dtype), problem.head_dim, last=1),
-        ring_slots=fake(problem.ring_slot_dtype, tokens),
-        slot_mapping=fake(str(problem.slot_dtype), tokens),
-        eps=Float32(1e-6),
-        null_slot=Int64(-1),
-    )
+def _fakes(problem: CompressIndexerKeysProblem) -> CompressIndexerKeysParams:
+    p, tokens, row = problem, cute.sym_int(), (problem.num_kv_heads, problem.head_dim)
+    raw_k, ring = [fake(p.dtype, *outer, *row, last=1) for outer in ((tokens,), (None, None))]
+    cache, cos_sin = fake(p.cache_dtype, None, None, last=1), fake(p.cos_sin_dtype, None, p.rotary_dim, last=1)
+    positions, *slots = [fake(dtype, tokens) for dtype in (p.position_dtype, p.ring_slot_dtype, p.slot_dtype)]
+    k_norm = fake(p.k_norm_dtype, p.head_dim, last=1)
+    return CompressIndexerKeysParams(raw_k, ring, cache, positions, cos_sin, k_norm, *slots, Float32(1e-6), null_slot=Int64(-1))
 
 
-class _CompressIndexerKeys(IndexerRows):
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
-
+class _CompressIndexerKeys(IndexerRows, params=CompressIndexerKeysParams):
     def __init__(self, problem: CompressIndexerKeysProblem, config: Config) -> None:
         super().__init__(problem.head_dim, problem.rotary_dim, config.threads)
         self.warps, self.warp_heads = config.threads // 32, 32 // self.lanes
         self.kv_heads, self.ratio, self.dtype = problem.num_kv_heads, problem.ratio, problem.dtype
         self.zero_centred, self.form = problem.zero_centred, form_of(problem.cache_dtype)
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = CompressIndexerKeysParams(*values[:-1]), values[-1]
-        blocks = (params.raw_k.shape[0] + self.warps - 1) // self.warps
-        self.kernel(params).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+    def blocks(self, params: CompressIndexerKeysParams) -> Any:
+        return (params.raw_k.shape[0] + self.warps - 1) // self.warps
 
     @cute.kernel
     def kernel(self, params: CompressIndexerKeysParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         token = block * self.warps + thread // 32
         if token < params.raw_k.shape[0]:  # the same for a whole warp, as every branch below but those on lanes
             slot, position = Int64(params.ring_slots[token]), narrowed(params.positions[token])
@@ -212,6 +195,4 @@ class _CompressIndexerKeys(IndexerRows):
                     self.store_raw(rWords, params.ring, self.ring_offset(slot, position % size, head, params.ring), lane)
 
 
-_STEP = Step("compress_indexer_keys", _CompressIndexerKeys, _arguments, Config, {"threads": (32, 64, 128, 256)})
-fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
-compile, launch = _STEP.compile, _STEP.launch
+fits, configs, compile, launch, workspace_bytes = build.step(_CompressIndexerKeys, _fakes, Config, threads=(32, 64, 128, 256))

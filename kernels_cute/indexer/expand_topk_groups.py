@@ -17,10 +17,8 @@ from cutlass import Int32
 
 from gdn.device import DeviceSpec
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
-from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import fake
-from kernels_cute.indexer.rows import INDEX_DTYPES
-from kernels_cute.indexer.step import Step
+from kernels_cute.common import build
+from kernels_cute.common.memory import INDEX_DTYPES, fake, narrowed, unserved
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,8 @@ class Config:
 
 
 def refusal(problem: ExpandTopkGroupsProblem) -> str | None:
-    for name, dtype in (("group_indices", problem.group_dtype), ("positions", problem.position_dtype)):
-        if dtype not in INDEX_DTYPES:
-            return f"requires {name} of int32 or int64, got {dtype}"
-    if problem.ratio < 1:
-        return f"requires a ratio of at least 1, got {problem.ratio}"
-    return None
+    few = f"requires a ratio of at least 1, got {problem.ratio}" if problem.ratio < 1 else None
+    return unserved({INDEX_DTYPES: {"group_indices": problem.group_dtype, "positions": problem.position_dtype}}) or few
 
 
 def default_config(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> Config:
@@ -47,29 +41,21 @@ def default_config(problem: ExpandTopkGroupsProblem, device: DeviceSpec) -> Conf
     return Config(threads, 8)
 
 
-def _arguments(problem: ExpandTopkGroupsProblem) -> ExpandTopkGroupsParams:
+def _fakes(problem: ExpandTopkGroupsProblem) -> ExpandTopkGroupsParams:
     tokens = cute.sym_int()
-    return ExpandTopkGroupsParams(
-        group_indices=fake(problem.group_dtype, tokens, cute.sym_int()),
-        positions=fake(problem.position_dtype, tokens),
-        out=fake("int32", tokens, cute.sym_int(), last=1),
-    )
+    group_indices, positions = fake(problem.group_dtype, tokens, None), fake(problem.position_dtype, tokens)
+    return ExpandTopkGroupsParams(group_indices, positions, out=fake("int32", tokens, None, last=1))
 
 
-class _ExpandTopkGroups:
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
-
+class _ExpandTopkGroups(build.Kernel, params=ExpandTopkGroupsParams):
     def __init__(self, problem: ExpandTopkGroupsProblem, config: Config) -> None:
         self.threads, self.groups, self.ratio = config.threads, config.groups, problem.ratio
         self.warps = config.threads // 32
         self.step = config.threads * config.groups
+        self.limits = {"preferred_smem_carveout": 25}  # percent
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = ExpandTopkGroupsParams(*values[:-1]), values[-1]
-        self.kernel(params).launch(
-            grid=[params.out.shape[0], 1, 1], block=[self.threads, 1, 1], preferred_smem_carveout=25, stream=stream
-        )
+    def blocks(self, params: ExpandTopkGroupsParams) -> Any:
+        return params.out.shape[0]
 
     @cute.kernel
     def kernel(self, params: ExpandTopkGroupsParams):
@@ -135,8 +121,6 @@ class _ExpandTopkGroups:
         return count
 
 
-_STEP = Step(
-    "expand_topk_groups", _ExpandTopkGroups, _arguments, Config, {"threads": (32, 64, 128, 256, 512), "groups": (1, 2, 4, 8)}
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _ExpandTopkGroups, _fakes, Config, threads=(32, 64, 128, 256, 512), groups=(1, 2, 4, 8)
 )
-fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
-compile, launch = _STEP.compile, _STEP.launch

@@ -16,9 +16,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem
-from kernels_cute.common.memory import ACCESS_BYTES, fake, load, store, word_pointer
-from kernels_cute.indexer.rows import CACHE_DTYPES, INDEX_DTYPES
-from kernels_cute.indexer.step import Step
+from kernels_cute.common import build
+from kernels_cute.common.memory import ACCESS_BYTES, INDEX_DTYPES, fake, load, store, unserved, word_pointer
+from kernels_cute.indexer.rows import CACHE_DTYPES
 
 _MOST_PIECES = 16  # 16-byte pieces that a lane holds at once: 64 registers
 
@@ -35,10 +35,9 @@ def _row_bytes(problem: GatherIndexerCacheProblem) -> int:
 
 
 def refusal(problem: GatherIndexerCacheProblem) -> str | None:
-    if problem.cache_dtype not in CACHE_DTYPES:
-        return f"requires a cache of uint8, float8_e4m3fn or bfloat16, got {problem.cache_dtype}"
-    if problem.cu_seqlens_dtype not in INDEX_DTYPES:
-        return f"requires cu_seqlens of int32 or int64, got {problem.cu_seqlens_dtype}"
+    dtypes = {CACHE_DTYPES: {"a cache": problem.cache_dtype}, INDEX_DTYPES: {"cu_seqlens": problem.cu_seqlens_dtype}}
+    if (reason := unserved(dtypes)) is not None:
+        return reason
     if problem.num_kv_heads < 1 or _row_bytes(problem) % ACCESS_BYTES:
         return f"requires rows of a multiple of 16 bytes, got {_row_bytes(problem)} bytes"
     return None
@@ -52,20 +51,15 @@ def default_config(problem: GatherIndexerCacheProblem, device: DeviceSpec) -> Co
     return Config(32, 8 if problem.num_rows >= 8 * 2 * device.num_sms else 4)
 
 
-def _arguments(problem: GatherIndexerCacheProblem) -> GatherIndexerCacheParams:
-    rows, width = cute.sym_int(), problem.num_kv_heads * problem.head_dim
-    return GatherIndexerCacheParams(
-        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
-        block_tables=fake("int32", cute.sym_int(), cute.sym_int()),
-        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int()),
-        k=fake("float8_e4m3fn" if problem.scaled else str(problem.cache_dtype), rows, width, last=1),
-        k_scale=fake("float32", rows, problem.num_kv_heads, last=1) if problem.scaled else None,
-    )
+def _fakes(problem: GatherIndexerCacheProblem) -> GatherIndexerCacheParams:
+    p, rows = problem, cute.sym_int()
+    cache, cu_seqlens = fake(p.cache_dtype, None, None, last=1), fake(p.cu_seqlens_dtype, None)
+    k = fake("float8_e4m3fn" if p.scaled else p.cache_dtype, rows, p.num_kv_heads * p.head_dim, last=1)
+    k_scale = fake("float32" if p.scaled else None, rows, p.num_kv_heads, last=1)
+    return GatherIndexerCacheParams(cache, fake("int32", None, None), cu_seqlens, k, k_scale)
 
 
-class _GatherIndexerCache:
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
-
+class _GatherIndexerCache(build.Kernel, params=GatherIndexerCacheParams):
     def __init__(self, problem: GatherIndexerCacheProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
         self.kv_heads = problem.num_kv_heads
@@ -76,18 +70,13 @@ class _GatherIndexerCache:
         self.pieces = self.rows * self.row_pieces  # of a warp
         self.rounds = -(-self.pieces // 32)
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = GatherIndexerCacheParams(*values[:-1]), values[-1]
+    def blocks(self, params: GatherIndexerCacheParams) -> Any:
         block_rows = self.threads // 32 * self.rows
-        self.kernel(params).launch(
-            grid=[(params.k.shape[0] + block_rows - 1) // block_rows, 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
+        return (params.k.shape[0] + block_rows - 1) // block_rows
 
     @cute.kernel
     def kernel(self, params: GatherIndexerCacheParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         lane = thread % 32
         first = (block * (self.threads // 32) + thread // 32) * self.rows
         num_rows = params.k.shape[0]
@@ -170,6 +159,6 @@ class _GatherIndexerCache:
                 gScale[row, head] = scale
 
 
-_STEP = Step("gather_indexer_cache", _GatherIndexerCache, _arguments, Config, {"threads": (32, 64, 128), "rows": (4, 8, 16, 32)})
-fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
-compile, launch = _STEP.compile, _STEP.launch
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _GatherIndexerCache, _fakes, Config, threads=(32, 64, 128), rows=(4, 8, 16, 32)
+)

@@ -21,10 +21,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import PrepareIndexerParams, PrepareIndexerProblem
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import CAST, ELEMENTS, SCALED, WORDS, IndexerRows, form_of, row_offset, store_scale
-from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,22 @@ def default_config(problem: PrepareIndexerProblem, device: DeviceSpec) -> Config
     """The most heads per group that leave every SM a full load of threads, then blocks small enough to reach every SM."""
     lanes = _indexer_rows.lanes_of(problem.head_dim)
     threads_wanted = problem.num_tokens * problem.num_heads * lanes
-    for rows in (4, 2):
-        if problem.num_heads % rows == 0 and threads_wanted >= rows * 1024 * device.num_sms:
-            return Config(128, rows)
-    return Config(128 if threads_wanted >= 256 * device.num_sms else 32, 1)
+    return build.by_load(Config, threads_wanted, device, [rows for rows in (4, 2) if problem.num_heads % rows == 0])
 
 
-def _arguments(problem: PrepareIndexerProblem) -> PrepareIndexerParams:
-    tokens, heads, dim = cute.sym_int(), problem.num_heads, problem.head_dim
-    kv_heads, folds = problem.num_kv_heads, problem.folds_weights
-    return PrepareIndexerParams(
-        q=fake(problem.dtype, tokens, heads, dim, last=1),
-        k=fake(str(problem.k_dtype), tokens, kv_heads, dim, last=1) if kv_heads else None,
-        weights=fake(str(problem.weights_dtype), tokens, heads) if problem.weights_dtype is not None else None,
-        positions=fake(problem.position_dtype, tokens),
-        cos_sin=fake(problem.cos_sin_dtype, cute.sym_int(), problem.rotary_dim, last=1),
-        q_norm=fake(problem.q_norm_dtype, dim, last=1),
-        k_norm=fake(str(problem.k_norm_dtype), dim, last=1) if kv_heads else None,
-        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1) if kv_heads else None,
-        slot_mapping=fake(str(problem.slot_dtype), tokens) if kv_heads else None,
-        q_out=fake(problem.q_out_dtype, tokens, heads, dim, last=1),
-        weights_out=fake("float32", tokens, heads, last=1) if folds else None,
-        eps=Float32(1e-6),
-    )
+def _fakes(problem: PrepareIndexerProblem) -> PrepareIndexerParams:
+    p, tokens, heads, dim = problem, cute.sym_int(), problem.num_heads, problem.head_dim
+    q, q_out = [fake(dtype, tokens, heads, dim, last=1) for dtype in (p.dtype, p.q_out_dtype)]
+    k, weights = fake(p.k_dtype, tokens, p.num_kv_heads, dim, last=1), fake(p.weights_dtype, tokens, heads)
+    positions, slot_mapping = [fake(dtype, tokens) for dtype in (p.position_dtype, p.slot_dtype)]
+    cos_sin, cache = fake(p.cos_sin_dtype, None, p.rotary_dim, last=1), fake(p.cache_dtype, None, None, last=1)
+    q_norm, k_norm = [fake(dtype, dim, last=1) for dtype in (p.q_norm_dtype, p.k_norm_dtype)]
+    weights_out = fake("float32" if p.folds_weights else None, tokens, heads, last=1)
+    keys = (q_norm, k_norm, cache, slot_mapping)
+    return PrepareIndexerParams(q, k, weights, positions, cos_sin, *keys, q_out, weights_out, eps=Float32(1e-6))
 
 
-class _PrepareIndexer(IndexerRows):
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
-
+class _PrepareIndexer(IndexerRows, params=PrepareIndexerParams):
     def __init__(self, problem: PrepareIndexerProblem, config: Config) -> None:
         super().__init__(problem.head_dim, problem.rotary_dim, config.threads)
         self.rows = config.rows
@@ -88,13 +76,9 @@ class _PrepareIndexer(IndexerRows):
         self.query_form = SCALED if problem.folds_weights else CAST if is_fp8 else problem.dtype
         self.form = form_of(problem.cache_dtype)
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = PrepareIndexerParams(*values[:-1]), values[-1]
+    def blocks(self, params: PrepareIndexerParams) -> Any:
         query_blocks = (params.q.shape[0] * self.parts + self.groups - 1) // self.groups
-        self.kernel(params).launch(
-            grid=[self.key_blocks(params.q.shape[0]) + query_blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
+        return self.key_blocks(params.q.shape[0]) + query_blocks
 
     @cute.jit
     def key_blocks(self, tokens: Int32):
@@ -102,8 +86,7 @@ class _PrepareIndexer(IndexerRows):
 
     @cute.kernel
     def kernel(self, params: PrepareIndexerParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         group, lane = thread // self.lanes, thread % self.lanes
         key_blocks = self.key_blocks(params.q.shape[0])
         if block < key_blocks:
@@ -151,7 +134,6 @@ class _PrepareIndexer(IndexerRows):
                         store_scale(params.weights_out.iterator.toint() + place * 4, weight)
 
 
-_CHOICES = {"threads": (32, 64, 128, 256), "rows": (1, 2, 4)}
-_STEP = Step("prepare_indexer", _PrepareIndexer, _arguments, Config, _CHOICES, lambda p, config: p.num_heads % config.rows == 0)
-fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
-compile, launch = _STEP.compile, _STEP.launch
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _PrepareIndexer, _fakes, Config, lambda p, config: p.num_heads % config.rows == 0, threads=(32, 64, 128, 256), rows=(1, 2, 4)
+)

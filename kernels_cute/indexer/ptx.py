@@ -3,8 +3,9 @@
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Uint32
+
+from kernels_cute.common.ptx import instruction, run
 
 # The larger half as a float. Bits of non-negative values are ordered as the values are, with NaN above infinity.
 _LARGER = """{
@@ -34,36 +35,24 @@ fma.rn.f32 {$w0}, rest, inverse, near;
 }"""
 
 
+# The larger one in each half of two words, as unsigned integers.
+larger = instruction("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32)
+# (value, least): the larger one; NaN stays NaN. (cute.arch.fmax makes four instructions more of quantize_fp8.)
+at_least = instruction("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32)
+# (value, inverse, divisor): value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such:
+# checked over all pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal.
+quotient = instruction(_QUOTIENT, Float32)
+to_e4m3 = instruction(_E4M3, Uint32)  # four values as e4m3 in one word
+
+
 def magnitudes(word: Any) -> Any:
     """Both halves without their signs."""
     return word & Uint32(0x7FFF7FFF)
 
 
-def larger(first: Any, second: Any) -> Any:
-    """The larger one in each half, as unsigned integers."""
-    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[first, second])
-
-
 def larger_half(dtype: str, word: Any) -> Any:
     """The larger of a word's two magnitudes as a float; NaN where one is NaN."""
-    return cute.arch.inline_ptx(_LARGER % _TO_FLOAT[dtype], write_only_types=[Float32], read_only_args=[word])
-
-
-def at_least(value: Any, least: float) -> Any:
-    """max(value, least); NaN stays NaN. (cute.arch.fmax makes four instructions more of quantize_fp8.)"""
-    code = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[value, Float32(least)])
-
-
-def quotient(value: Any, inverse: Any, divisor: Any) -> Any:
-    """value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such: checked over all
-    pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal."""
-    return cute.arch.inline_ptx(_QUOTIENT, write_only_types=[Float32], read_only_args=[value, inverse, divisor])
-
-
-def to_e4m3(first: Any, second: Any, third: Any, fourth: Any) -> Any:
-    """Four values as e4m3 in one word."""
-    return cute.arch.inline_ptx(_E4M3, write_only_types=[Uint32], read_only_args=[first, second, third, fourth])
+    return run(_LARGER % _TO_FLOAT[dtype], word, gives=[Float32])
 
 
 def where_infinite(value: Any, then: Any, otherwise: Any) -> Any:

@@ -14,10 +14,10 @@ from cutlass import Int32, Int64, Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import QuantizeFp8Params, QuantizeFp8Problem
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import SCALED, WORDS, IndexerRows, store_scale
-from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -35,43 +35,31 @@ def refusal(problem: QuantizeFp8Problem) -> str | None:
 def default_config(problem: QuantizeFp8Problem, device: DeviceSpec) -> Config:
     """The most rows that leave every SM a full load of threads, then blocks small enough to reach every SM."""
     threads_wanted = problem.num_tokens * problem.num_groups * _indexer_rows.lanes_of(problem.group_dim)
-    for rows in (4, 2):
-        if threads_wanted >= rows * 1024 * device.num_sms:
-            return Config(128, rows)
-    return Config(128 if threads_wanted >= 256 * device.num_sms else 32, 1)
+    return build.by_load(Config, threads_wanted, device)
 
 
-def _arguments(problem: QuantizeFp8Problem) -> QuantizeFp8Params:
-    tokens, shape = cute.sym_int(), (problem.num_groups, problem.group_dim)
-    return QuantizeFp8Params(
-        x=fake(problem.dtype, tokens, *shape, last=1),
-        x_fp8=fake("float8_e4m3fn", tokens, *shape, last=1),
-        scale=fake("float32", tokens, problem.num_groups, last=1),
-    )
+def _fakes(problem: QuantizeFp8Problem) -> QuantizeFp8Params:
+    tokens, groups = cute.sym_int(), problem.num_groups
+    x, x_fp8 = [fake(dtype, tokens, groups, problem.group_dim, last=1) for dtype in (problem.dtype, "float8_e4m3fn")]
+    return QuantizeFp8Params(x, x_fp8, scale=fake("float32", tokens, groups, last=1))
 
 
-class _QuantizeFp8(IndexerRows):
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
-
+class _QuantizeFp8(IndexerRows, params=QuantizeFp8Params):
     def __init__(self, problem: QuantizeFp8Problem, config: Config) -> None:
         super().__init__(problem.group_dim, 0, config.threads)
         self.rows, self.num_groups, self.dtype = config.rows, problem.num_groups, problem.dtype
+        self.block_rows = self.groups * self.rows
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = QuantizeFp8Params(*values[:-1]), values[-1]
-        count = Int64(params.x.shape[0]) * self.num_groups
-        blocks = (count + self.groups * self.rows - 1) // (self.groups * self.rows)
-        self.kernel(params).launch(grid=[Int32(blocks), 1, 1], block=[self.threads, 1, 1], stream=stream)
+    def blocks(self, params: QuantizeFp8Params) -> Any:
+        return Int32((Int64(params.x.shape[0]) * self.num_groups + self.block_rows - 1) // self.block_rows)
 
     @cute.kernel
     def kernel(self, params: QuantizeFp8Params):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         group, lane = thread // self.lanes, thread % self.lanes
         count = Int64(params.x.shape[0]) * self.num_groups
         # The groups of a block take neighbouring rows, so that a block reads contiguous memory.
-        first = Int64(block) * (self.groups * self.rows) + group
+        first = Int64(block) * self.block_rows + group
         rRows = cute.make_rmem_tensor(self.rows * WORDS, Uint32)
         rCodes = cute.make_rmem_tensor(WORDS, Uint32)
         for u in cutlass.range_constexpr(self.rows):
@@ -90,6 +78,6 @@ class _QuantizeFp8(IndexerRows):
                     store_scale(params.scale.iterator.toint() + row * 4, scale)
 
 
-_STEP = Step("quantize_fp8", _QuantizeFp8, _arguments, Config, {"threads": (32, 64, 128, 256), "rows": (1, 2, 4, 8)})
-fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
-compile, launch = _STEP.compile, _STEP.launch
+fits, configs, compile, launch, workspace_bytes = build.step(
+    _QuantizeFp8, _fakes, Config, threads=(32, 64, 128, 256), rows=(1, 2, 4, 8)
+)

@@ -16,8 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from kernels_cute.common.indices import narrowed
-from kernels_cute.common.memory import CUTE_DTYPES, FLOAT_DTYPES, load, pointer, store, word_pointer, words
+from kernels_cute.common import memory
+from kernels_cute.common.build import Kernel
+from kernels_cute.common.memory import CUTE_DTYPES, load, narrowed, pointer, store, word_pointer, words
 from kernels_cute.common.ptx import pack, unpack
 from kernels_cute.indexer import ptx
 
@@ -25,8 +26,6 @@ CHUNK = 8  # values per 16-byte load
 ELEMENTS = 2 * CHUNK  # values of a row in one lane
 WORDS = ELEMENTS // 2
 HEAD_DIMS = (32, 64, 128, 256)
-ROW_DTYPES = ("bfloat16", "float16")
-INDEX_DTYPES = ("int32", "int64")
 CACHE_DTYPES = ("uint8", "float8_e4m3fn", "bfloat16")
 FP8_MAX = 448.0
 LEAST_PEAK = 1e-4  # amax that gives the smallest scale
@@ -53,18 +52,8 @@ def refusal(dim: int, rows: Dtypes, cache_dtype: str | None, indices: Dtypes, ot
     """None if a kernel can work on such rows, else the reason. others: floating-point tensors."""
     if dim not in HEAD_DIMS:
         return f"requires a head dim of {', '.join(map(str, HEAD_DIMS))}, got {dim}"
-    for name, dtype in rows.items():
-        if dtype is not None and dtype not in ROW_DTYPES:
-            return f"requires {name} of bfloat16 or float16, got {dtype}"
-    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
-        return f"requires a cache of uint8, float8_e4m3fn or bfloat16, got {cache_dtype}"
-    for name, dtype in indices.items():
-        if dtype is not None and dtype not in INDEX_DTYPES:
-            return f"requires {name} of int32 or int64, got {dtype}"
-    for name, dtype in (others or {}).items():
-        if dtype is not None and dtype not in FLOAT_DTYPES:
-            return f"requires {name} of float32, bfloat16 or float16, got {dtype}"
-    return None
+    halves, floats, integers = memory.HALF_DTYPES, memory.FLOAT_DTYPES, memory.INDEX_DTYPES
+    return memory.unserved({halves: rows, CACHE_DTYPES: {"a cache": cache_dtype}, integers: indices, floats: others or {}})
 
 
 def rotation_refusal(rotary_dim: int, dim: int) -> str | None:
@@ -83,7 +72,7 @@ def row_offset(gX: Any, token: Any, head: Any) -> Any:
     return Int64(token) * gX.stride[0] + Int64(head) * gX.stride[1]
 
 
-class IndexerRows:
+class IndexerRows(Kernel):
     """Compile-time constants of rows, and the steps on them. Kernels that write keys set kv_heads and form (encoded form of
     a key in the cache); those that rotate set zero_centred."""
 
@@ -189,7 +178,7 @@ class IndexerRows:
             peak = ptx.larger(peak, ptx.magnitudes(rWords[start + i]))
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             peak = ptx.larger(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))
-        most = ptx.at_least(ptx.larger_half(dtype, peak), LEAST_PEAK)
+        most = ptx.at_least(ptx.larger_half(dtype, peak), Float32(LEAST_PEAK))
         # For infinity the remainder would be NaN.
         return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(FP8_MAX)))
 

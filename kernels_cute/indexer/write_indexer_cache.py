@@ -13,10 +13,10 @@ from cutlass import Uint32
 
 from gdn.device import DeviceSpec
 from gdn.problems import WriteIndexerCacheParams, WriteIndexerCacheProblem
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer import rows as _indexer_rows
 from kernels_cute.indexer.rows import WORDS, IndexerRows, form_of, row_offset
-from kernels_cute.indexer.step import Step
 
 
 @dataclass(frozen=True)
@@ -35,32 +35,23 @@ def default_config(problem: WriteIndexerCacheProblem, device: DeviceSpec) -> Con
     return Config(128 if threads_wanted >= 256 * device.num_sms else 32)
 
 
-def _arguments(problem: WriteIndexerCacheProblem) -> WriteIndexerCacheParams:
+def _fakes(problem: WriteIndexerCacheProblem) -> WriteIndexerCacheParams:
     tokens = cute.sym_int()
-    return WriteIndexerCacheParams(
-        k=fake(problem.dtype, tokens, problem.num_kv_heads, problem.head_dim, last=1),
-        cache=fake(str(problem.cache_dtype), cute.sym_int(), cute.sym_int(), last=1),
-        slot_mapping=fake(problem.slot_dtype, tokens),
-    )
+    k = fake(problem.dtype, tokens, problem.num_kv_heads, problem.head_dim, last=1)
+    return WriteIndexerCacheParams(k, fake(problem.cache_dtype, None, None, last=1), fake(problem.slot_dtype, tokens))
 
 
-class _WriteIndexerCache(IndexerRows):
-    """The kernel for one problem and configuration; attributes are compile-time constants."""
-
+class _WriteIndexerCache(IndexerRows, params=WriteIndexerCacheParams):
     def __init__(self, problem: WriteIndexerCacheProblem, config: Config) -> None:
         super().__init__(problem.head_dim, 0, config.threads)
         self.kv_heads, self.dtype, self.form = problem.num_kv_heads, problem.dtype, form_of(problem.cache_dtype)
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = WriteIndexerCacheParams(*values[:-1]), values[-1]
-        blocks = (params.k.shape[0] * self.kv_heads + self.groups - 1) // self.groups
-        self.kernel(params).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+    def blocks(self, params: WriteIndexerCacheParams) -> Any:
+        return (params.k.shape[0] * self.kv_heads + self.groups - 1) // self.groups
 
     @cute.kernel
     def kernel(self, params: WriteIndexerCacheParams):
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         lane = thread % self.lanes
         item = block * self.groups + thread // self.lanes
         token, head, is_live = self.live_item(item, params.k.shape[0], self.kv_heads)
@@ -70,6 +61,4 @@ class _WriteIndexerCache(IndexerRows):
         self.write_cache(rWords, self.dtype, params.cache, slot, head, lane, is_live)
 
 
-_STEP = Step("write_indexer_cache", _WriteIndexerCache, _arguments, Config, {"threads": (32, 64, 128, 256)})
-fits, configs, workspace_bytes = _STEP.fits, _STEP.configs, _STEP.workspace_bytes
-compile, launch = _STEP.compile, _STEP.launch
+fits, configs, compile, launch, workspace_bytes = build.step(_WriteIndexerCache, _fakes, Config, threads=(32, 64, 128, 256))

@@ -22,8 +22,7 @@ def ragged_warp(tiles, params, work, half):
     """-inf in the columns of a part that lie outside a row's range; two warps share the rows."""
     ranges = ranges_of(params._replace(skip_rows_up_to=Int32(0)), work)
     out, dtype, lane = params.out, params.out.element_type, cute.arch.lane_idx()
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     for part_of_all in cutlass.range(block, work.fill_items, blocks, unroll=1):
         row0 = (part_of_all % work.query_tiles) * tiles.queries
         column0 = part_of_all // work.query_tiles * work.fill_tiles * KEY_ROWS
@@ -53,8 +52,7 @@ def paged_warp(tiles, params, lengths, half):
     out = params.out
     columns = cute.size(out, mode=[1])
     lane = cute.arch.lane_idx()
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     rows = lengths.batch * tiles.next_n
     parts = cutlass.max(blocks // rows, 1)
     for unit in cutlass.range(block, rows * parts, blocks, unroll=1):

@@ -1,13 +1,10 @@
-"""Host side that the ragged and the paged kernel share: what they refuse, and fake arguments to compile for."""
+"""Host side that the ragged and the paged kernel share: what they refuse, and when they have no configuration."""
 
 from collections.abc import Callable
 from typing import Any
 
-import cutlass.cute as cute
-
-from gdn.device import H100
+from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, LogitsProblem
-from kernels_cute.common.memory import fake
 
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
 HEAD_DIMS = (64, 128)
@@ -18,18 +15,15 @@ def row_bytes(problem: LogitsProblem) -> int:
     return problem.head_dim * DTYPE_BYTES[problem.dtype]
 
 
-def refusal(problem: Any, default: Callable[..., Any]) -> str | None:
+def refusal(default: Callable[..., Any], problem: Any) -> str | None:
     """default: the configuration for a problem and a device, None where none fits."""
-    heads, kv_heads, dtype = problem.num_heads, problem.num_kv_heads, problem.dtype
+    heads, kv_heads, dtype, weights = problem.num_heads, problem.num_kv_heads, problem.dtype, problem.weights_dtype
     checks = [
         (1 <= heads <= MAX_HEADS, f"1 to {MAX_HEADS} indexer heads, got {heads}"),
         (kv_heads >= 1 and heads % max(kv_heads, 1) == 0, f"a number of heads that key heads divide, got {heads} and {kv_heads}"),
         (problem.head_dim in HEAD_DIMS, f"head_dim 64 or 128, got {problem.head_dim}"),
         (dtype in ("float8_e4m3fn", "bfloat16"), f"float8_e4m3fn or bfloat16 queries and keys, got {dtype}"),
-        (
-            problem.weights_dtype in (None, "float32", "bfloat16"),
-            f"float32 or bfloat16 weights, or none, got {problem.weights_dtype}",
-        ),
+        (weights in (None, "float32", "bfloat16"), f"float32 or bfloat16 weights, or none, got {weights}"),
         (problem.out_dtype in ("float32", "bfloat16"), f"float32 or bfloat16 output, got {problem.out_dtype}"),
     ]
     if problem.op == "paged_mqa_logits":
@@ -43,17 +37,9 @@ def refusal(problem: Any, default: Callable[..., Any]) -> str | None:
     return None if reason is None else f"requires {reason}"
 
 
-def chosen(config: Any, problem: LogitsProblem) -> Any:
+def chosen(default: Callable[..., Any], problem: LogitsProblem, device: DeviceSpec) -> Any:
     """The default configuration, where there is one."""
+    config = default(problem, device)
     if config is None:
         raise ValueError(f"no configuration of the {problem.op} kernel fits {problem}")
     return config
-
-
-def matrix(dtype: str, columns: Any = None, align: int | None = None) -> Any:
-    """A fake tensor of any number of rows, and of columns where None is said; the last dim is contiguous."""
-    return fake(dtype, cute.sym_int(), cute.sym_int() if columns is None else columns, last=1, align=align)
-
-
-def weights(problem: LogitsProblem) -> Any:
-    return matrix(problem.weights_dtype, problem.num_heads) if problem.weights_dtype else None

@@ -1,22 +1,14 @@
 """Both logits kernels: keys are the M operand (64 rows a math warpgroup), queries x heads the N operand (paged: the drafts of one
-sequence x heads).
-
-With several key heads a tile is taken in rounds of `kv_heads_per_round` key heads: one product for each key head, of the query
-heads that belong to it. The scores of a tile add up in registers over its rounds.
+sequence x heads). Data flow, rounds of several key heads, deal of items: DESIGN.md.
 
 Warps of the first warpgroup: 0 copies (copy: queries once an item, keys through a ring), 1 publishes the item (publish: ranges or
 lengths, and weights in float32), 2 and 3 write -inf outside of every row's range (fill). The other warpgroups multiply and write
 the scores (ragged_math, paged_math). Warps 0 and 1 derive the same list of items from the same ranges or
 lengths, the others only see what is published; query row END_OF_LIST ends the list.
 
-Ragged: a block keeps a tile of queries in shared memory (half of them for each math warpgroup) and streams key tiles past it;
-both warpgroups read the same key tile, in turns, so that one sums over heads while the tensor cores work for the other. An item
-is (query tile, span of key tiles). Items are dealt round robin, the last of them where wanted in runs that make all blocks' loads
-equal (ragged_schedule); items that no range touches are passed over.
-
-Paged: a block streams the key tiles of its run (paged_schedule) through a ring; a tile is gathered from pages in pieces of
-gcd(page_size, tile) keys, each a box of the copy engine, its scales a plain bulk copy (whose destination needs 16 bytes only). An
-item is a run of tiles of one job. Warp 2 first prefetches the block's likely first table entries.
+An item is, ragged, a query tile (half of it for each math warpgroup, which both read the same key tiles) and a span of key tiles;
+items that no range touches are passed over. Paged it is a run of tiles of one job (paged_schedule); a tile is gathered from pages
+in pieces of gcd(page_size, tile) keys.
 """
 
 import cutlass
@@ -154,13 +146,11 @@ class PagedLogits:
         key_row, pages = tiles.num_kv_heads * tiles.head_dim, cute.size(cache, mode=[0])
         k_view = cute.make_tensor(keys, cute.make_layout((tiles.page_size, key_row, pages), stride=(key_row, 1, page_stride)))
         tma = descriptors(tiles, params.q, tiles.next_n, (batch,), k_view)
-        self.kernel(tma, params._replace(q=None), tiled_mma(tiles), most_keys, batch).launch(
-            grid=(tiles.blocks, 1, 1),
-            block=(32 * tiles.num_warps, 1, 1),
-            min_blocks_per_mp=tiles.blocks_per_sm,
-            preferred_smem_carveout=100,  # given so that the DSL does not ask a device for it while compiling
-            stream=stream,
-        )
+        grid, block = (tiles.blocks, 1, 1), (32 * tiles.num_warps, 1, 1)
+        # The carveout is given so that the DSL does not ask a device for it while compiling.
+        limits = {"min_blocks_per_mp": tiles.blocks_per_sm, "preferred_smem_carveout": 100}
+        kernel = self.kernel(tma, params._replace(q=None), tiled_mma(tiles), most_keys, batch)
+        kernel.launch(grid=grid, block=block, stream=stream, **limits)
 
     @cute.kernel
     def kernel(self, tma: Tma, params: PagedMqaLogitsParams, mma: cute.TiledMma, most_keys: Int32, batch: Int32):

@@ -12,16 +12,16 @@ The kernel and its warp roles: kernel.py; its barriers: barriers.py; the deal of
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import ceil
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 
 from gdn.device import DeviceSpec
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
-from kernels_cute.common.build import library
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.mqa_logits import host
 from kernels_cute.mqa_logits.host import MAX_COLUMNS, row_bytes
@@ -30,13 +30,12 @@ from kernels_cute.mqa_logits.layouts import KEY_ROWS, QUERIES_PER_GROUP, HeadOrd
 from kernels_cute.mqa_logits.tiles import PAGED_QUERY_STAGES, REGISTERS, DraftColumns, PagedTiles
 
 ENTRY = "gdn_cute_paged_mqa_logits"
+workspace_bytes = build.no_workspace
 SPARE_REGISTERS = 32  # of a math thread, next to accumulators and weights
 IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the sequences or their lengths. What gains 1 % with 64 x 32768
 # loses 3 % with 1 x 131072.
 TUNED_WITHIN = 1.0
-# (math warpgroups, blocks of a multiprocessor, fewest key stages): the first whose registers and tiles fit.
-BLOCKS = ((1, 2, 3), (2, 1, 4))
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,6 @@ class Config:
     blocks_per_sm: int  # resident on a multiprocessor at the same time
     key_stages: int  # key tiles in flight, per block
     num_sms: int  # of the device
-
-
-def refusal(problem: PagedMqaLogitsProblem) -> str | None:
-    return host.refusal(problem, _default)
 
 
 def draft_columns(problem: PagedMqaLogitsProblem) -> DraftColumns:
@@ -108,21 +103,20 @@ def fits(problem: PagedMqaLogitsProblem, config: Config, device: DeviceSpec) -> 
     return accumulates and held <= registers.math and _shared_bytes(problem, config) <= room
 
 
-def default_config(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config:
-    return host.chosen(_default(problem, device), problem)
-
-
 def _default(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Two small blocks a multiprocessor: while one starts or ends, the other keeps memory busy. How many key tiles are in
     flight follows from Little's law, bytes in flight = bandwidth x time in flight; more only queue (measured: LAB-NOTES.md)."""
     in_flight = IN_FLIGHT_US * 1e3 * device.copy_gbps / device.num_sms
-    for groups, blocks, least in BLOCKS:
+    for (groups, blocks), registers in REGISTERS.items():
         tile_bytes = groups * KEY_ROWS * (row_bytes(problem) + 4 * problem.has_k_scale)
-        for stages in range(max(least, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
+        for stages in range(max(registers.least_stages, ceil(in_flight / (blocks * tile_bytes))), 1, -1):
             config = Config(groups, blocks, stages, device.num_sms)
             if fits(problem, config, device):
                 return config
     return None
+
+
+refusal, default_config = partial(host.refusal, _default), partial(host.chosen, _default)
 
 
 def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
@@ -130,30 +124,22 @@ def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
     return [config for config in space if fits(problem, config, device)]
 
 
-def workspace_bytes(problem: PagedMqaLogitsProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
     tiles = PagedTiles(problem, config, draft_columns(problem), _kv_heads_per_round(problem, config))
-    return {ENTRY: library(ENTRY, PagedLogits(tiles), *_arguments(problem), cutlass.Int32(0))}
+    return build.one_entry(ENTRY, PagedLogits(tiles), (*_fakes(problem), cutlass.Int32(0)))
 
 
-def _arguments(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
+def _fakes(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
     """Fake tensors and numbers of a launch."""
-    rows, page_keys = (cute.sym_int(), cute.sym_int()), problem.page_size * problem.num_kv_heads
-    page = page_keys * (problem.head_dim + 4 * problem.has_k_scale)
-    return PagedMqaLogitsParams(
-        # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-        q=fake(problem.dtype, *rows, problem.num_heads, problem.head_dim, last=1, align=16),
-        cache=host.matrix("uint8" if problem.has_k_scale else problem.dtype, page, align=16),
-        weights=host.weights(problem),
-        context_lens=host.matrix("int32", problem.next_n) if problem.per_draft_lengths else fake("int32", cute.sym_int()),
-        block_tables=host.matrix("int32"),
-        out=host.matrix(problem.out_dtype),
-        scale=cutlass.Float32(1.0),
-        skip_rows_up_to=cutlass.Int32(0),
-    )
+    p = problem
+    page = p.page_size * p.num_kv_heads * (p.head_dim + 4 * p.has_k_scale)
+    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+    q = fake(p.dtype, None, None, p.num_heads, p.head_dim, last=1, align=16)
+    cache = fake("uint8" if p.has_k_scale else p.dtype, None, page, last=1, align=16)
+    context_lens = fake("int32", None, p.next_n, last=1) if p.per_draft_lengths else fake("int32", None)
+    weights, block_tables = fake(p.weights_dtype, None, p.num_heads, last=1), fake("int32", None, None, last=1)
+    scalars = (cutlass.Float32(1.0), cutlass.Int32(0))
+    return PagedMqaLogitsParams(q, cache, weights, context_lens, block_tables, fake(p.out_dtype, None, None, last=1), *scalars)
 
 
 def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from kernels_cute.common.ptx import instruction, run
 from kernels_cute.mqa_logits.barriers import TURN, arrive, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.layouts import KEY_ROWS
 
@@ -191,14 +192,9 @@ _STORE = {
 
 def store_between(element_type: Any, place: Any, value: Any, key: Any, first: Any, end: Any) -> None:
     """place[0] = value where first <= key < end: a predicated store, where a branch a store would cost more than the sum."""
-    cute.arch.inline_ptx(_RANGE % _STORE[element_type], read_only_args=[place, value, key, first, end])
+    run(_RANGE % _STORE[element_type], place, value, key, first, end)
 
 
-def prefetch(place: Any) -> None:
-    """Asks for the line of a global address; nothing waits for it."""
-    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[place])
-
-
-def add_shared(place: Any, value: Any) -> None:
-    """place[0] += value, of 32-bit integers in shared memory, whoever else adds there."""
-    cute.arch.inline_ptx("red.shared.add.s32 [{$r0}], {$r1};", read_only_args=[place, value])
+prefetch = instruction("prefetch.global.L1 [{$r0}];")  # asks for the line of a global address; nothing waits for it
+# (place, value): place[0] += value, of 32-bit integers in shared memory, whoever else adds there.
+add_shared = instruction("red.shared.add.s32 [{$r0}], {$r1};")

@@ -10,15 +10,14 @@ The kernel and its warp roles: kernel.py; its barriers: barriers.py; the order o
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 
 from gdn.device import DeviceSpec
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
-from kernels_cute.common.build import library
+from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.mqa_logits import host
 from kernels_cute.mqa_logits.host import MAX_COLUMNS, MAX_HEADS, row_bytes
@@ -27,6 +26,7 @@ from kernels_cute.mqa_logits.layouts import KEY_ROWS, HeadOrder, kv_heads_per_ro
 from kernels_cute.mqa_logits.tiles import PARTS, RaggedTiles, score_words
 
 ENTRY = "gdn_cute_mqa_logits"
+launch, workspace_bytes = build.launch, build.no_workspace
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the queries, or 1.4 times the keys and columns. What gains 5 % at
 # 8192 x 8192 with 64 heads loses 6 % at 2048 x 8192.
 TUNED_WITHIN = 1.0
@@ -51,10 +51,6 @@ class Config:
     store_width: int
     tiles_per_item: int  # most key tiles of one work item; smaller deals more evenly, larger reloads queries less
     num_blocks: int  # persistent blocks: the device's SMs
-
-
-def refusal(problem: MqaLogitsProblem) -> str | None:
-    return host.refusal(problem, _default)
 
 
 def _order(problem: MqaLogitsProblem) -> HeadOrder:
@@ -103,10 +99,6 @@ def fits(problem: MqaLogitsProblem, config: Config, device: DeviceSpec) -> bool:
     )
 
 
-def default_config(problem: MqaLogitsProblem, device: DeviceSpec) -> Config:
-    return host.chosen(_default(problem, device), problem)
-
-
 def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
     """Measured: LAB-NOTES.md."""
     fp8 = problem.dtype == "float8_e4m3fn"
@@ -138,6 +130,9 @@ def _default(problem: MqaLogitsProblem, device: DeviceSpec) -> Config | None:
         if fits(problem, config, device):
             return config
     return None
+
+
+refusal, default_config = partial(host.refusal, _default), partial(host.chosen, _default)
 
 
 def _few(problem: MqaLogitsProblem) -> bool:
@@ -187,30 +182,16 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
     yield replace(default, relu_as_add_abs=not default.relu_as_add_abs)
 
 
-def workspace_bytes(problem: MqaLogitsProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    return {ENTRY: library(ENTRY, RaggedLogits(RaggedTiles(problem, config)), *_arguments(problem))}
+    return build.one_entry(ENTRY, RaggedLogits(RaggedTiles(problem, config)), _fakes(problem))
 
 
-def _arguments(problem: MqaLogitsProblem) -> MqaLogitsParams:
+def _fakes(problem: MqaLogitsProblem) -> MqaLogitsParams:
     """Fake tensors and numbers of a launch."""
-    dtype, heads, kv_heads, dim = problem.dtype, problem.num_heads, problem.num_kv_heads, problem.head_dim
-    return MqaLogitsParams(
-        # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-        q=fake(dtype, cute.sym_int(), heads, dim, last=1, align=16),
-        k=fake(dtype, cute.sym_int(), kv_heads, dim, last=1, align=16),
-        k_scale=fake("float32", cute.sym_int(), kv_heads) if problem.has_k_scale else None,
-        weights=host.weights(problem),
-        cu_seqlen_ks=fake("int32", cute.sym_int()),
-        cu_seqlen_ke=fake("int32", cute.sym_int()),
-        out=host.matrix(problem.out_dtype),
-        scale=cutlass.Float32(1.0),
-        skip_rows_up_to=cutlass.Int32(0),
-    )
-
-
-def launch(compiled: Any, params: MqaLogitsParams) -> None:
-    compiled.functions[ENTRY](*params)
+    p, dtype, dim = problem, problem.dtype, problem.head_dim
+    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
+    q, k = [fake(dtype, None, heads, dim, last=1, align=16) for heads in (p.num_heads, p.num_kv_heads)]
+    k_scale = fake("float32" if p.has_k_scale else None, None, p.num_kv_heads)
+    weights, out = fake(p.weights_dtype, None, p.num_heads, last=1), fake(p.out_dtype, None, None, last=1)
+    bounds, scalars = [fake("int32", None) for _ in range(2)], (cutlass.Float32(1.0), cutlass.Int32(0))
+    return MqaLogitsParams(q, k, k_scale, weights, *bounds, out, *scalars)

@@ -1,15 +1,9 @@
-"""A math warpgroup of the ragged logits kernel, with one set of accumulators or two.
+"""A math warpgroup of the ragged logits kernel, with one set of accumulators or two, each for half of the columns. With one set a
+whole epilogue must fit into the other warpgroup's turn, and from 32 heads down it does not; with two half of one must. The price
+is N = 128 a product in place of 256: keys are read from shared memory twice.
 
-With two sets, each for half of the columns, a warpgroup sums the first half over heads while the tensor cores are at the second
-one, so that only the second half's sums, half an epilogue, must fit into the other warpgroup's turn. With one set a whole
-epilogue must, and from 32 heads down it does not. The price is N = 128 a product in place of 256: keys are read from shared
-memory twice.
-
-After the sum over heads a lane has two keys, 8 apart, of one query a group; eight lanes have neighbouring keys. A store
-instruction writes `store_width` neighbouring scores of a row:
-
-    8    directly from the accumulators: four rows, a 32-byte sector each
-    32   through shared memory, where the four warps of a warpgroup lay their keys side by side: one row, a line of 128 bytes
+After the sum over heads a lane has two keys, 8 apart, of one query a group; eight lanes have neighbouring keys. Scores are stored
+directly (`store_width` 8), or through shared memory, where the four warps of a warpgroup lay their keys side by side (32).
 """
 
 from functools import partial

@@ -1,12 +1,7 @@
-"""Which items a block of the ragged logits kernel takes.
-
-Items are (query tile, span of key tiles), query tiles first, so blocks that take them round robin read the same keys at the same
-time. Their loads then differ by an item or two. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the rounds are
-held back, and each block takes one run of their key tiles, long enough that all blocks end with the same cost. The cost of an
-item is its number of key tiles plus a few more for its queries. Runs end anywhere inside an item, so the loads are equal to the
-tile.
-
-Costs are added up by the warps that write -inf, while the first rounds run; where all is dealt in runs, by all warps at first.
+"""Which items a block of the ragged logits kernel takes: (query tile, span of key tiles), query tiles first, so blocks that
+take them round robin read the same keys at the same time. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the
+rounds are held back, and each block takes one run of their key tiles, which ends anywhere inside an item, so that all blocks
+have the same cost: an item's number of key tiles plus a few more for its queries. See DESIGN.md for who adds costs up.
 
     loads[b]    cost of the items that block b takes round robin
     tails[p]    cost of the p-th part of the items held back
@@ -81,8 +76,7 @@ def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
     """places = take(first query row, first key tile, end of the key tiles, places) for this block's items in turn, empty ones
     too; every warp that walks meets the same."""
     work = ranges.work
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     if cutlass.const_expr(tiles.balanced_fraction > 0):
         base, stride, limit = Int32(block), Int32(blocks), work.head_items
         position, count, tail = Int32(0), Int32(EVERYTHING), Int32(0)
@@ -174,8 +168,7 @@ def tail_run(tiles, storage, work):
     if cutlass.const_expr(tiles.balanced_fraction < 8):
         wait_named(COSTS)
     lane = cute.arch.lane_idx()
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
     own = sLoads[tiles.num_blocks + lane]
     total = own

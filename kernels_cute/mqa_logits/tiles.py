@@ -1,6 +1,5 @@
 """Everything about a logits kernel that is known when it is compiled, and what its warp roles share at run time."""
 
-from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -153,17 +152,17 @@ class RaggedTiles(LogitsTiles):
         return self.storage(words, {"weights": (self.slots * self.num_heads, 16), "scores": (self.score_words, 16)})
 
 
-@dataclass(frozen=True)
-class Registers:
+class Registers(NamedTuple):
     """Registers of a thread. What all threads of a block ask for stays within what it got at launch, else it would hang."""
 
     launch: int  # an equal part of the multiprocessor's
     copy: int
     math: int
+    least_stages: int  # of keys, in a default configuration
 
 
-# By (math warpgroups, blocks side by side).
-REGISTERS = {(1, 2): Registers(128, 56, 200), (2, 1): Registers(168, 56, 224), (2, 2): Registers(80, 40, 96)}
+# By (math warpgroups, blocks side by side). A default is the first whose registers and tiles fit.
+REGISTERS = {(1, 2): Registers(128, 56, 200, 3), (2, 1): Registers(168, 56, 224, 4)}
 
 
 class DraftColumns(NamedTuple):

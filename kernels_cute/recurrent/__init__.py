@@ -5,33 +5,20 @@ Per state head, S [K, V] float32 in registers over all tokens of a sequence, a =
 Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
 [slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentParams` has the contract of each.
 
-A block owns (sequence, state head, block_v columns of V). `threads_per_column` threads share the K entries of `v_per_thread`
-columns each, so a dot product is log2(threads_per_column) shuffles; nothing passes through shared memory but the sums of K-first
-states, whose columns are shared by several warps (`state_sums`). A thread's part of the state is loaded at once and every byte of
-it moves once each way, past L1 and out of L2 first. q, k, v and the gates of the next token are loaded while the current one is
-computed; those of the first token before the state's slot is even known. For single tokens there is a form without this prefetch:
-`single_token`.
+A block owns (sequence, state head, block_v columns of V). Data flow of the form with a prefetch of the next token's inputs and of
+the one without (`single_token`), places of the state, choice of tiles: DESIGN.md.
 """
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
+from gdn import recurrent_tiles
 from gdn.problems import RecurrentParams, RecurrentProblem
-from gdn.recurrent_tiles import (
-    TUNED_WITHIN,
-    Config,
-    configs,
-    default_config,
-    fits,
-    has_pool,
-    is_single,
-    refusal,
-    writes_new_state,
-)
+from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.recurrent.kernel import Recurrent
-from kernels_cute.recurrent.spec import Spec
+from kernels_cute.recurrent.tokens import Spec
 
 __all__ = [
     "TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "suits", "workspace_bytes",
@@ -43,36 +30,25 @@ launch, workspace_bytes = build.launch, build.no_workspace
 def suits(problem: RecurrentProblem, config: Config) -> bool:
     """Whether tiles tuned at other sizes are a choice here: without a prefetch each further token waits for its loads, which the
     stores of the state cover K first."""
-    return config.prefetch_next_token or is_single(problem) or not problem.state_v_first and problem.write_every_token
+    is_covered = not problem.state_v_first and problem.write_every_token
+    return config.prefetch_next_token or recurrent_tiles.is_single(problem) or is_covered
 
 
 def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
-    """The one kernel, built for sm_90a."""
     p, K, V, heads, num_tokens = problem, problem.head_k_dim, problem.head_v_dim, problem.num_state_heads, cute.sym_int()
     inner = (V, K) if p.state_v_first else (K, V)
     columns = [None] * (2 if p.write_every_token else 1)
-    initial, final = [
-        fake(dtype, cute.sym_int64(), heads, *inner, last=(inner[1], 1))
-        for dtype in (p.state_dtype if has_pool(p) else None, "float32" if writes_new_state(p) else None)
-    ]
-    fakes = RecurrentParams(
-        q=fake(p.dtype, 1, num_tokens, p.num_q_heads, K, last=1),
-        k=fake(p.dtype, 1, num_tokens, p.num_k_heads, K, last=1),
-        v=fake(p.dtype, 1, num_tokens, p.num_v_heads, V, last=1),
-        g=fake(p.gate_dtype, 1, num_tokens, heads),
-        beta=fake(p.beta_dtype, 1, num_tokens, heads),
-        A_log=fake("float32" if p.use_gate else None, heads, last=1),
-        dt_bias=fake("float32" if p.use_gate else None, heads, last=1),
-        initial_state=initial,
-        state_indices=fake(p.index_dtype if p.pooled else None, *columns),
-        num_accepted_tokens=fake("int32" if p.has_accepted else None, None),
-        final_state=final,
-        final_state_indices=fake(p.index_dtype if p.has_final_indices else None, *columns),
-        cu_seqlens=fake(p.cu_seqlens_dtype, None, last=1),
-        parent_token=fake("int32" if p.has_parent else None, num_tokens, last=1),
-        rounding_seed=fake("int64" if p.has_rounding else None, 1, last=1),
-        out=fake(p.dtype, 1, num_tokens, heads, V, last=1),
-        scale=Float32(1.0),
-        null_slot=Int64(-1),
-    )
+    rows = ((p.num_q_heads, K), (p.num_k_heads, K), (p.num_v_heads, V), (heads, V))
+    q, k, v, out = [fake(p.dtype, 1, num_tokens, *row, last=1) for row in rows]
+    g, beta = [fake(dtype, 1, num_tokens, heads) for dtype in (p.gate_dtype, p.beta_dtype)]
+    A_log, dt_bias = [fake("float32" if p.use_gate else None, heads, last=1) for _ in range(2)]
+    states = (p.state_dtype if recurrent_tiles.has_pool(p) else None, "float32" if recurrent_tiles.writes_new_state(p) else None)
+    initial_state, final_state = [fake(dtype, cute.sym_int64(), heads, *inner, last=(inner[1], 1)) for dtype in states]
+    indices, final_indices = [fake(p.index_dtype if there else None, *columns) for there in (p.pooled, p.has_final_indices)]
+    accepted, cu_seqlens = fake("int32" if p.has_accepted else None, None), fake(p.cu_seqlens_dtype, None, last=1)
+    parent_token = fake("int32" if p.has_parent else None, num_tokens, last=1)
+    rounding_seed = fake("int64" if p.has_rounding else None, 1, last=1)
+    pool = (initial_state, indices, accepted, final_state, final_indices)
+    scalars = (Float32(1.0), Int64(-1))
+    fakes = RecurrentParams(q, k, v, g, beta, A_log, dt_bias, *pool, cu_seqlens, parent_token, rounding_seed, out, *scalars)
     return build.one_entry("recurrent", Recurrent(Spec(problem, config)), fakes)

@@ -14,8 +14,7 @@ from cutlass import Float32, Int32
 from gdn.problems import RecurrentParams
 from kernels_cute.common.delta_rule import HeadGate, store_out, update
 from kernels_cute.common.state_sums import Exchange
-from kernels_cute.recurrent.spec import Spec
-from kernels_cute.recurrent.tokens import Block, finish, load_token, multiply, slot_to_write, store_node
+from kernels_cute.recurrent.tokens import Block, Spec, finish, load_token, multiply, slot_to_write, store_node
 
 
 @cute.jit

@@ -13,7 +13,7 @@ from kernels_cute.common.state_tile import load_state, opaque_place
 from kernels_cute.recurrent import tokens
 from kernels_cute.recurrent.draft_tree import run_tree
 from kernels_cute.recurrent.single_token import run_without_prefetch
-from kernels_cute.recurrent.spec import Spec
+from kernels_cute.recurrent.tokens import Spec
 
 
 class Recurrent:

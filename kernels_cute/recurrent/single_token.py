@@ -1,9 +1,7 @@
 """The recurrent kernel without a prefetch: for calls of at most one token a sequence, correct for any.
 
 Nothing of the next token is in registers while the current one is computed, so 64 values of the state fit a thread of 128
-registers: 512 threads an SM hold 128 KiB of state. What the slot depends on is asked for at once; q, k, v, gates and the
-state follow together: two dependent trips to memory, whatever the form of the call. The gates are computed while the state
-is under way. A later token is loaded when the one before it is done.
+registers: 512 threads an SM hold 128 KiB of state. A later token is loaded when the one before it is done. See DESIGN.md.
 """
 
 from typing import Any
@@ -19,7 +17,7 @@ from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.recurrent import tokens
-from kernels_cute.recurrent.spec import Spec
+from kernels_cute.recurrent.tokens import Spec
 
 _LANES = 32  # of a warp
 

@@ -17,11 +17,12 @@ import cutlass.cute as cute
 
 from gdn.device import DeviceSpec
 from gdn.problems import TopkParams, TopkProblem
-from kernels_cute.common.build import library
+from kernels_cute.common.build import library, no_workspace
 from kernels_cute.common.memory import fake
 from kernels_cute.topk.kernel import Topk
 from kernels_cute.topk.tiles import BINS, MOST_COLUMNS, SPARE_WORDS, Tiles
 
+workspace_bytes = no_workspace
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
 MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
@@ -107,10 +108,6 @@ def suits(problem: TopkProblem, config: Config) -> bool:
     return problem.num_columns <= config.max_columns and is_roomy
 
 
-def workspace_bytes(problem: TopkProblem, config: Config) -> int:
-    return 0
-
-
 def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
     entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
     return {name: library(name, Topk(Tiles(problem, tiles)), *_arguments(problem)) for name, tiles in entries.items()}
@@ -118,16 +115,11 @@ def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
 
 def _arguments(problem: TopkProblem) -> TopkParams:
     """Fake tensors and scalars to compile for."""
-    rows, starts, ends = cute.sym_int(), problem.starts_dtype, problem.ends_dtype
-    return TopkParams(
-        logits=fake(problem.dtype, rows, cute.sym_int(), last=1),
-        row_starts=fake(starts, cute.sym_int()) if starts else None,
-        row_ends=fake(ends, cute.sym_int()) if ends else None,
-        out=fake("int32", rows, cute.sym_int(), last=1),
-        list_short=cutlass.Int32(0),
-        num_keys=cutlass.Int32(-1),
-        drafts=cutlass.Int32(1),
-    )
+    rows = cute.sym_int()
+    logits, out = [fake(dtype, rows, None, last=1) for dtype in (problem.dtype, "int32")]
+    starts, ends = [fake(dtype, None) for dtype in (problem.starts_dtype, problem.ends_dtype)]
+    list_short, num_keys, drafts = [cutlass.Int32(number) for number in (0, -1, 1)]
+    return TopkParams(logits, starts, ends, out, list_short, num_keys, drafts)
 
 
 def launch(compiled: Any, params: TopkParams) -> None:

@@ -1,20 +1,10 @@
-"""The top-k kernel: one block per row. A sample of the row bounds the answer, and one read of the row lists the scores above.
+"""The top-k kernel: one block per row. A sample of the row bounds the answer, one read of the row lists the scores above,
+digits of 12 bits narrow the list to the k-th largest key, and a bit per selected column gives the result in order: see
+DESIGN.md.
 
-    1 sample   a part of the row, in small pieces spread over all of it, is counted by the keys' upper 12 bits, and a
-               threshold is chosen above which about 1.5 k columns are expected. If one bin holds too many for that, the
-               sample is counted again, 12 bits finer.
-    2 filter   the row is read once: scores from the threshold on go to a list in shared memory, with their columns.
-    3 narrow   the k-th largest key of the list is found by digits of 12 bits, or until few entries share its bin; among equal
-               keys the last column.
-    4 mark     a bit per selected column. Of the few that share the answer's bin each is compared with all.
-    5 write    the bitmap is scanned in order: place = number of bits before. By score: the pairs are sorted first.
-
-A row that fits into the list needs no sample. If the sample was wrong (fewer than k columns passed, or more than the list
-holds), the whole row is counted, digit by digit until the list has room for what is above the bound, and then filtered.
-Where that never happens (many equal scores, large k) the digits end at the answer itself, and the row is read once more to
-mark it.
-
-With `list_short` a row of at most k columns lists them all and is not read.
+If the sample was wrong (fewer than k columns passed, or more than the list holds), the whole row is counted, digit by digit until
+the list has room for what is above the bound, and then filtered. Where that never happens (many equal scores, large k) the digits
+end at the answer itself, and the row is read once more to mark it. With `list_short` a row of at most k columns is not read.
 
 No result depends on the order of arrival, which decides places in the list only; bits and counts are integers.
 Columns are counted from the last multiple of 16 bytes at or before the row's range, so that accesses of 16 bytes are aligned.
@@ -27,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from gdn.problems import TopkParams
+from kernels_cute.common.build import Kernel
 from kernels_cute.topk import ptx
 from kernels_cute.topk.narrow import clear_bins, narrow
 from kernels_cute.topk.read import filter
@@ -40,28 +31,19 @@ FINE_SHIFT = 9
 SAMPLE_BITS = 4  # one piece of sixteen is sampled
 
 
-class Topk:
-    """The kernel for one set of tiles."""
-
+class Topk(Kernel, params=TopkParams):
     def __init__(self, tiles: Tiles) -> None:
-        self.tiles = tiles
+        self.tiles, self.threads = tiles, tiles.threads
+        # Percent; without a value the DSL asks a device for its limit.
+        self.limits = {"min_blocks_per_mp": tiles.blocks_per_sm, "preferred_smem_carveout": 100}
 
-    @cute.jit
-    def __call__(self, *values: Any):
-        params, stream = TopkParams(*values[:-1]), values[-1]
-        self.kernel(params).launch(
-            grid=(cute.size(params.logits, mode=[0]), 1, 1),
-            block=(self.tiles.threads, 1, 1),
-            min_blocks_per_mp=self.tiles.blocks_per_sm,
-            preferred_smem_carveout=100,  # percent; without a value the DSL asks a device for its limit
-            stream=stream,
-        )
+    def blocks(self, params: TopkParams) -> Any:
+        return cute.size(params.logits, mode=[0])
 
     @cute.kernel
     def kernel(self, params: TopkParams):
         tiles = cutlass.const_expr(self.tiles)
-        thread, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
+        thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         storage = cutlass.utils.SmemAllocator().allocate(tiles.storage())
         k = Int32(params.out.shape[1])
         clear_bins(tiles, storage, thread)  # while the range is on its way

@@ -5,20 +5,14 @@ import struct
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from kernels_cute.common.ptx import as_float
+from kernels_cute.common.ptx import as_float, instruction, run
 
 
 def _block(lines: list[str]) -> str:
     """PTX with registers of its own."""
     return "{\n" + "\n".join(lines) + "\n}"
-
-
-def _value(code: str, dtype: Any, *inputs: Any) -> Any:
-    """The one output of a piece of PTX."""
-    return cute.arch.inline_ptx(code, write_only_types=[dtype], read_only_args=list(inputs))
 
 
 def _load_if(kind: str, registers: str, nan: int, outputs: list[str], address: Any, there: Any) -> Any:
@@ -27,16 +21,11 @@ def _load_if(kind: str, registers: str, nan: int, outputs: list[str], address: A
     target = f"{{{names}}}" if len(registers) > 1 else names
     lines = [".reg .pred there;", f".reg .{bits} {names};", *(f"mov.{bits} {one}, {nan:#x};" for one in registers)]
     lines += ["setp.ne.s32 there, {$r1}, 0;", f"@there ld.global.{kind} {target}, [{{$r0}}];", *outputs]
-    return cute.arch.inline_ptx(_block(lines), write_only_types=[Uint32] * len(outputs), read_only_args=[address, there])
+    return run(_block(lines), address, there, gives=[Uint32] * len(outputs))
 
 
 _MOVES = [f"mov.b32 {{$w{i}}}, {one};" for i, one in enumerate("abcd")]
-_HALVES = [
-    "shl.b32 {$w0}, a, 16;",
-    "and.b32 {$w1}, a, 0xffff0000;",
-    "shl.b32 {$w2}, b, 16;",
-    "and.b32 {$w3}, b, 0xffff0000;",
-]
+_HALVES = ["shl.b32 {$w0}, a, 16;", "and.b32 {$w1}, a, 0xffff0000;", "shl.b32 {$w2}, b, 16;", "and.b32 {$w3}, b, 0xffff0000;"]
 # NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
 _KEY = """{
 .reg .f32 x, least; .reg .b32 bits, sign;
@@ -80,6 +69,27 @@ ld.shared.b64 one, [{$r1}]; ld.shared.b64 two, [{$r2}]; setp.gt.u64 more, one, t
 mov.b32 {$w0}, {$r0}; @more add.s32 {$w0}, {$r0}, 1;
 }"""
 
+load_access = instruction("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", *[Uint32] * 4)  # 16 bytes as four words
+prefetch_l2 = instruction("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};")  # (address, bytes), both multiples of 16
+key_of = instruction(_KEY, Uint32)  # float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf
+float_of = instruction(_FLOAT, Uint32)  # bits of the float whose key this is
+# (word, column): float32 bits of one of the word's two bf16; the lower one belongs to an even column.
+half_of = instruction(_HALF, Uint32)
+# The value, equal in all lanes, hidden from ptxas: it compares again, which costs less than to keep all predicates.
+opaque_uniform = instruction("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", Uint32)
+
+# Shared memory. (bins, value, lower, shift, top): bins[min((value - lower) >> shift, top)] += 1; a value below lower wraps, and
+# falls into the last bin. An increment by one, so that the lanes of one bin share an access.
+count_digit = instruction(_COUNT_DIGIT)
+# (address, count): adds count to a word; its value before. One address for all lanes: ptxas adds up the warp's counts first.
+reserve = instruction("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", Int32)
+load_pair = instruction("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", Uint32, Int32)  # an entry: two words
+store_pair = instruction("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};")
+# (count, address, other): count, plus one if the pair at address is greater than the other; the second words compare first.
+count_if_greater = instruction(_GREATER, Int32)
+or_shared = instruction("red.shared.or.b32 [{$r0}], {$r1};")  # (address, bits)
+set_bit = instruction(_SET_BIT)  # (bitmap, place): a bit of the words from an address on
+
 
 def load_quad(is_float32: bool, address: Any, there: Any) -> Any:
     """Four neighbouring scores as float32 bits; NaN, and no read, where `there` is 0."""
@@ -96,39 +106,15 @@ def load_one(is_float32: bool, address: Any, there: Any) -> Any:
     return _load_if("b16", "a", 0x7FFF, [wide], address, there)
 
 
-def load_access(address: Any) -> Any:
-    """16 bytes as four words."""
-    code = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address])
-
-
 def load_access_of_bfloat16(address: Any, there: Any) -> Any:
     """Eight bf16 as four words; NaN, and no read, where `there` is 0."""
     return _load_if("v4.b32", "abcd", 0x7FFF7FFF, _MOVES, address, there)
 
 
-def key_of(bits: Any) -> Any:
-    """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf."""
-    return _value(_KEY, Uint32, bits)
-
-
-def float_of(key: Any) -> Any:
-    """Bits of the float whose key this is."""
-    return _value(_FLOAT, Uint32, key)
-
-
-def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None:
-    """bins[min((value - lower) >> shift, top)] += 1; a value below lower wraps, and falls into the last bin.
-
-    An increment by one, so that the lanes of one bin share an access.
-    """
-    cute.arch.inline_ptx(_COUNT_DIGIT, read_only_args=[bins, value, lower, shift, top])
-
-
 def sample_rank(k: Any, share: float) -> Any:
     """Rank in a sample of `share` of the scores below which the k-th largest of all scores almost never falls."""
     code = _SAMPLE_RANK.replace("SHARE", "0f" + struct.pack(">f", share).hex())
-    return _value(code, Int32, k)
+    return run(code, k, gives=[Int32])
 
 
 def count_from(least: Any, scores: list[Any]) -> Any:
@@ -138,7 +124,7 @@ def count_from(least: Any, scores: list[Any]) -> Any:
     for i in range(len(scores)):
         lines += [f"setp.ge.f32 hit, {{$r{i + 1}}}, {{$r0}};", "@hit add.rn.f32 hits, hits, 0f3f800000;"]
     lines += ["mov.b32 bits, hits;", "and.b32 {$w0}, bits, 255;"]
-    return _value(_block(lines), Int32, *[as_float(one) for one in (least, *scores)])
+    return run(_block(lines), *[as_float(one) for one in (least, *scores)], gives=[Int32])
 
 
 def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
@@ -147,7 +133,7 @@ def store_from(least: Any, scores: list[Any], column: Any, slot: Any) -> Any:
     for i in range(len(scores)):
         lines += [f"setp.ge.f32 hit, {{$r{i + 3}}}, {{$r0}};", *_append(f"{{$r{i + 3}}}", i, "hit")]
     inputs = (as_float(least), column, slot, *[as_float(one) for one in scores])
-    return _value(_block([*lines, "mov.b32 {$w0}, slot;"]), Int32, *inputs)
+    return run(_block([*lines, "mov.b32 {$w0}, slot;"]), *inputs, gives=[Int32])
 
 
 def count_two_from(least: Any, words: list[Any]) -> Any:
@@ -156,7 +142,7 @@ def count_two_from(least: Any, words: list[Any]) -> Any:
     for i in range(len(words)):
         lines += [f"set.ge.bf16x2.bf16x2 one, {{$r{i + 1}}}, {{$r0}};", "add.rn.bf16x2 hits, hits, one;"]
     lines += ["shl.b32 low, hits, 16;", "and.b32 high, hits, 0xffff0000;", "add.rn.f32 low, low, high;"]
-    return _value(_block([*lines, "cvt.rzi.s32.f32 {$w0}, low;"]), Int32, least, *words)
+    return run(_block([*lines, "cvt.rzi.s32.f32 {$w0}, low;"]), least, *words, gives=[Int32])
 
 
 def store_two_from(least: Any, words: list[Any], column: Any, slot: Any) -> Any:
@@ -165,7 +151,7 @@ def store_two_from(least: Any, words: list[Any], column: Any, slot: Any) -> Any:
     for i in range(len(words)):
         word = f"{{$r{i + 3}}}"
         lines += [f"setp.ge.bf16x2 low|high, {word}, {{$r0}};", *_append(word, 2 * i, "low"), *_append(word, 2 * i + 1, "high")]
-    return _value(_block([*lines, "mov.b32 {$w0}, slot;"]), Int32, least, column, slot, *words)
+    return run(_block([*lines, "mov.b32 {$w0}, slot;"]), least, column, slot, *words, gives=[Int32])
 
 
 def _append(word: str, offset: int, hit: str) -> list[str]:
@@ -174,58 +160,12 @@ def _append(word: str, offset: int, hit: str) -> list[str]:
     return [f"add.s32 column, {{$r1}}, {offset};", store, f"@{hit} add.s32 slot, slot, 8;"]
 
 
-def half_of(word: Any, column: Any) -> Any:
-    """float32 bits of one of a word's two bf16: the lower one belongs to an even column."""
-    return _value(_HALF, Uint32, word, column)
-
-
-def reserve(address: Any, count: Any) -> Any:
-    """Adds count to shared[address]; returns the value before. One address for all lanes: ptxas adds up the
-    warp's counts first."""
-    return _value("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", Int32, address, count)
-
-
-def opaque_uniform(value: Any) -> Any:
-    """The value, equal in all lanes, hidden from ptxas: it compares again, which costs less than to keep all predicates."""
-    return _value("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", Uint32, value)
-
-
-def prefetch_l2(address: Any, num_bytes: Any) -> None:
-    """Prefetches global memory to the L2; both arguments are multiples of 16."""
-    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, num_bytes])
-
-
-def load_pair(address: Any) -> Any:
-    """An entry of shared memory: two words."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Int32], read_only_args=[address]
-    )
-
-
-def store_pair(address: Any, first: Any, second: Any) -> None:
-    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
-
-
-def count_if_greater(count: Any, address: Any, other: Any) -> Any:
-    """count, plus one if the pair at shared[address] is greater than the one at shared[other]; the second words compare first."""
-    return _value(_GREATER, Int32, count, address, other)
-
-
-def or_shared(address: Any, bits: Any) -> None:
-    cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[address, bits])
-
-
-def set_bit(bitmap: Any, place: Any) -> None:
-    """Bit `place` of the words from shared[bitmap] on."""
-    cute.arch.inline_ptx(_SET_BIT, read_only_args=[bitmap, place])
-
-
 def running_sum(value: Any) -> Any:
     """Sum over the warp's lanes up to and including this one."""
     lines = [".reg .pred there;", ".reg .b32 sum, other;", "mov.b32 sum, {$r0};"]
     for step in (1, 2, 4, 8, 16):
         lines += [f"shfl.sync.up.b32 other|there, sum, {step}, 0, 0xffffffff;", "@there add.s32 sum, sum, other;"]
-    return _value(_block([*lines, "mov.b32 {$w0}, sum;"]), Int32, value)
+    return run(_block([*lines, "mov.b32 {$w0}, sum;"]), value, gives=[Int32])
 
 
 def as_int(condition: Any) -> Any:

@@ -45,15 +45,7 @@ def mark_ranked(tiles: cutlass.Constexpr, storage, thread, num, lower, highest, 
             if key >= lower:
                 ptx.store_pair(aside + 8 * ptx.reserve(counter, Int32(1)), LAST_COLUMN - column, key)
     cute.arch.sync_threads()
-    rank(storage, thread, aside, wanted)
-
-
-@cute.jit
-def rank(storage, thread, aside, wanted):
-    """Sets the bits of the first `wanted` entries that were put aside."""
-    bitmap = storage.bitmap.data_ptr().toint()
-    s_passed = storage.passed.get_tensor(cute.make_layout(4))
-    crowd = s_passed[1]
+    crowd = storage.passed.get_tensor(cute.make_layout(4))[1]
     if thread < crowd:
         own, rank = aside + 8 * thread, Int32(0)
         for i in cutlass.range(crowd, unroll=4):

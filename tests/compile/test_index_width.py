@@ -1,7 +1,7 @@
 """No kernel narrows an index before it is compared.
 
 What such a narrowing does shows only on a GPU (tests/gpu/test_index_width.py); that there is none shows in the text: whatever is
-read from a tensor of indices stays in its own width, becomes int64, or goes through `kernels_cute.common.indices.narrowed`.
+read from a tensor of indices stays in its own width, becomes int64, or goes through `kernels_cute.common.memory.narrowed`.
 """
 
 import ast
@@ -14,7 +14,6 @@ FILES = sorted([*(ROOT / "kernels_cute").glob("**/*.py"), *(ROOT / "kernels_tl")
 # Token offsets, which the caller promises to lie within the tokens, and the checkpoint offsets of the chunk operator, which are
 # int32 when they arrive.
 OFFSETS = {"bounds", "gOffsets", "cu_seqlens", "offsets"}
-NARROWED = ROOT / "kernels_cute" / "_indices.py"  # the one place that may
 
 
 def tensor_in(node: ast.AST) -> str | None:
@@ -47,8 +46,7 @@ def narrowings(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_index_is_narrowed_as_it_is_read(path: Path) -> None:
-    if path != NARROWED:
-        assert narrowings(path.read_text()) == []
+    assert narrowings(path.read_text()) == []
 
 
 @pytest.mark.parametrize(

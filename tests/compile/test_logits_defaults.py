@@ -129,9 +129,9 @@ def test_tilelang_paged_defaults_are_what_was_measured(problem: PagedMqaLogitsPr
 
 
 def test_no_configuration_that_was_never_the_fastest() -> None:
-    """Three blocks of one math warpgroup, and a hand-over with two steps on their way: within 1 % of others or slower."""
+    """Three blocks of one math warpgroup, two of two, and a turn passed with two steps on their way: none was worth it."""
     for problem in (paged(64, 64, 65536), paged(24, 16, 65536, page_size=16), paged(32, 64, 65536, head_dim=64)):
         blocks = {(config.math_warpgroups, config.blocks_per_sm) for config in paged_mqa_logits.configs(problem, H100)}
-        assert blocks == {(1, 2), (2, 1), (2, 2)}
+        assert blocks == {(1, 2), (2, 1)}
     for problem in (ragged(4, 4096, 16384, **BF16), ragged(16, 4096, 16384, **BF16)):
         assert {config.steps_in_flight_at_turn for config in mqa_logits.configs(problem, H100)} == {0, 1}
