@@ -135,10 +135,7 @@ def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> base.Shape:
 
 conv1d = base.Tunable(
     partial(base.StepCase, _conv1d, verdict="close", copied=("conv_states",)),
-    shapes=(
-        *(_prompts((16, 32), lengths) for lengths in ([8192], [1024] * 8, [64] * 128, [1024])),
-        _prompts((4, 8), [8192]),
-    ),
+    shapes=(*(_prompts((16, 32), lengths) for lengths in ([8192], [1024] * 8, [64] * 128, [1024])), _prompts((4, 8), [8192])),
     useful_flops=base.no_flops,
     small=lambda shape: base.resized(shape, (70, 5), dim=64),
 )
