@@ -22,7 +22,6 @@ from autotune import peers, plot, report, tables, tuning
 from autotune import selection as agreement
 from autotune import shapes as shape_list
 from autotune.calls import calls as drawn_calls
-from autotune.journal import Journal
 from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import H100, DeviceSpec
 from gdn.runtime import compiled, devices, env, registry, tuned
@@ -60,8 +59,8 @@ def _spec() -> DeviceSpec:
 
 def _libraries(names: list[str] | None) -> list[str]:
     found = names or []
-    if unknown := sorted(set(found) - set(peers.libraries())):
-        raise ValueError(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
+    if unknown := sorted(set(found) - set(peers.LIBRARIES)):
+        raise ValueError(f"peer: expected some of {', '.join(peers.LIBRARIES)}, got {', '.join(unknown)}")
     return found
 
 
@@ -195,7 +194,7 @@ def _tune(
     }  # fmt: skip
     if compile_only:
         return report
-    journal = Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
+    journal = tuning.Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
     winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
     report["winners"] = [vars(one) | {"shape": one.shape.name} for one in winners]
     if winners:
