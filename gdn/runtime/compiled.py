@@ -13,7 +13,6 @@ cache, or whose entry another user may have written (`cache_folder`), is compile
 Loading an entry imports no DSL: the runtime library that the DSL ships is loaded by path, then tvm-ffi opens the kernel.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -28,7 +27,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,10 +117,8 @@ def versions(backend: str) -> dict[str, str]:
     """Versions of the packages that compile and load a kernel."""
     dsl = _DISTRIBUTIONS.get(backend, backend)
     found = {name: installed_version(name) or "unknown" for name in ("apache-tvm-ffi", dsl)}
-    if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library distinguishes versions
-        library = runtime_library(backend)
-        if library is not None:
-            found[dsl] = f"library of {library.stat().st_size} bytes"
+    if found[dsl] == "unknown" and (library := runtime_library(backend)) is not None:
+        found[dsl] = f"library of {library.stat().st_size} bytes"  # a DSL on PYTHONPATH has no metadata
     return found
 
 
@@ -150,8 +147,7 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     about = {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)}
     compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
 
-    root = cache_dir()
-    private = cache_folder.existing_scratch()
+    root, private = cache_dir(), cache_folder.existing_scratch()
     if private is not None and cache_folder.distrust(private, private / name) is None and is_whole(private / name):
         return private / name
     reason = cache_folder.distrust(root, root / name)
@@ -181,20 +177,13 @@ def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]
     """Returns the entry of this name below the root, writing it unless it is whole; OSError where it cannot be written."""
     place = root / name
     cache_folder.make_entry_parent(root, place)
-    with _lock_of(place):
-        if not is_whole(place):  # another process may have compiled it while this one waited
-            _write(place, compile_once(), about)
-    return place
-
-
-@contextlib.contextmanager
-def _lock_of(place: Path) -> Iterator[None]:
-    """Lock of an entry's writers, between processes."""
     try:
-        with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):
-            yield
+        with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):  # of the entry's writers, between processes
+            if not is_whole(place):  # another process may have compiled it while this one waited
+                _write(place, compile_once(), about)
     except NotImplementedError as error:  # filelock's error for a file system without locks
         raise OSError(errno.ENOLCK, str(error)) from error
+    return place
 
 
 def has_entries(op: str, backend: str) -> bool:

@@ -45,11 +45,8 @@ class Declaration:
     @property
     def accepted(self) -> str:
         """Valid values, in words."""
-        if self.kind == "bool":
-            return "1, 0, true, false, yes, no, on, off"
-        if self.kind == "int":
-            return "an integer >= 0"
-        return "a path" if self.kind == "path" else ", ".join(self.values)
+        of_kind = {"bool": "1, 0, true, false, yes, no, on, off", "int": "an integer >= 0", "path": "a path"}
+        return of_kind.get(self.kind) or ", ".join(self.values)
 
     def parse(self, text: str) -> Any:
         """Returns the typed value; ValueError where the text is invalid."""

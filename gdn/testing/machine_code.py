@@ -174,6 +174,13 @@ def _run_nvdisasm(code: bytes, *options: str) -> str:
     return done.stdout
 
 
+def _target_by_nvdisasm(cubin: _Cubin) -> str:
+    target = re.search(r"^\s*\.target\s+(\w+)", _run_nvdisasm(cubin.bytes, "-c"), re.MULTILINE)
+    if target is None:
+        raise MachineCodeError("nvdisasm names no target")
+    return target[1]
+
+
 def _target(cubin: _Cubin) -> str:
     """Target under nvdisasm's name; read without it where the cubin has CUDA 13's format, since a start of it takes long."""
     if cubin.bytes[8] == _ABI_WITH_COMPAT and cubin.find(".nv.compat") is not None:
@@ -181,10 +188,7 @@ def _target(cubin: _Cubin) -> str:
         if family in (0, 1):
             (flags,) = struct.unpack_from("<I", cubin.bytes, 48)
             return f"sm_{flags >> 8 & 0xFF}{'a' if family else ''}"
-    target = re.search(r"^\s*\.target\s+(\w+)", _run_nvdisasm(cubin.bytes, "-c"), re.MULTILINE)
-    if target is None:
-        raise MachineCodeError("nvdisasm names no target")
-    return target[1]
+    return _target_by_nvdisasm(cubin)
 
 
 def _max_threads(cubin: _Cubin, kernel: str) -> int:
