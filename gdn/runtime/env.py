@@ -155,10 +155,7 @@ _FIELD_BY_SWITCH: dict[str, str] = {f.metadata["declaration"].name: f.name for f
 # All switches by name, in the order of `gdn env`.
 DECLARATIONS: dict[str, Declaration] = {
     **{f.metadata["declaration"].name: f.metadata["declaration"] for f in fields(Switches) if f.metadata},
-    **{
-        name: Declaration(name, "choice", "auto", f"{op}: required backend", _BACKEND_VALUES)
-        for name, op in _OP_BY_SWITCH.items()
-    },
+    **{one: Declaration(one, "choice", "auto", f"{op}: required backend", _BACKEND_VALUES) for one, op in _OP_BY_SWITCH.items()},
 }
 
 

@@ -67,17 +67,13 @@ class Timed:
         self._replay, self.captured = self._ready(rounds)
         self.sample_us()
 
-    def _ready(self, rounds: int) -> tuple[Call, bool]:
-        """Function that runs every call `rounds` times, and whether it replays a graph."""
-        graph = self._capture(rounds)
-        return (functools.partial(self._run, rounds), False) if graph is None else (graph.replay, True)
-
     def _run(self, rounds: int) -> None:
         for _ in range(rounds):
             for call in self._calls:
                 call()
 
-    def _capture(self, rounds: int) -> torch.cuda.CUDAGraph | None:
+    def _ready(self, rounds: int) -> tuple[Call, bool]:
+        """Function that runs every call `rounds` times, and whether it replays a graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -89,8 +85,8 @@ class Timed:
                 self._run(rounds)
         except RuntimeError:  # the call synchronises; capture is over, the device is as before
             torch.cuda.synchronize()
-            return None
-        return graph
+            return functools.partial(self._run, rounds), False
+        return graph.replay, True
 
     def sample_us(self) -> float:
         return _elapsed_us(self._replay) / self._count
