@@ -211,15 +211,16 @@ class StepCase(SeededCase):
 
     verdict: "bits" (copies and integers: the reference's bits), "close" (the reference in float64, within the roundings of the
     output's dtype) or "rounded" (the reference's bits, but for a few values that round the other way). What the operator updates
-    in place without computing, named in `copied`, is compared bit for bit.
+    in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in `states`, are compared head
+    by head, and bit for bit in the slots that the reference leaves alone.
     """
 
     def __init__(
         self, make: Callable[[Maker, Any, Sequence[int]], Work], shape: Shape, device: torch.device, copies: int, *, verdict: str,
-        copied: tuple[str, ...] = (),
+        copied: tuple[str, ...] = (), states: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(shape, device, copies)
-        self._make, self._verdict, self._copied = make, verdict, copied
+        self._make, self._verdict, self._copied, self._states = make, verdict, copied, states
 
     def _work(self, seed: int) -> Work:
         return self._make(Maker(self._device, seed), self._problem, self._shape.lengths)
@@ -236,20 +237,26 @@ class StepCase(SeededCase):
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
         work = self._work(seed=0)  # a new set: a launch updates pools, caches and rings
+        before = {name: work.arguments[name].clone() for name in self._states}
         work.launch(prepared)()
         found = {f"output {n}": output for n, output in enumerate(work.outputs) if output is not None}
         found |= {name: work.arguments[name] for name in work.updated}
         both = zip(found.items(), expected, strict=True)
-        return max(self._error(name, output, exact.reshape(output.shape)) for (name, output), exact in both)
+        return max(self._error(name, output, exact.reshape(output.shape), before.get(name)) for (name, output), exact in both)
 
-    def _error(self, name: str, output: Tensor, exact: Tensor) -> float:
+    def _error(self, name: str, output: Tensor, exact: Tensor, before: Tensor | None) -> float:
+        """before: content of a pool of states before the call."""
         if compare.same_bits(output, exact):
             return 0.0
         if self._verdict == "bits" or name in self._copied:
             count = int((output.double() != exact.double()).sum())
             raise WrongResult(f"{name} is not the reference's: {count} of {output.numel()} values differ")
         if self._verdict == "close":
-            return limited(name, compare.error(output, exact, groups=1), ROUNDINGS[str(output.dtype).removeprefix("torch.")])
+            limit = ROUNDINGS[str(output.dtype).removeprefix("torch.")]
+            if before is None:
+                return limited(name, compare.error(output, exact, groups=1), limit)
+            written = [slot for slot in range(len(before)) if not compare.same_bits(exact[slot], before[slot])]
+            return state_error(output, before, exact, written, limit)
         share = _differing(output, exact)
         if not share <= _DIFFERING:
             raise WrongResult(f"{name}: {share:.1e} of it is not the reference's, allowed {_DIFFERING:.0e}")
