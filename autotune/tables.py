@@ -154,7 +154,7 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
     if not path.is_file():
         return []
     known = {shape.problem: shape for shape in shape_list.shapes(kernel.op, measured=True, tuned=True)}
-    stale = [row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source]
+    stale = (row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source)
     shapes = []
     for number, row in enumerate(stale):
         sizes = row.problem.sizes()  # even lengths where the problem has tokens of sequences

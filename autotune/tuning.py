@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,17 +30,6 @@ DEFAULT_MARGIN = 0.995  # times the default's time: a smaller gain is noise, and
 
 class DeviceLost(RuntimeError):
     """A launch broke the CUDA context, so that nothing runs in this process any more. The journal has the candidate."""
-
-
-class Runner(Protocol):
-    """Runs candidates for the tuner; tests have a runner without a GPU."""
-
-    def check(self, shape: Shape, config: Any) -> float:
-        """Relative error; raises where the result is wrong or the launch fails."""
-
-    def time_us(self, shape: Shape, config: Any) -> float: ...
-
-    def interleaved_us(self, shape: Shape, configs: Sequence[Any]) -> list[float]: ...
 
 
 @dataclass(frozen=True)
@@ -237,7 +226,7 @@ class Winner:
 
 
 def search(
-    made: Plan, shape: Shape, runner: Runner, journal: Journal, *, deadline: float | None = None,
+    made: Plan, shape: Shape, runner: "GpuRunner", journal: Journal, *, deadline: float | None = None,
     on_done: Callable[[Any, Record], None] = lambda config, record: None,
 ) -> Winner | None:  # fmt: skip
     """Fastest correct configuration of a shape, None if there is none. Candidates in the journal are not run again."""
@@ -276,7 +265,7 @@ def search(
     return Winner(shape, config, times[best], record.error, default_us)
 
 
-def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal) -> Record:
+def _try(made: Plan, shape: Shape, config: Any, runner: "GpuRunner", journal: Journal) -> Record:
     static, sizes, fields = shape.problem.static_key(), shape.problem.sizes(), asdict(config)
     failure = made.candidates[static, config].failure
     if failure is not None:
@@ -298,26 +287,26 @@ def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal
 
 
 class GpuRunner:
-    """Runs candidates of one kernel on the current CUDA device. Keeps the inputs of the last shape."""
+    """Runs candidates of one kernel on the current CUDA device; tests have a runner without a GPU.
+
+    Keeps the inputs of the last shape.
+    """
 
     def __init__(self, kernel: Kernel, spec: DeviceSpec) -> None:
         self._kernel, self._spec = kernel, spec
         self._last: tuple[str, Any] | None = None
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
-
     def _case(self, shape: Shape) -> Any:
         if self._last is None or self._last[0] != shape.name:
             self._last = None  # frees the inputs before the next are made
-            self._last = (shape.name, cases.make(shape, self._device, self._spec))
+            self._last = (shape.name, cases.make(shape, torch.device("cuda", torch.cuda.current_device()), self._spec))
         return self._last[1]
 
     def _prepared(self, shape: Shape, config: Any) -> Any:
-        return runtime.prepare(shape.problem, self._device, self._kernel.backend, config=config)
+        return runtime.prepare(shape.problem, torch.device("cuda"), self._kernel.backend, config=config)
 
     def check(self, shape: Shape, config: Any) -> float:
+        """Relative error; raises where the result is wrong or the launch fails."""
         with _watched():
             error: float = self._case(shape).check(self._prepared(shape, config))
         return error

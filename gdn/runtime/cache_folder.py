@@ -68,13 +68,6 @@ def make_private(folder: Path) -> None:
             raise
 
 
-def make_entry_parent(root: Path, entry: Path) -> None:
-    """Creates the parent folder of an entry; raises Distrusted where the file system lets others write into it."""
-    make_private(entry.parent)
-    if (reason := distrust(root, entry)) is not None:
-        raise Distrusted(reason)
-
-
 def write_private(path: Path, content: bytes) -> None:
     """Writes a new file that only its owner can read or write, whatever the umask."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:

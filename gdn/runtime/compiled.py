@@ -176,7 +176,9 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
 def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]], about: Mapping[str, str]) -> Path:
     """Returns the entry of this name below the root, writing it unless it is whole; OSError where it cannot be written."""
     place = root / name
-    cache_folder.make_entry_parent(root, place)
+    cache_folder.make_private(place.parent)
+    if (reason := cache_folder.distrust(root, place)) is not None:  # the file system lets others write into it
+        raise cache_folder.Distrusted(reason)
     try:
         with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):  # of the entry's writers, between processes
             if not is_whole(place):  # another process may have compiled it while this one waited

@@ -51,14 +51,10 @@ def _dense(
     magnitude = torch.zeros_like(total)
     for head in range(num_heads):
         key = k[:, head // (num_heads // num_kv_heads)]
-        product = q[:, head] @ key.T
-        if relu:
-            product = product.relu()
-        size = q[:, head].abs() @ key.abs().T
-        if weights is not None:
-            product, size = product * weights[:, head, None], size * weights[:, head, None].abs()
-        total += product
-        magnitude += size
+        product, size = q[:, head] @ key.T, q[:, head].abs() @ key.abs().T
+        weight = 1.0 if weights is None else weights[:, head, None]
+        total += (product.relu() if relu else product) * weight
+        magnitude += size * abs(weight)
     return total * scale, magnitude * abs(scale)
 
 
