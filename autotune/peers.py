@@ -120,9 +120,6 @@ def kernels_us(calls: Sequence[Callable[[], object]], repeats: int = 12) -> floa
     return float(total) / (rounds * len(calls))
 
 
-# --- the libraries ---------------------------------------------------------------------------------------------------
-
-
 def _fla(problem: ChunkProblem, arguments: Mapping[str, Any]) -> list[Peer]:
     """The prefill kernels with the norm. Where FlashQLA is installed, FLA calls that, unless FLA_FLASH_QLA=0 is set.
 

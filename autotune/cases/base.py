@@ -116,9 +116,6 @@ def launch_of(prepared: Prepared, params: tuple[Any, ...]) -> Call:
     return lambda: launch(params)
 
 
-# --- cases from a seed ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Work:
     """One set of inputs, for the public operator and for a launch."""

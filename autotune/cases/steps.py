@@ -104,9 +104,6 @@ def _rms_norm_gated(make: base.Maker, problem: problems.RmsNormGatedProblem, len
     return base.Work("rms_norm_gated", arguments, problems.RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
-
-
 def _prompts(heads: tuple[int, int], lengths: Sequence[int]) -> base.Shape:
     return base.packed("conv1d", f"{heads[0]}/{heads[1]} {{}}", lengths, base.heads_of(*heads))
 

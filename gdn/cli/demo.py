@@ -28,8 +28,6 @@ GPU_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
 CPU_LENGTHS = (37, 129, 64, 2)
 
 
-# --- one call: its backend, its error against an independent computation, its time against the floor ------------------
-
 _SCORES = ("mqa_logits", "paged_mqa_logits")
 
 
@@ -94,9 +92,6 @@ def measure(call: Call, limits: Limits | None) -> Row:
     backend = "+".join(dict.fromkeys(part.backend for part in parts))
     notes = tuple(note for part in parts for note in part.notes)
     return Row(call.phase, call.operator, backend, notes, elapsed, floor, error, call.limit)
-
-
-# --- the command -------------------------------------------------------------------------------------------------------
 
 
 def demo(

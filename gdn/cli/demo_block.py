@@ -94,8 +94,6 @@ class Block:
         self.cache = torch.zeros(shape, dtype=torch.uint8 if fp8_indexer else torch.bfloat16, device=device)
         self.context = torch.zeros(count, dtype=torch.int32)
 
-    # --- shared by both phases --------------------------------------------------------------------------------------
-
     def _split(self, phase: str, hidden: torch.Tensor) -> Call:
         model = self.model
         qkvz, ba = hidden @ self.in_proj_qkvz.T, hidden @ self.in_proj_ba.T
@@ -142,8 +140,6 @@ class Block:
         written = 4 * logits.shape[0] * self.model.index_topk
         visible = int((ends - starts).clamp(min=0).sum())
         return Call(phase, "topk_indices", arguments, floor_bytes=visible * logits.element_size() + written, limit=0.0)
-
-    # --- phases -----------------------------------------------------------------------------------------------------
 
     def prefill(self) -> Iterator[Call]:
         """The prompts of all sequences as one ragged batch: every second one continues a cached state."""

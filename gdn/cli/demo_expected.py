@@ -28,9 +28,6 @@ def pairs(call: Call, before: Arguments) -> Pairs:
     return _EXPECTED[call.operator](call, before)
 
 
-# --- the GDN layer ---------------------------------------------------------------------------------------------------
-
-
 def _split(call: Call, before: Arguments) -> Pairs:
     """A key head's group of columns holds [q | k | v of its value heads | z of them], and [b | a]."""
     heads, num_v_heads, value_dim = before["num_heads_qk"], before["num_heads_v"], before["head_v"]
@@ -79,9 +76,6 @@ def _delta_rule(call: Call, before: Arguments) -> Pairs:
 def _gated_norm(call: Call, before: Arguments) -> Pairs:
     x, z, weight = (before[name].double() for name in ("x", "z", "weight"))
     return [(call.result, functional.rms_norm(x, x.shape[-1:], weight, 1e-6) * _silu(z))]
-
-
-# --- the indexer -----------------------------------------------------------------------------------------------------
 
 
 def _rotated(x: Tensor, norm: Tensor, before: Arguments) -> Tensor:

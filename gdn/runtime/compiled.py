@@ -97,9 +97,6 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
         return _loaded[key]
 
 
-# --- on disk ---------------------------------------------------------------------------------------------------------
-
-
 def cache_dir() -> Path:
     """Folder of compiled kernels: GDN_CACHE_DIR, or the platform's user cache."""
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
@@ -256,9 +253,6 @@ def is_whole(place: Path) -> bool:
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         log.once(f"broken cache entry, compiled again: {error}")
         return False
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 def runtime_library(backend: str) -> Path | None:

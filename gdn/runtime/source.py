@@ -104,9 +104,6 @@ def _imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, str | No
             yield from ((module, alias.name) for alias in node.names)
 
 
-# --- leaves ----------------------------------------------------------------------------------------------------------
-
-
 def _taken(imported: Iterable[tuple[str, str | None]]) -> Iterator[Taken]:
     """The names that are imported from leaves."""
     inside = tuple(f"{leaf}." for leaf in LEAVES)
@@ -171,8 +168,6 @@ def _definitions(taken: Iterable[Taken]) -> list[str]:
             waiting += [(f"{leaf}.{name}", _EVERYTHING)] if _path(f"{leaf}.{name}", ROOT) is not None else []
     return sorted(f"{leaf}.{name} {normal}" for (leaf, name), normal in found.items() if normal)
 
-
-# --- normal form -----------------------------------------------------------------------------------------------------
 
 # Fields about the spelling of a program, or that follow from a node's position.
 _ASIDE = frozenset({"ctx", "kind", "type_comment", "type_ignores"})

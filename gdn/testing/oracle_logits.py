@@ -52,9 +52,9 @@ def _dense(
     for head in range(num_heads):
         key = k[:, head // (num_heads // num_kv_heads)]
         product, size = q[:, head] @ key.T, q[:, head].abs() @ key.abs().T
-        weight = 1.0 if weights is None else weights[:, head, None]
+        weight = torch.ones_like(q[:, head, :1]) if weights is None else weights[:, head, None]
         total += (product.relu() if relu else product) * weight
-        magnitude += size * abs(weight)
+        magnitude += size * weight.abs()
     return total * scale, magnitude * abs(scale)
 
 
