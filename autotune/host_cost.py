@@ -10,6 +10,7 @@ import contextlib
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,20 +44,12 @@ class HostCost:
     launch_us: float  # median of the kernel module's launch alone, which repeated_us includes
 
 
-class _EmptyFunctions(dict[str, Callable[..., Any]]):
-    """Every entry of a compiled kernel: a tvm-ffi function that does nothing."""
-
-    def __missing__(self, name: str) -> Callable[..., Any]:
-        import tvm_ffi
-
-        return self.setdefault(name, tvm_ffi.get_global_func("testing.nop"))
-
-
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
     """Inside, the CPU counts as an H100 whose kernels do nothing."""
+    import tvm_ffi
 
-    functions = _EmptyFunctions()
+    functions: Any = defaultdict(lambda: tvm_ffi.get_global_func("testing.nop"))  # does nothing
     with (
         mock.patch.object(devices, "describe", lambda device: (H100, "no device")),
         mock.patch.object(toolchain, "missing", lambda backend: None),

@@ -106,7 +106,10 @@ def plan(
         if refusal is not None:
             made.refusals[shape.name] = refusal
             continue
-        first = list(dict.fromkeys([kernel.module.default_config(shape.problem, spec), *_shipped(kernel, shape.problem, spec)]))
+        # The table's configuration for exactly these sizes, which a sample of the space could miss.
+        entries = KernelCandidate(kernel.op, kernel.backend, kernel.module_name).tuned(shape.problem, spec)
+        shipped = [found.config for found in entries if found.sizes == tuple(sorted(shape.problem.sizes().items()))]
+        first = list(dict.fromkeys([kernel.module.default_config(shape.problem, spec), *shipped]))
         space = [] if stored_only else dict.fromkeys(kernel.module.configs(shape.problem, spec))
         others = [config for config in space if config not in first]
         made.configs[shape.name] = first[:limit] + _spread(others, None if limit is None else limit - len(first))
@@ -118,13 +121,6 @@ def plan(
                 key = (problems[name].static_key(), configs[rank])
                 made.candidates.setdefault(key, Candidate(problems[name], configs[rank]))
     return made
-
-
-def _shipped(kernel: Kernel, problem: Problem, spec: DeviceSpec) -> list[Any]:
-    """Configurations of the table in use for exactly these sizes, which a sample of the space could miss."""
-    candidate = KernelCandidate(kernel.op, kernel.backend, kernel.module_name)
-    sizes = tuple(sorted(problem.sizes().items()))
-    return [found.config for found in candidate.tuned(problem, spec) if found.sizes == sizes]
 
 
 def _spread(configs: list[Any], wanted: int | None) -> list[Any]:

@@ -1,6 +1,6 @@
 """Shape, Case and Tunable: how the tuner and the benchmark see an operator; the cases whose inputs follow from a seed."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -87,10 +87,6 @@ class Case(Protocol):
         """Calls of the public operator, one per set of inputs."""
 
 
-def _all_flops(shape: Shape) -> int:
-    return shape.problem.flops()
-
-
 def no_flops(shape: Shape) -> int:
     """For operators without tensor-core work: their floor is the bytes that they move."""
     return 0
@@ -104,7 +100,7 @@ class Tunable:
     shapes: tuple[Shape, ...]  # tuned, and rows of the measured tables
     tuned_only: tuple[Shape, ...] = ()  # measured by name alone: they would make the tables long
     measured_only: tuple[Shape, ...] = ()  # measured by name alone, and never tuned
-    useful_flops: Callable[[Shape], int] = _all_flops  # operations that the call asks for
+    useful_flops: Callable[[Shape], int] = lambda shape: shape.problem.flops()  # operations that the call asks for
     small: Callable[[Shape], Shape] = lambda shape: shape  # a shape of the same code path at sizes for a CPU
     peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for autotune.peers; int: seed
 
@@ -171,15 +167,6 @@ def state_error(after: Tensor, before: Tensor, exact: Tensor, written: Iterable[
     return limited("state", compare.error(after[slots], exact[slots], groups=2), limit)
 
 
-def in_float64(arguments: Mapping[str, Any], kept: Iterable[str | None]) -> dict[str, Any]:
-    """Arguments for a reference in float64, which allocates out itself. kept: names of tensors that keep their dtype."""
-    wide = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() and name not in kept else value
-        for name, value in arguments.items()
-    }
-    return wide | {"out": None} if "out" in wide else wide
-
-
 class Maker:
     """Inputs from a seed: the same tensors for the same seed."""
 
@@ -225,7 +212,12 @@ class StepCase(SeededCase):
     @cached_property
     def _expected(self) -> list[Tensor]:
         work = self._work(seed=0)
-        arguments = in_float64(work.arguments, work.updated) if self._verdict == "close" else work.arguments
+        arguments = dict(work.arguments)
+        for name, value in work.arguments.items() if self._verdict == "close" else ():
+            if name == "out":
+                arguments[name] = None  # the reference allocates it, in float64
+            elif isinstance(value, Tensor) and value.is_floating_point() and name not in work.updated:
+                arguments[name] = value.double()
         found = getattr(reference, work.function)(**arguments)
         returned = found if isinstance(found, tuple) else () if found is None else (found,)
         expected = [made for made, output in zip(returned, work.outputs, strict=False) if output is not None]

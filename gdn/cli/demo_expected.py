@@ -43,11 +43,6 @@ def _silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def _windows(line: Tensor, weight: Tensor) -> Tensor:
-    """line [dim, width - 1 + T] -> [dim, T]: each window of `width` columns times the weights."""
-    return _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0])
-
-
 def _convolution(call: Call, before: Arguments) -> Pairs:
     """A prompt of each sequence, or one token of each."""
     is_prefill = call.operator == "causal_conv1d_fn"
@@ -59,7 +54,8 @@ def _convolution(call: Call, before: Arguments) -> Pairs:
         continues = not is_prefill or bool(before["has_initial_state"][n])
         history = states[slot] if continues else torch.zeros_like(states[slot])
         line = torch.cat([history, x[bounds[n] : bounds[n + 1]].double().T], dim=1)
-        out[bounds[n] : bounds[n + 1]] = _windows(line, weight).T
+        # Each window of `width` columns of line [dim, width - 1 + tokens], times the weights.
+        out[bounds[n] : bounds[n + 1]] = _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0]).T
         states[slot] = line[:, -states.shape[2] :]
     return [(call.result, out), (call.arguments[pool], states)]
 

@@ -180,13 +180,6 @@ def parse(environ: Mapping[str, str]) -> Switches:
     return Switches(**settings, backend_of=MappingProxyType(orders), given=frozenset(given))
 
 
-def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Unknown names with one of this project's prefixes -> the nearest known name, or None."""
-    known = [*DECLARATIONS, *SERVING_STACK_NAMES]
-    unknown = (name for name in sorted(environ) if name.startswith(PREFIXES) and name not in known)
-    return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None) for name in unknown}
-
-
 def toolkit_home() -> Path | None:
     """CUDA toolkit that CUDA_HOME (or CUDA_PATH) names. Not a switch of this project: the DSLs read it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -207,10 +200,12 @@ def reload() -> Switches:
     global _current
     _current = None  # if a value below is invalid, the next current() must raise again
     switches = parse(os.environ)
-    for name, nearest in unknown_names(os.environ).items():
-        if name not in _warned:
+    known = [*DECLARATIONS, *SERVING_STACK_NAMES]
+    for name in sorted(os.environ):
+        if name.startswith(PREFIXES) and name not in known and name not in _warned:
             _warned.add(name)
-            hint = f"; did you mean {nearest}?" if nearest else ""
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
             warnings.warn(f"unknown environment switch {name}{hint} (`gdn env` lists all)", stacklevel=2)
     log.configure(switches.log)
     for name in sorted(switches.given - _warned):

@@ -153,15 +153,11 @@ def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
 def measure_limits() -> Limits:
     """Copy bandwidth and matmul rates that the current device sustains now. Takes 8 GiB of its memory for a moment."""
     matmuls = _matmul_tflops()
-    return Limits(_copy_gbps(), *matmuls)
-
-
-def _copy_gbps() -> float:
-    """Between events, not in a graph: there a copy becomes a memcpy node, which ran at 2.4 instead of 3.0 TB/s."""
+    # The copy between events, not in a graph: there it becomes a memcpy node, which ran at 2.4 instead of 3.0 TB/s.
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * source.numel() / _sustained_us(lambda: target.copy_(source)) / 1e3
+    return Limits(2 * source.numel() / _sustained_us(lambda: target.copy_(source)) / 1e3, *matmuls)
 
 
 def _matmul_tflops(size: int = 8192) -> tuple[float, float]:
