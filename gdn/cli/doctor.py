@@ -105,11 +105,9 @@ def _dsls() -> list[Finding]:
         except Exception as error:  # an import of a large package may raise anything
             findings.append(Finding(backend, "fail", f"{module} is not importable: {error}; install {distribution}"))
             continue
-        library = compiled.runtime_library(backend)
-        if library is None:
-            findings.append(Finding(backend, "fail", f"{distribution} is installed without the library that its kernels need"))
-        else:
-            findings.append(Finding(backend, "ok", f"{distribution} {_version(distribution)}, {library}"))
+        library, lacking = compiled.runtime_library(backend), "is installed without the library that its kernels need"
+        text = lacking if library is None else f"{_version(distribution)}, {library}"
+        findings.append(Finding(backend, "fail" if library is None else "ok", f"{distribution} {text}"))
     try:
         importlib.import_module("tvm_ffi")
     except (ImportError, OSError) as error:
