@@ -51,14 +51,11 @@ def ratios(found: Sequence[Error]) -> list[Ratio]:
             theirs = [getattr(one, field) for one in found if one.is_peer and one.case == ours.case]
             best = min((error for error in theirs if math.isfinite(error)), default=None)
             if best is not None:
-                told.append(Ratio(ours.case, ours.who, what, _over(getattr(ours, field), best)))
+                error = getattr(ours, field)
+                over = error / best if math.isfinite(error) and best > 0 else math.inf
+                # An exact library leaves no room, but ours may be as exact.
+                told.append(Ratio(ours.case, ours.who, what, 1.0 if error == best else over))
     return sorted(told, key=lambda one: -one.ratio)
-
-
-def _over(error: float, best: float) -> float:
-    if error == best:  # includes 0 and 0: an exact library leaves no room, but ours may be as exact
-        return 1.0
-    return error / best if math.isfinite(error) and best > 0 else math.inf
 
 
 def _problem(tokens: int) -> ChunkProblem:

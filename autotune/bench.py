@@ -37,11 +37,6 @@ class Row:
         return self.floor_us / self.time_us
 
 
-def useful_flops(shape: Shape) -> int:
-    """Operations that a call of the shape asks for."""
-    return cases.tunable(shape.op).useful_flops(shape)
-
-
 def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None) -> Row | None:
     """Row of a shape; None where no kernel serves it (the reference is not timed)."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -52,7 +47,7 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     error = case.check(prepared)
     timed = timing.Timed(case.public_calls(backend))
     time_us = timed.sustained_us()  # as the limits are measured
-    flops, num_bytes = useful_flops(shape), shape.problem.bytes_moved()
+    flops, num_bytes = cases.tunable(shape.op).useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
     return Row(
         op=shape.op, shape=shape.name, backend=prepared.backend, config=asdict(prepared.config),

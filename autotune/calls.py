@@ -50,9 +50,6 @@ def _dim(head_dim: int) -> dict[str, int]:
     return {"head_k_dim": head_dim, "head_v_dim": head_dim}
 
 
-# --- chunk -----------------------------------------------------------------------------------------------------------
-
-
 def _chunk_calls(random: Random) -> Iterator[Shape]:
     yield _chunk([8192], cu_seqlens_dtype="int64")
     yield _chunk([8192], state_v_first=False)
@@ -130,9 +127,6 @@ def _short(name: str) -> str:
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "fp8"}.get(name, name)
 
 
-# --- recurrent -------------------------------------------------------------------------------------------------------
-
-
 def _recurrent_calls(random: Random) -> Iterator[Shape]:
     yield _recurrent(8, cu_seqlens_dtype="int64")  # README's own example
     yield _recurrent(128, state_v_first=False)
@@ -163,9 +157,6 @@ def _recurrent(batch: int, tokens: int = 1, **changes: Any) -> Shape:
     problem = RecurrentProblem(**{**_RECURRENT, **changes}, num_tokens=batch * tokens, num_sequences=batch)
     drafts = (", drafts" if problem.write_every_token else "") + (" in a tree" if problem.has_parent else "")
     return Shape(_delta_rule_name(problem, ragged=False) + drafts, problem, lengths=(tokens,) * batch)
-
-
-# --- logits ----------------------------------------------------------------------------------------------------------
 
 
 def _mqa_logits_calls(random: Random) -> Iterator[Shape]:

@@ -22,7 +22,6 @@ from autotune import peers, plot, report, tables, tuning
 from autotune import selection as agreement
 from autotune import shapes as shape_list
 from autotune.calls import calls as drawn_calls
-from autotune.journal import Journal
 from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import H100, DeviceSpec
 from gdn.runtime import compiled, devices, env, registry, tuned
@@ -60,8 +59,8 @@ def _spec() -> DeviceSpec:
 
 def _libraries(names: list[str] | None) -> list[str]:
     found = names or []
-    if unknown := sorted(set(found) - set(peers.libraries())):
-        raise ValueError(f"peer: expected some of {', '.join(peers.libraries())}, got {', '.join(unknown)}")
+    if unknown := sorted(set(found) - set(peers.LIBRARIES)):
+        raise ValueError(f"peer: expected some of {', '.join(peers.LIBRARIES)}, got {', '.join(unknown)}")
     return found
 
 
@@ -111,8 +110,10 @@ def tune(
     kernels, folder = _kernels(op, backend), out or tuned.SHIPPED
     if restamp or prune:
         current = [_restamp(kernel, folder, workers, timeout_s) for kernel in kernels] if restamp else []
-        if prune:
-            _prune(kernels, folder)
+        for kernel, path in [(one, path) for one in kernels for path in tables.paths(folder, one)] if prune else []:
+            count = tables.prune(path, kernel)
+            gone = "" if path.is_file() else ", and with them the table"
+            console.print(f"{path.parent.name}/{path.name}: {count} entries that repeat the default dropped{gone}", markup=False)
         if not stale:
             raise typer.Exit(0 if all(current) else 1)
     known = [] if op is None else shape_list.shapes(op, "" if stale else shapes, tuned=True)
@@ -126,11 +127,8 @@ def tune(
             if not chosen:
                 continue
         made = tuning.plan(kernel, chosen, spec, limit, stored_only=stale and not search)
-        report = _tune(
-            made, chosen, spec, folder, journals,
-            budget_s=budget_s, num_workers=workers, timeout_s=timeout_s, compile_only=compile_only,
-        )  # fmt: skip
-        reports.append(report)
+        options: dict[str, Any] = {"budget_s": budget_s, "num_workers": workers, "timeout_s": timeout_s}
+        reports.append(_tune(made, chosen, spec, folder, None if compile_only else journals, **options))
     is_complete = all(report["complete"] for report in reports)
     if as_json:
         print_json({"op": op, "device": spec.key, "complete": is_complete, "kernels": reports})
@@ -161,27 +159,18 @@ def _restamp(kernel: Any, folder: Path, num_workers: int, timeout_s: float) -> b
     return current
 
 
-def _prune(kernels: list[Any], folder: Path) -> None:
-    for kernel in kernels:
-        for path in tables.paths(folder, kernel):
-            count = tables.prune(path, kernel)
-            gone = "" if path.is_file() else ", and with them the table"
-            console.print(f"{path.parent.name}/{path.name}: {count} entries that repeat the default dropped{gone}", markup=False)
-
-
 def _tune(
-    made: Any, chosen: list[shape_list.Shape], spec: DeviceSpec, folder: Path, journals: Path, *, budget_s: float,
-    num_workers: int, timeout_s: float, compile_only: bool,
+    made: Any, chosen: list[shape_list.Shape], spec: DeviceSpec, folder: Path, journals: Path | None, *, budget_s: float,
+    num_workers: int, timeout_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Runs the plan of one kernel. complete: every shape has a winner (compile_only: every candidate compiled)."""
-    kernel = made.kernel
-    start, name = time.monotonic(), f"{kernel.op}.{kernel.backend}"
+    """Runs the plan of one kernel; without journals, compiles it. complete: every shape has a winner (or all is compiled)."""
+    kernel, start = made.kernel, time.monotonic()
+    name = f"{kernel.op}.{kernel.backend}"
     for shape, why in made.refusals.items():
         console.print(f"{name} {shape}: not served: {why}", markup=False)
     with _progress() as progress:
         task = progress.add_task(f"{name}: compiling", total=len(made.candidates))
-        # Half of the time is for the GPU.
-        deadline = start + budget_s * (1 if compile_only else 0.5)
+        deadline = start + budget_s * (1 if journals is None else 0.5)  # half of the time is for the GPU
         advance = partial(progress.advance, task)
         tuning.compile_all(made, num_workers=num_workers, timeout_s=timeout_s, on_done=lambda _: advance(), deadline=deadline)
     dropped = [one for one in made.candidates.values() if one.failure is not None]
@@ -193,9 +182,9 @@ def _tune(
         "winners": [], "table": None, "complete": not dropped,
         "dropped": [{"config": one.config, "why": one.failure} for one in dropped],
     }  # fmt: skip
-    if compile_only:
+    if journals is None:
         return report
-    journal = Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
+    journal = tuning.Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
     winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
     report["winners"] = [vars(one) | {"shape": one.shape.name} for one in winners]
     if winners:
@@ -413,8 +402,8 @@ def accuracy(backend: Backend = None, with_peers: Peers = None, as_json: AsJson 
             found.append(one)
     except KeyboardInterrupt:
         interrupted = True
-    names = list(dict.fromkeys(one.who for one in found))
-    made = table("inputs", *names, left=(*names,), caption="largest error of a head: o / final state")
+    names = tuple(dict.fromkeys(one.who for one in found))
+    made = table("inputs", *names, left=names, caption="largest error of a head: o / final state")
     for case in dict.fromkeys(one.case for one in found):
         errors = {one.who: f"{one.out:.1e} / {one.state:.1e}" for one in found if one.case == case}
         made.add_row(case, *(errors.get(name, "-") for name in names))
@@ -455,7 +444,6 @@ def selection(
     made.columns[0].justify = "right"
     made.add_row("at least", *(f"{demanded[kind]:.1%}" if kind in demanded else "" for kind in headings))
     made.add_section()
-    failed = False
     with _progress() as progress:
         lengths = keys or list(agreement.KEYS)
         task = progress.add_task("selecting", total=len(lengths))
@@ -463,10 +451,10 @@ def selection(
             found = agreement.measure(length, rows, topk, device, backend)
             cells = [(found.shares[kind], found.shares[kind] < demanded.get(kind, 0.0)) for kind in headings]
             made.add_row(str(length), *(f"[red]{share:.2%}[/]" if low else f"{share:.2%}" for share, low in cells))
-            failed = failed or not found.passed
             agreements.append(found)
             progress.advance(task)
     console.print(made)
+    failed = not all(one.passed for one in agreements)
     if as_json:
         found_shares = [{"keys": one.keys, "shares": one.shares, "passed": one.passed} for one in agreements]
         print_json({"rows": rows, "topk": topk, "demanded": demanded, "contexts": found_shares, "passed": not failed})

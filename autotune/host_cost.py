@@ -10,6 +10,7 @@ import contextlib
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +26,10 @@ from rich.table import Table
 import gdn
 from autotune import shapes
 from gdn.device import H100
-from gdn.problems import Problem
 from gdn.runtime import compiled, devices, env, prepare, registry, toolchain
 from gdn.testing import inputs, inputs_logits
 
 Call = Callable[[], object]
-Arguments = dict[str, Any]
 
 _CALLS_BETWEEN_SYNCS = 50  # a full queue of launches would make the host wait for the device
 
@@ -45,20 +44,12 @@ class HostCost:
     launch_us: float  # median of the kernel module's launch alone, which repeated_us includes
 
 
-class _EmptyFunctions(dict[str, Callable[..., Any]]):
-    """Every entry of a compiled kernel: a tvm-ffi function that does nothing."""
-
-    def __missing__(self, name: str) -> Callable[..., Any]:
-        import tvm_ffi
-
-        return self.setdefault(name, tvm_ffi.get_global_func("testing.nop"))
-
-
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
     """Inside, the CPU counts as an H100 whose kernels do nothing."""
+    import tvm_ffi
 
-    functions = _EmptyFunctions()
+    functions: Any = defaultdict(lambda: tvm_ffi.get_global_func("testing.nop"))  # does nothing
     with (
         mock.patch.object(devices, "describe", lambda device: (H100, "no device")),
         mock.patch.object(toolchain, "missing", lambda backend: None),
@@ -71,57 +62,39 @@ def without_device() -> Iterator[None]:
             env.reload()  # forgets the empty kernels
 
 
-def _delta_rule(op: str, lengths: tuple[int, ...], device: torch.device | None) -> tuple[Problem, Arguments]:
-    """A small problem of chunk or recurrent, and its call's arguments on a device."""
-    problem: Any = replace(_smallest(op), num_tokens=sum(lengths), num_sequences=len(lengths))
-    if device is None:
-        return problem, {}
-    make: Any = {"chunk": inputs.chunk_inputs, "recurrent": inputs.recurrent_inputs}[op]
-    out = torch.empty(1, sum(lengths), problem.num_state_heads, problem.head_v_dim, dtype=torch.bfloat16, device=device)
-    return problem, make(problem, device, lengths=lengths, strided=True) | {"out": out}
-
-
-def _ragged(extra: int, device: torch.device | None) -> tuple[Problem, Arguments]:
-    problem: Any = replace(_smallest("mqa_logits"), num_queries=128, num_keys=256 + extra, num_columns=256 + extra)
-    if device is None:
-        return problem, {}
-    out = torch.empty(problem.num_queries, problem.num_columns, device=device)
-    return problem, vars(inputs_logits.make_mqa_inputs(problem, device)) | {"out": out}
-
-
-def _paged(extra: int, device: torch.device | None) -> tuple[Problem, Arguments]:
-    problem: Any = replace(_smallest("paged_mqa_logits"), batch=8, max_context_len=256 + extra)
-    if device is None:
-        return problem, {}
-    out = torch.empty(problem.batch * problem.next_n, problem.max_context_len, device=device)
-    return problem, inputs_logits.make_paged_inputs(problem, device).arguments() | {"out": out}
-
-
-def _smallest(op: str) -> Any:
-    """The tuner's shape that moves the fewest bytes."""
-    return min((shape.problem for shape in shapes.shapes(op)), key=lambda problem: problem.bytes_moved())
-
-
-# Operators that a model calls in every layer, with kernels in both DSLs; their repeated calls skip the checks. Each maps a
-# number of more tokens or columns, and a device (None: no arguments), to a problem and a call's arguments. The host's work does
-# not depend on sizes, and small ones keep the device ahead of the host.
-_CALLS: dict[str, Callable[[int, torch.device | None], tuple[Problem, Arguments]]] = {
-    "chunk": lambda extra, device: _delta_rule("chunk", (256 + extra, 255), device),
-    "recurrent": lambda extra, device: _delta_rule("recurrent", (1 + extra, *[1] * 31), device),
-    "mqa_logits": _ragged,
-    "paged_mqa_logits": _paged,
+# Operators that a model calls in every layer, with kernels in both DSLs; their repeated calls skip the checks. Each has the
+# sizes of a small call with a number of more tokens or columns: the host's work does not depend on sizes, and small ones keep
+# the device ahead of the host.
+_SIZES: dict[str, Callable[[int], dict[str, int]]] = {
+    "chunk": lambda extra: {"num_tokens": 511 + extra, "num_sequences": 2},
+    "recurrent": lambda extra: {"num_tokens": 32 + extra, "num_sequences": 32},
+    "mqa_logits": lambda extra: {"num_queries": 128, "num_keys": 256 + extra, "num_columns": 256 + extra},
+    "paged_mqa_logits": lambda extra: {"batch": 8, "max_context_len": 256 + extra},
 }
-OPERATORS = tuple(_CALLS)
+OPERATORS = tuple(_SIZES)
 
 
-def problem_of(op: str) -> Problem:
-    """A small problem of the operator."""
-    return _CALLS[op](0, None)[0]
+def problem_of(op: str, extra: int = 0) -> Any:
+    """A small problem of the operator: the tuner's shape that moves the fewest bytes, made smaller."""
+    smallest: Any = min((shape.problem for shape in shapes.shapes(op)), key=lambda problem: problem.bytes_moved())
+    return replace(smallest, **_SIZES[op](extra))
 
 
 def call_of(op: str, device: torch.device, backend: str | None, extra: int = 0) -> Call:
     """One eager call of the public operator on small inputs."""
-    return partial(getattr(gdn, registry.operator(op).functions[0]), **_CALLS[op](extra, device)[1], backend=backend)
+    problem, dtype = problem_of(op, extra), torch.float32
+    if op == "mqa_logits":
+        arguments: dict[str, Any] = vars(inputs_logits.make_mqa_inputs(problem, device))
+        shape: tuple[int, ...] = (problem.num_queries, problem.num_columns)
+    elif op == "paged_mqa_logits":
+        arguments = inputs_logits.make_paged_inputs(problem, device).arguments()
+        shape = (problem.batch * problem.next_n, problem.max_context_len)
+    else:
+        make: Any = {"chunk": inputs.chunk_inputs, "recurrent": inputs.recurrent_inputs}[op]
+        arguments = make(problem, device, strided=True)
+        shape, dtype = (1, problem.num_tokens, problem.num_state_heads, problem.head_v_dim), torch.bfloat16
+    out = torch.empty(shape, dtype=dtype, device=device)
+    return partial(getattr(gdn, registry.operator(op).functions[0]), **arguments, out=out, backend=backend)
 
 
 def _times_us(calls: list[Call], device: torch.device) -> list[float]:

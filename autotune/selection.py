@@ -5,8 +5,7 @@ the indexer rounds q and k to bfloat16 after norm and rotation, and quantises th
 head and each row of the cache. Every query sees every key, so that the number of keys is the length of the context.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +48,9 @@ def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str 
         found: Tensor = gdn.topk_indices(scores, topk, *ranges, backend="reference" if backend == "reference" else None)
         return found
 
-    with _float32_as_it_is():
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # products of float32 matrices in float32, not in TF32
+    try:
         exact = reference.mqa_logits(*maker.exact(), *ranges, scale=_DIM**-0.5)
         expected = reference.topk_indices(exact, topk, *ranges)
         q, k, weights, scale = maker.prepared(torch.bfloat16)
@@ -61,6 +62,8 @@ def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str 
         q, k, weights, scale = maker.prepared(torch.uint8)
         found[FP8] = selected(gdn.mqa_logits(q, k, weights, *ranges, k_scale=scale, backend=backend))
         found[FP8_EXACT] = selected(reference.mqa_logits(q, k, weights, *ranges, k_scale=scale))
+    finally:
+        torch.set_float32_matmul_precision(precision)
     return Agreement(keys, {kind: share(indices, expected, keys) for kind, indices in found.items()})
 
 
@@ -114,14 +117,3 @@ class _Layer:
         bounds = torch.tensor([0, self._keys], dtype=torch.int32, device=self._device)
         k, scale = gdn.gather_indexer_cache(cache, tables, bounds, num_rows=self._keys)
         return q, k, weights, scale
-
-
-@contextmanager
-def _float32_as_it_is() -> Iterator[None]:
-    """Inside, products of float32 matrices are computed in float32, not in TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -54,9 +54,6 @@ def paths(folder: Path, kernel: Kernel) -> list[Path]:
     return sorted(folder.glob(f"*/{kernel.op}.{kernel.backend}.json"))
 
 
-# --- writing winners -------------------------------------------------------------------------------------------------
-
-
 def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Sequence[Winner], versions: dict[str, str]) -> Path:
     """Puts the winners into the kernel's table, where they replace the entries of their own problems alone.
 
@@ -92,9 +89,6 @@ def code_of(kernel: Kernel, problem: Problem, config: Any) -> str | None:
         return machine_code.code_hash([path.read_bytes() for _, path in libraries])
     except machine_code.MachineCodeError:
         return None
-
-
-# --- entries of another source ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -154,16 +148,13 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
     if not path.is_file():
         return []
     known = {shape.problem: shape for shape in shape_list.shapes(kernel.op, measured=True, tuned=True)}
-    stale = [row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source]
+    stale = (row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source)
     shapes = []
     for number, row in enumerate(stale):
         sizes = row.problem.sizes()  # even lengths where the problem has tokens of sequences
         lengths = inputs.even_lengths(sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0))
         shapes.append(known.get(row.problem, Shape(f"entry {number}: {_label(row)}", row.problem, lengths)))
     return shapes
-
-
-# --- repeats of the default ------------------------------------------------------------------------------------------
 
 
 def pruned(kernel: Kernel, table: tuned.Table, spec: DeviceSpec) -> tuple[tuned.Table, int]:

@@ -1,19 +1,20 @@
 """Search for a kernel's fastest configuration per shape: compile, check, time, then time the best again in turn."""
 
 import importlib
+import json
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from autotune import cases, workers
-from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
 from gdn import runtime
 from gdn.device import DeviceSpec
@@ -29,17 +30,6 @@ DEFAULT_MARGIN = 0.995  # times the default's time: a smaller gain is noise, and
 
 class DeviceLost(RuntimeError):
     """A launch broke the CUDA context, so that nothing runs in this process any more. The journal has the candidate."""
-
-
-class Runner(Protocol):
-    """Runs candidates for the tuner; tests have a runner without a GPU."""
-
-    def check(self, shape: Shape, config: Any) -> float:
-        """Relative error; raises where the result is wrong or the launch fails."""
-
-    def time_us(self, shape: Shape, config: Any) -> float: ...
-
-    def interleaved_us(self, shape: Shape, configs: Sequence[Any]) -> list[float]: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,10 @@ def plan(
         if refusal is not None:
             made.refusals[shape.name] = refusal
             continue
-        first = list(dict.fromkeys([kernel.module.default_config(shape.problem, spec), *_shipped(kernel, shape.problem, spec)]))
+        # The table's configuration for exactly these sizes, which a sample of the space could miss.
+        entries = KernelCandidate(kernel.op, kernel.backend, kernel.module_name).tuned(shape.problem, spec)
+        shipped = [found.config for found in entries if found.sizes == tuple(sorted(shape.problem.sizes().items()))]
+        first = list(dict.fromkeys([kernel.module.default_config(shape.problem, spec), *shipped]))
         space = [] if stored_only else dict.fromkeys(kernel.module.configs(shape.problem, spec))
         others = [config for config in space if config not in first]
         made.configs[shape.name] = first[:limit] + _spread(others, None if limit is None else limit - len(first))
@@ -128,13 +121,6 @@ def plan(
                 key = (problems[name].static_key(), configs[rank])
                 made.candidates.setdefault(key, Candidate(problems[name], configs[rank]))
     return made
-
-
-def _shipped(kernel: Kernel, problem: Problem, spec: DeviceSpec) -> list[Any]:
-    """Configurations of the table in use for exactly these sizes, which a sample of the space could miss."""
-    candidate = KernelCandidate(kernel.op, kernel.backend, kernel.module_name)
-    sizes = tuple(sorted(problem.sizes().items()))
-    return [found.config for found in candidate.tuned(problem, spec) if found.sizes == sizes]
 
 
 def _spread(configs: list[Any], wanted: int | None) -> list[Any]:
@@ -174,6 +160,58 @@ def compile_all(
                 candidate.failure = "not compiled: the time budget was spent"
 
 
+STARTED, DROPPED, TIMED = "started", "dropped", "timed"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Latest state of one candidate."""
+
+    state: str  # started | dropped | timed
+    why: str = ""  # reason, for a dropped candidate
+    time_us: float | None = None
+    error: float | None = None
+
+
+class Journal:
+    """The outcome of every candidate of a search, one JSON line each, from which an interrupted run resumes.
+
+    A line is written before a candidate runs on the GPU and one after; a candidate with only the first took the process down
+    with it and is not tried again. Lines of another kernel source are passed over.
+    """
+
+    def __init__(self, path: Path, kernel_source: str) -> None:
+        self.path, self._source = path, kernel_source
+        self._records: dict[str, Record] = {}
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        self._before = "\n" if text and not text.endswith("\n") else ""  # an interruption may have cut the last line off
+        for line in text.splitlines():
+            with suppress(json.JSONDecodeError):  # the line that an interruption cut off
+                fields = json.loads(line)
+                if fields.pop("source") == kernel_source:
+                    key = _key(fields.pop("static"), fields.pop("sizes"), fields.pop("config"))
+                    self._records[key] = Record(**fields)
+
+    def find(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> Record | None:
+        """Record of a candidate. One that was started and never finished counts as dropped."""
+        found = self._records.get(_key(static, sizes, config))
+        if found is not None and found.state == STARTED:
+            return Record(DROPPED, why="took the tuner's process down in an earlier run")
+        return found
+
+    def add(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any], record: Record) -> None:
+        self._records[_key(static, sizes, config)] = record
+        line = {"source": self._source, "static": static, "sizes": dict(sizes), "config": dict(config), **vars(record)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{self._before}{json.dumps(line)}\n")
+        self._before = ""
+
+
+def _key(static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
+    return json.dumps([static, dict(sizes), dict(config)], sort_keys=True)
+
+
 @dataclass(frozen=True)
 class Winner:
     shape: Shape
@@ -184,7 +222,7 @@ class Winner:
 
 
 def search(
-    made: Plan, shape: Shape, runner: Runner, journal: Journal, *, deadline: float | None = None,
+    made: Plan, shape: Shape, runner: "GpuRunner", journal: Journal, *, deadline: float | None = None,
     on_done: Callable[[Any, Record], None] = lambda config, record: None,
 ) -> Winner | None:  # fmt: skip
     """Fastest correct configuration of a shape, None if there is none. Candidates in the journal are not run again."""
@@ -223,7 +261,7 @@ def search(
     return Winner(shape, config, times[best], record.error, default_us)
 
 
-def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal) -> Record:
+def _try(made: Plan, shape: Shape, config: Any, runner: "GpuRunner", journal: Journal) -> Record:
     static, sizes, fields = shape.problem.static_key(), shape.problem.sizes(), asdict(config)
     failure = made.candidates[static, config].failure
     if failure is not None:
@@ -245,26 +283,26 @@ def _try(made: Plan, shape: Shape, config: Any, runner: Runner, journal: Journal
 
 
 class GpuRunner:
-    """Runs candidates of one kernel on the current CUDA device. Keeps the inputs of the last shape."""
+    """Runs candidates of one kernel on the current CUDA device; tests have a runner without a GPU.
+
+    Keeps the inputs of the last shape.
+    """
 
     def __init__(self, kernel: Kernel, spec: DeviceSpec) -> None:
         self._kernel, self._spec = kernel, spec
         self._last: tuple[str, Any] | None = None
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
-
     def _case(self, shape: Shape) -> Any:
         if self._last is None or self._last[0] != shape.name:
             self._last = None  # frees the inputs before the next are made
-            self._last = (shape.name, cases.make(shape, self._device, self._spec))
+            self._last = (shape.name, cases.make(shape, torch.device("cuda", torch.cuda.current_device()), self._spec))
         return self._last[1]
 
     def _prepared(self, shape: Shape, config: Any) -> Any:
-        return runtime.prepare(shape.problem, self._device, self._kernel.backend, config=config)
+        return runtime.prepare(shape.problem, torch.device("cuda"), self._kernel.backend, config=config)
 
     def check(self, shape: Shape, config: Any) -> float:
+        """Relative error; raises where the result is wrong or the launch fails."""
         with _watched():
             error: float = self._case(shape).check(self._prepared(shape, config))
         return error

@@ -21,7 +21,11 @@ MOST_METHODS = 25  # of a class, those of its bases among this project's classes
 MOST_FAMILY_EDGES = 12
 MOST_PYTHON_LINES = 32_000
 
-EXCEPTIONS: dict[str, str] = {}  # qualified name, or path of a file -> why
+# Qualified name, or path of a file -> why.
+EXCEPTIONS: dict[str, str] = {
+    "autotune.cli.tune": "typer makes the options of a command of its function's parameters, one each",
+}
+ORACLES = ("gdn.testing.oracle.oracle_delta_rule",)  # take the arguments of public operators, as the references do
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -109,7 +113,7 @@ def test_functions_take_few_parameters() -> None:
     for name, node in _functions():
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         is_public = not name.rpartition(".")[2].startswith("_")
-        if "operator" in _decorators(node) or (name.startswith("gdn.reference.") and is_public):
+        if "operator" in _decorators(node) or name in ORACLES or (name.startswith("gdn.reference.") and is_public):
             continue
         found[name] = len([one for one in arguments if one.arg not in ("self", "cls")])
     assert _over(found, MOST_PARAMETERS) == []

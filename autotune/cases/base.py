@@ -1,6 +1,6 @@
 """Shape, Case and Tunable: how the tuner and the benchmark see an operator; the cases whose inputs follow from a seed."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -87,10 +87,6 @@ class Case(Protocol):
         """Calls of the public operator, one per set of inputs."""
 
 
-def _all_flops(shape: Shape) -> int:
-    return shape.problem.flops()
-
-
 def no_flops(shape: Shape) -> int:
     """For operators without tensor-core work: their floor is the bytes that they move."""
     return 0
@@ -104,7 +100,7 @@ class Tunable:
     shapes: tuple[Shape, ...]  # tuned, and rows of the measured tables
     tuned_only: tuple[Shape, ...] = ()  # measured by name alone: they would make the tables long
     measured_only: tuple[Shape, ...] = ()  # measured by name alone, and never tuned
-    useful_flops: Callable[[Shape], int] = _all_flops  # operations that the call asks for
+    useful_flops: Callable[[Shape], int] = lambda shape: shape.problem.flops()  # operations that the call asks for
     small: Callable[[Shape], Shape] = lambda shape: shape  # a shape of the same code path at sizes for a CPU
     peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for autotune.peers; int: seed
 
@@ -114,9 +110,6 @@ def launch_of(prepared: Prepared, params: tuple[Any, ...]) -> Call:
     if launch is None:
         raise TypeError("prepared: expected a kernel, got the reference")
     return lambda: launch(params)
-
-
-# --- cases from a seed ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -174,15 +167,6 @@ def state_error(after: Tensor, before: Tensor, exact: Tensor, written: Iterable[
     return limited("state", compare.error(after[slots], exact[slots], groups=2), limit)
 
 
-def in_float64(arguments: Mapping[str, Any], kept: Iterable[str | None]) -> dict[str, Any]:
-    """Arguments for a reference in float64, which allocates out itself. kept: names of tensors that keep their dtype."""
-    wide = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() and name not in kept else value
-        for name, value in arguments.items()
-    }
-    return wide | {"out": None} if "out" in wide else wide
-
-
 class Maker:
     """Inputs from a seed: the same tensors for the same seed."""
 
@@ -211,15 +195,16 @@ class StepCase(SeededCase):
 
     verdict: "bits" (copies and integers: the reference's bits), "close" (the reference in float64, within the roundings of the
     output's dtype) or "rounded" (the reference's bits, but for a few values that round the other way). What the operator updates
-    in place without computing, named in `copied`, is compared bit for bit.
+    in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in `states`, are compared head
+    by head, and bit for bit in the slots that the reference leaves alone.
     """
 
     def __init__(
         self, make: Callable[[Maker, Any, Sequence[int]], Work], shape: Shape, device: torch.device, copies: int, *, verdict: str,
-        copied: tuple[str, ...] = (),
+        copied: tuple[str, ...] = (), states: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(shape, device, copies)
-        self._make, self._verdict, self._copied = make, verdict, copied
+        self._make, self._verdict, self._copied, self._states = make, verdict, copied, states
 
     def _work(self, seed: int) -> Work:
         return self._make(Maker(self._device, seed), self._problem, self._shape.lengths)
@@ -227,7 +212,12 @@ class StepCase(SeededCase):
     @cached_property
     def _expected(self) -> list[Tensor]:
         work = self._work(seed=0)
-        arguments = in_float64(work.arguments, work.updated) if self._verdict == "close" else work.arguments
+        arguments = dict(work.arguments)
+        for name, value in work.arguments.items() if self._verdict == "close" else ():
+            if name == "out":
+                arguments[name] = None  # the reference allocates it, in float64
+            elif isinstance(value, Tensor) and value.is_floating_point() and name not in work.updated:
+                arguments[name] = value.double()
         found = getattr(reference, work.function)(**arguments)
         returned = found if isinstance(found, tuple) else () if found is None else (found,)
         expected = [made for made, output in zip(returned, work.outputs, strict=False) if output is not None]
@@ -236,20 +226,26 @@ class StepCase(SeededCase):
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
         work = self._work(seed=0)  # a new set: a launch updates pools, caches and rings
+        before = {name: work.arguments[name].clone() for name in self._states}
         work.launch(prepared)()
         found = {f"output {n}": output for n, output in enumerate(work.outputs) if output is not None}
         found |= {name: work.arguments[name] for name in work.updated}
         both = zip(found.items(), expected, strict=True)
-        return max(self._error(name, output, exact.reshape(output.shape)) for (name, output), exact in both)
+        return max(self._error(name, output, exact.reshape(output.shape), before.get(name)) for (name, output), exact in both)
 
-    def _error(self, name: str, output: Tensor, exact: Tensor) -> float:
+    def _error(self, name: str, output: Tensor, exact: Tensor, before: Tensor | None) -> float:
+        """before: content of a pool of states before the call."""
         if compare.same_bits(output, exact):
             return 0.0
         if self._verdict == "bits" or name in self._copied:
             count = int((output.double() != exact.double()).sum())
             raise WrongResult(f"{name} is not the reference's: {count} of {output.numel()} values differ")
         if self._verdict == "close":
-            return limited(name, compare.error(output, exact, groups=1), ROUNDINGS[str(output.dtype).removeprefix("torch.")])
+            limit = ROUNDINGS[str(output.dtype).removeprefix("torch.")]
+            if before is None:
+                return limited(name, compare.error(output, exact, groups=1), limit)
+            written = [slot for slot in range(len(before)) if not compare.same_bits(exact[slot], before[slot])]
+            return state_error(output, before, exact, written, limit)
         share = _differing(output, exact)
         if not share <= _DIFFERING:
             raise WrongResult(f"{name}: {share:.1e} of it is not the reference's, allowed {_DIFFERING:.0e}")

@@ -56,9 +56,6 @@ class DeltaRuleCase(base.SeededCase):
         return max(state, base.limited("output", output, _OUTPUT_LIMIT[problem.op][problem.dtype]))
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
-
-
 _RAGGED = (37, 4000, 511, 2048, 7, 6001, 1200, 2580)
 
 

@@ -126,9 +126,6 @@ def _expand(make: Maker, problem: problems.ExpandTopkGroupsProblem, lengths: Seq
     return Work("expand_topk_groups", arguments, problems.ExpandTopkGroupsParams(groups, positions, out), (out,))
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
-
-
 def _prepared(num_tokens: int, num_heads: int = 16, fp8: bool = True) -> Shape:
     problem = example("prepare_indexer", {"index_num_heads": num_heads}, fp8, num_tokens=num_tokens)
     return Shape(f"{num_tokens} x {num_heads} heads, {'fp8' if fp8 else 'bf16'}", problem)

@@ -72,9 +72,6 @@ class PagedCase(_LogitsCase):
         return Work("paged_mqa_logits", arguments, params)
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
-
-
 def _ragged(
     num_queries: int, num_keys: int, num_heads: int, ranges: str = "causal", bf16: bool = False, weights: bool = True,
     clean: bool = True,

@@ -104,9 +104,6 @@ def _rms_norm_gated(make: base.Maker, problem: problems.RmsNormGatedProblem, len
     return base.Work("rms_norm_gated", arguments, problems.RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
-
-
 def _prompts(heads: tuple[int, int], lengths: Sequence[int]) -> base.Shape:
     return base.packed("conv1d", f"{heads[0]}/{heads[1]} {{}}", lengths, base.heads_of(*heads))
 
@@ -135,10 +132,7 @@ def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> base.Shape:
 
 conv1d = base.Tunable(
     partial(base.StepCase, _conv1d, verdict="close", copied=("conv_states",)),
-    shapes=(
-        *(_prompts((16, 32), lengths) for lengths in ([8192], [1024] * 8, [64] * 128, [1024])),
-        _prompts((4, 8), [8192]),
-    ),
+    shapes=(*(_prompts((16, 32), lengths) for lengths in ([8192], [1024] * 8, [64] * 128, [1024])), _prompts((4, 8), [8192])),
     useful_flops=base.no_flops,
     small=lambda shape: base.resized(shape, (70, 5), dim=64),
 )

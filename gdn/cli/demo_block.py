@@ -65,6 +65,8 @@ class Block:
             return (torch.randn(*shape, generator=generator) * scale).to(device=device, dtype=to)
 
         self._normal = normal
+        # In FP8 prepare_indexer folds the scale of the scores into the weights.
+        self._scale: dict[str, Any] = {} if fp8_indexer else {"scale": index_dim**-0.5}
         self.in_proj_qkvz = normal(2 * heads * key_dim + 2 * value_heads * value_dim, hidden, scale=hidden**-0.5)
         self.in_proj_ba = normal(2 * value_heads, hidden, scale=hidden**-0.5)
         index_width = (model.index_num_heads + 1) * index_dim + model.index_num_heads
@@ -86,15 +88,11 @@ class Block:
         self.states = normal(count + 1, value_heads, value_dim, key_dim, scale=0.1, to=torch.float32)
         pages = [-(-(length + decode_steps) // PAGE_SIZE) for length in lengths]
         order = (torch.randperm(sum(pages), generator=generator) + 1).tolist()
-        table = torch.zeros(count, max(pages), dtype=torch.int32)
-        for row, needed in enumerate(pages):
-            table[row, :needed] = torch.tensor([order.pop() for _ in range(needed)])
-        self.block_tables = table.to(device)
+        rows = [[order.pop() for _ in range(needed)] + [0] * (max(pages) - needed) for needed in pages]
+        self.block_tables = torch.tensor(rows, dtype=torch.int32, device=device)
         shape = (sum(pages) + 1, PAGE_SIZE, 1, index_dim + 4 * fp8_indexer)
         self.cache = torch.zeros(shape, dtype=torch.uint8 if fp8_indexer else torch.bfloat16, device=device)
         self.context = torch.zeros(count, dtype=torch.int32)
-
-    # --- shared by both phases --------------------------------------------------------------------------------------
 
     def _split(self, phase: str, hidden: torch.Tensor) -> Call:
         model = self.model
@@ -119,9 +117,6 @@ class Block:
             initial_state=self.states,
         )  # fmt: skip
 
-    def _state_bytes(self) -> int:
-        return 2 * len(self.lengths) * _bytes(self.states[0])
-
     def _norm(self, phase: str, o: torch.Tensor, z: torch.Tensor) -> Call:
         arguments = dict(x=o.reshape_as(z), z=z, weight=self.norm_weight)
         return Call(phase, "rms_norm_gated", arguments, floor_bytes=_bytes(o, z, o))
@@ -137,18 +132,14 @@ class Block:
             k_norm=self.k_norm, cache=self.cache, slot_mapping=page * PAGE_SIZE + positions % PAGE_SIZE,
             rotary_dim=model.index_rotary_dim, fp8=self.fp8,
         )  # fmt: skip
-        return Call(
-            phase, "prepare_indexer", arguments, mutated=("cache",), floor_bytes=2 * _bytes(q, k, weights),
-            limit=5e-2 if self.fp8 else 1e-2,
-        )  # fmt: skip
+        floor, limit = 2 * _bytes(q, k, weights), 5e-2 if self.fp8 else 1e-2
+        return Call(phase, "prepare_indexer", arguments, ("cache",), floor, limit=limit)
 
     def _topk(self, phase: str, logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> Call:
         arguments = dict(logits=logits, k=self.model.index_topk, row_starts=starts, row_ends=ends)
         written = 4 * logits.shape[0] * self.model.index_topk
         visible = int((ends - starts).clamp(min=0).sum())
         return Call(phase, "topk_indices", arguments, floor_bytes=visible * logits.element_size() + written, limit=0.0)
-
-    # --- phases -----------------------------------------------------------------------------------------------------
 
     def prefill(self) -> Iterator[Call]:
         """The prompts of all sequences as one ragged batch: every second one continues a cached state."""
@@ -170,7 +161,7 @@ class Block:
         views = self._qkv_views(call.result)
         chunk = views | self._gate_arguments(a, b) | dict(output_final_state=True, cu_seqlens=cu_seqlens)
         chunk |= dict(state_indices=self.slots, has_initial_state=has_initial_state)
-        floor = _bytes(views["q"], views["k"], views["v"], views["v"], a, b) + self._state_bytes()
+        floor = _bytes(views["q"], views["k"], views["v"], views["v"], a, b) + 2 * count * _bytes(self.states[0])
         key_dim, value_dim = model.head_k_dim, model.head_v_dim
         flops = tokens * model.num_v_heads * (2 * 64 * (2 * key_dim + 2 * value_dim) + 6 * key_dim * value_dim)
         yield (call := Call(phase, "chunk_gated_delta_rule", chunk, ("initial_state",), floor, flops, limit=3e-2))
@@ -184,17 +175,10 @@ class Block:
         k, k_scale = gathered.result
         starts = cu_seqlens[:-1][self._token_sequences].contiguous()
         ends = (starts + positions + 1).int()
-        logits = dict(q=q, k=k, weights=weights, cu_seqlen_ks=starts, cu_seqlen_ke=ends, k_scale=k_scale)
-        if not self.fp8:
-            logits["scale"] = model.index_head_dim**-0.5  # in FP8 prepare_indexer folds it into the weights
-        pairs = int((positions + 1).sum())
-        yield (
-            call := Call(
-                phase, "mqa_logits", logits, floor_bytes=_bytes(q, k) + 4 * tokens * tokens,
-                floor_flops=2 * pairs * model.index_num_heads * model.index_head_dim,
-                flops_dtype="float8_e4m3fn" if self.fp8 else "bfloat16", limit=1e-5,
-            )
-        )  # fmt: skip
+        logits = self._scale | dict(q=q, k=k, weights=weights, cu_seqlen_ks=starts, cu_seqlen_ke=ends, k_scale=k_scale)
+        floor, dtype = _bytes(q, k) + 4 * tokens * tokens, "float8_e4m3fn" if self.fp8 else "bfloat16"
+        flops = 2 * int((positions + 1).sum()) * model.index_num_heads * model.index_head_dim
+        yield (call := Call(phase, "mqa_logits", logits, (), floor, flops, dtype, limit=1e-5))
         yield self._topk(phase, call.result, starts, ends)
         self.context = torch.tensor(self.lengths, dtype=torch.int32)
 
@@ -210,28 +194,24 @@ class Block:
 
         yield (split := self._split(phase, hidden))
         mixed_qkv, z, b, a = split.result
-        conv = dict(
-            x=mixed_qkv, conv_state=self.conv_states, weight=self.conv_weight, conv_state_indices=self.slots,
-            null_slot=NULL_SLOT,
-        )  # fmt: skip
+        conv = dict(x=mixed_qkv, conv_state=self.conv_states, weight=self.conv_weight)
+        conv |= dict(conv_state_indices=self.slots, null_slot=NULL_SLOT)
         floor = 2 * _bytes(mixed_qkv) + 2 * count * _bytes(self.conv_states[0])
         yield (call := Call(phase, "causal_conv1d_update", conv, ("conv_state",), floor_bytes=floor))
         cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device)
         recurrent = self._qkv_views(call.result) | self._gate_arguments(a, b)
         recurrent |= dict(cu_seqlens=cu_seqlens, ssm_state_indices=self.slots)
-        floor = _bytes(mixed_qkv, z, a, b) + self._state_bytes()
+        floor = _bytes(mixed_qkv, z, a, b) + 2 * count * _bytes(self.states[0])
         yield (call := Call(phase, "fused_recurrent_gated_delta_rule", recurrent, ("initial_state",), floor))
         yield self._norm(phase, call.result[0], z)
 
         yield (prepared := self._prepare_indexer(phase, hidden, positions))
         q, weights = prepared.result
         longest = int(self.context.max())
-        logits = dict(
+        logits = self._scale | dict(
             q=q[:, None], cache=self.cache, weights=weights, context_lens=context_lens, block_tables=self.block_tables,
             max_context_len=longest,
         )  # fmt: skip
-        if not self.fp8:
-            logits["scale"] = model.index_head_dim**-0.5
         keys = int(self.context.sum())
         floor = keys * self.cache.shape[-1] * self.cache.element_size() + 4 * count * longest
         yield (call := Call(phase, "paged_mqa_logits", logits, floor_bytes=floor, limit=1e-5))

@@ -1,8 +1,8 @@
 """Expected results of the demo's calls, in float64 and independent of gdn.reference.
 
-The reference works on whole tensors in float32; this module loops over sequences, pages and rows, or uses torch's own
-functions. Each function takes a call that has run, with its arguments from before, and returns pairs: a tensor that the call
-returned or updated, and its expected content.
+The reference computes in float32; this module decodes rows, loops over sequences, or uses torch's own functions. Each function
+takes a call that has run, with its arguments from before, and returns pairs: a tensor that the call returned or updated, and its
+expected content.
 """
 
 from collections.abc import Callable
@@ -28,33 +28,19 @@ def pairs(call: Call, before: Arguments) -> Pairs:
     return _EXPECTED[call.operator](call, before)
 
 
-# --- the GDN layer ---------------------------------------------------------------------------------------------------
-
-
 def _split(call: Call, before: Arguments) -> Pairs:
-    """Column by column: a key head's group holds [q | k | v of its value heads | z of them], and [b | a]."""
-    key_heads, ratio = before["num_heads_qk"], before["num_heads_v"] // before["num_heads_qk"]
-    key_dim, value_dim = before["head_qk"], before["head_v"]
-    width = 2 * key_dim + 2 * ratio * value_dim
-
-    def columns(first: int, count: int, group: int) -> list[int]:
-        return [head * group + first + column for head in range(key_heads) for column in range(count)]
-
-    qkvz, ba = before["mixed_qkvz"], before["mixed_ba"]
-    values = ratio * value_dim
-    mixed = columns(0, key_dim, width) + columns(key_dim, key_dim, width) + columns(2 * key_dim, values, width)
-    z = qkvz[:, columns(2 * key_dim + values, values, width)].view(-1, key_heads * ratio, value_dim)
-    b, a = ba[:, columns(0, ratio, 2 * ratio)], ba[:, columns(ratio, ratio, 2 * ratio)]
-    return list(zip(call.result, (qkvz[:, mixed], z, b, a), strict=True))
+    """A key head's group of columns holds [q | k | v of its value heads | z of them], and [b | a]."""
+    heads, num_v_heads, value_dim = before["num_heads_qk"], before["num_heads_v"], before["head_v"]
+    values = num_v_heads // heads * value_dim
+    groups = before["mixed_qkvz"].unflatten(1, (heads, -1)).split([before["head_qk"]] * 2 + [values] * 2, dim=2)
+    q, k, v, z = (part.flatten(1) for part in groups)
+    b, a = (part.flatten(1) for part in before["mixed_ba"].unflatten(1, (heads, -1)).chunk(2, dim=2))
+    expected = torch.cat([q, k, v], dim=1), z.unflatten(1, (num_v_heads, value_dim)), b, a
+    return list(zip(call.result, expected, strict=True))
 
 
 def _silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
-
-
-def _windows(line: Tensor, weight: Tensor) -> Tensor:
-    """line [dim, width - 1 + T] -> [dim, T]: each window of `width` columns times the weights."""
-    return _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0])
 
 
 def _convolution(call: Call, before: Arguments) -> Pairs:
@@ -68,7 +54,8 @@ def _convolution(call: Call, before: Arguments) -> Pairs:
         continues = not is_prefill or bool(before["has_initial_state"][n])
         history = states[slot] if continues else torch.zeros_like(states[slot])
         line = torch.cat([history, x[bounds[n] : bounds[n + 1]].double().T], dim=1)
-        out[bounds[n] : bounds[n + 1]] = _windows(line, weight).T
+        # Each window of `width` columns of line [dim, width - 1 + tokens], times the weights.
+        out[bounds[n] : bounds[n + 1]] = _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0]).T
         states[slot] = line[:, -states.shape[2] :]
     return [(call.result, out), (call.arguments[pool], states)]
 
@@ -87,9 +74,6 @@ def _gated_norm(call: Call, before: Arguments) -> Pairs:
     return [(call.result, functional.rms_norm(x, x.shape[-1:], weight, 1e-6) * _silu(z))]
 
 
-# --- the indexer -----------------------------------------------------------------------------------------------------
-
-
 def _rotated(x: Tensor, norm: Tensor, before: Arguments) -> Tensor:
     """x [tokens, heads, D] normalised and rotated: pairs (i, i + half) as complex numbers, turned by their angles."""
     normed = functional.rms_norm(x.double(), x.shape[-1:], 1 + norm.double(), 1e-6)
@@ -100,36 +84,29 @@ def _rotated(x: Tensor, norm: Tensor, before: Arguments) -> Tensor:
     return torch.cat([turned.real, turned.imag, normed[..., 2 * half :]], dim=-1)
 
 
-def _cache_rows(cache: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Stored keys [pages * page_size, D] of a cache [pages, page_size, 1, ...], and with FP8 their float32 scales.
+def _stored(cache: Tensor) -> Tensor:
+    """Bytes of each row of a cache [pages, page_size, 1, ...], as [pages * page_size, ...].
 
-    An FP8 page holds the values of all its rows first, then their scales.
+    An FP8 row is its values and its scale; a page holds the values of all its rows first, then their scales.
     """
     if cache.dtype != torch.uint8:
-        return cache.flatten(0, 2), None
+        return cache.flatten(0, 2).view(torch.uint8)
     pages, page_size, _, row = cache.shape
-    flat = cache.reshape(pages, page_size * row)
-    values, scales = flat[:, : page_size * (row - 4)], flat[:, page_size * (row - 4) :]
-    keys = values.contiguous().view(torch.float8_e4m3fn).view(pages * page_size, row - 4)
-    return keys, scales.contiguous().view(torch.float32).flatten()
+    parts = cache.reshape(pages, page_size * row).split([page_size * (row - 4), page_size * 4], dim=1)
+    return torch.cat([part.reshape(pages * page_size, -1) for part in parts], dim=1)
 
 
-def _rows(keys: Tensor, slots: list[int]) -> Tensor:
-    """keys[slots]; torch cannot index FP8 on every device."""
-    return keys.view(torch.uint8)[slots].view(keys.dtype)
-
-
-def _row_bytes(cache: Tensor) -> Tensor:
-    """Stored bytes of each row, values and scale: [pages * page_size, ...]."""
-    keys, scales = _cache_rows(cache)
-    parts = [keys] if scales is None else [keys, scales[:, None]]
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+def _keys(rows: Tensor, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Stored rows of a cache as keys [n, D] and, with FP8, their float32 scales [n, 1]."""
+    if cache.dtype != torch.uint8:
+        return rows.view(cache.dtype), None
+    return rows[:, :-4].contiguous().view(torch.float8_e4m3fn), rows[:, -4:].contiguous().view(torch.float32)
 
 
 def _decoded(cache: Tensor) -> Tensor:
     """The keys of a cache in float64 [pages * page_size, D]."""
-    keys, scales = _cache_rows(cache)
-    return keys.double() if scales is None else keys.double() * scales.double()[:, None]
+    keys, scales = _keys(_stored(cache), cache)
+    return keys.double() if scales is None else keys.double() * scales.double()
 
 
 def _prepared(call: Call, before: Arguments) -> Pairs:
@@ -141,7 +118,7 @@ def _prepared(call: Call, before: Arguments) -> Pairs:
     slots = before["slot_mapping"].long()
     cache[slots] = k
     untouched = torch.ones(cache.shape[0], dtype=torch.bool, device=cache.device).index_fill_(0, slots, False)
-    kept = (_row_bytes(call.arguments["cache"])[untouched], _row_bytes(before["cache"])[untouched])
+    kept = (_stored(call.arguments["cache"])[untouched], _stored(before["cache"])[untouched])
     weights = before["weights"].double()
     got = q_out.double()
     if before["fp8"]:
@@ -150,48 +127,36 @@ def _prepared(call: Call, before: Arguments) -> Pairs:
     return [(got, q), (weights_out, weights), (_decoded(call.arguments["cache"]), cache), kept]
 
 
-def _slots(table: list[int], length: int, page_size: int) -> list[int]:
-    """Rows of a cache that hold a sequence's keys, in order."""
-    return [table[position // page_size] * page_size + position % page_size for position in range(length)]
+def _slots(before: Arguments, length: int) -> Tensor:
+    """Rows of the cache that hold each sequence's first keys, in order: [sequences, length]."""
+    page_size, positions = before["cache"].shape[1], torch.arange(length, device=before["cache"].device)
+    slots: Tensor = before["block_tables"].long()[:, positions // page_size] * page_size + positions % page_size
+    return slots
 
 
 def _gathered(call: Call, before: Arguments) -> Pairs:
     """Row by row, the stored bytes as they are."""
-    bounds, tables = before["cu_seqlens"].tolist(), before["block_tables"].tolist()
-    keys, scales = _cache_rows(before["cache"])
-    page_size = before["cache"].shape[1]
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-    slots = [slot for table, length in zip(tables, lengths, strict=True) for slot in _slots(table, length, page_size)]
+    lengths = before["cu_seqlens"].diff().tolist()
+    slots = torch.cat([own[:length] for own, length in zip(_slots(before, max(lengths)), lengths, strict=True)])
+    keys, scales = _keys(_stored(before["cache"])[slots], before["cache"])
     got_keys, got_scales = call.result
-    got_keys = got_keys.reshape(-1, keys.shape[1])
-    if scales is None:
-        return [(got_keys, keys[slots])]
-    return [(got_keys.view(torch.uint8), _rows(keys, slots).view(torch.uint8)), (got_scales.flatten(), scales[slots])]
+    found = [(got_keys.reshape(keys.shape).view(torch.uint8), keys.view(torch.uint8))]
+    return found if scales is None else [*found, (got_scales.view(-1, 1), scales)]
 
 
 def _ragged_scores(call: Call, before: Arguments) -> Pairs:
     given = {name: before[name] for name in ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke")}
     k, k_scale = before["k"], before["k_scale"]
-    inputs = MqaInputs(
-        k=k if k.dim() == 3 else k[:, None], k_scale=k_scale if k_scale is None or k_scale.dim() == 2 else k_scale[:, None],
-        **given,
-    )  # fmt: skip
+    inputs = MqaInputs(k=k.view(len(k), 1, -1), k_scale=None if k_scale is None else k_scale.view(-1, 1), **given)
     return _scores(call, exact_mqa_logits(inputs, scale=before.get("scale", 1.0)))
 
 
 def _paged_scores(call: Call, before: Arguments) -> Pairs:
-    cache, tables, longest = before["cache"], before["block_tables"], before["max_context_len"]
-    keys, scales = _cache_rows(cache)
-    lengths = before["context_lens"].tolist()
-    rows = torch.zeros(len(lengths), longest, 1, keys.shape[1], device=keys.device).to(keys.dtype)
-    row_scales = None if scales is None else torch.zeros(len(lengths), longest, 1, device=keys.device)
-    for n, length in enumerate(lengths):
-        slots = _slots(tables[n].tolist(), length, cache.shape[1])
-        rows[n, :length, 0] = _rows(keys, slots)
-        if row_scales is not None and scales is not None:
-            row_scales[n, :length, 0] = scales[slots]
     given = {name: before[name] for name in ("q", "cache", "weights", "context_lens", "block_tables", "max_context_len")}
-    inputs = PagedInputs(**given, page_size=cache.shape[1], rows=rows, row_scales=row_scales)
+    slots = _slots(before, given["max_context_len"])
+    keys, scales = _keys(_stored(given["cache"])[slots.flatten()], given["cache"])
+    rows, row_scales = keys.view(*slots.shape, 1, -1), None if scales is None else scales.view(*slots.shape, 1)
+    inputs = PagedInputs(**given, page_size=given["cache"].shape[1], rows=rows, row_scales=row_scales)
     return _scores(call, exact_paged_mqa_logits(inputs, scale=before.get("scale", 1.0)))
 
 

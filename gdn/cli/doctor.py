@@ -45,17 +45,14 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
 
 def diagnose() -> list[Finding]:
     """Runs all checks, in the order of the report. Compiles nothing and launches nothing."""
-    findings = [_python(), _torch(), *_gpu(), *_dsls(), _nvcc(), _host_compiler()]
+    version, level = ".".join(map(str, sys.version_info[:3])), "ok" if sys.version_info >= (3, 11) else "fail"
+    findings = [Finding("python", level, f"{version} (3.11 or newer is required)"), _torch(), *_gpu(), *_dsls(), *_compilers()]
     try:
-        env.reload()
+        given = sorted(env.reload().given)
     except ValueError as error:
         return [*findings, Finding("switches", "fail", str(error))]
-    return [*findings, _switches(), _cache(), *_tables()]
-
-
-def _python() -> Finding:
-    text = ".".join(str(part) for part in sys.version_info[:3])
-    return Finding("python", "ok" if sys.version_info >= (3, 11) else "fail", f"{text} (3.11 or newer is required)")
+    switches = Finding("switches", "ok", ", ".join(given) or "none set (`gdn env` lists them)")
+    return [*findings, switches, _cache(), *_tables()]
 
 
 def _torch() -> Finding:
@@ -108,11 +105,9 @@ def _dsls() -> list[Finding]:
         except Exception as error:  # an import of a large package may raise anything
             findings.append(Finding(backend, "fail", f"{module} is not importable: {error}; install {distribution}"))
             continue
-        library = compiled.runtime_library(backend)
-        if library is None:
-            findings.append(Finding(backend, "fail", f"{distribution} is installed without the library that its kernels need"))
-        else:
-            findings.append(Finding(backend, "ok", f"{distribution} {_version(distribution)}, {library}"))
+        library, lacking = compiled.runtime_library(backend), "is installed without the library that its kernels need"
+        text = lacking if library is None else f"{_version(distribution)}, {library}"
+        findings.append(Finding(backend, "fail" if library is None else "ok", f"{distribution} {text}"))
     try:
         importlib.import_module("tvm_ffi")
     except (ImportError, OSError) as error:
@@ -124,23 +119,14 @@ def _version(distribution: str) -> str:
     return compiled.installed_version(distribution) or "unknown version"
 
 
-def _nvcc() -> Finding:
-    path = toolchain.nvcc()
-    missing = (
+def _compilers() -> list[Finding]:
+    no_nvcc = (
         "none on PATH, under CUDA_HOME or in the wheel: TileLang cannot compile (install tilelang[nvcc] or a CUDA toolkit); "
         "the CuTe backend works without it"
     )
-    return Finding("nvcc", "note", missing) if path is None else Finding("nvcc", "ok", str(path))
-
-
-def _host_compiler() -> Finding:
-    path, missing = toolchain.host_compiler(), "no cc on PATH: kernels cannot be linked (install gcc or clang)"
-    return Finding("host compiler", "fail", missing) if path is None else Finding("host compiler", "ok", str(path))
-
-
-def _switches() -> Finding:
-    given = sorted(env.current().given)
-    return Finding("switches", "ok", ", ".join(given) if given else "none set (`gdn env` lists them)")
+    no_cc = "no cc on PATH: kernels cannot be linked (install gcc or clang)"
+    found = (("nvcc", toolchain.nvcc(), "note", no_nvcc), ("host compiler", toolchain.host_compiler(), "fail", no_cc))
+    return [Finding(name, level, why) if path is None else Finding(name, "ok", str(path)) for name, path, level, why in found]
 
 
 def _cache() -> Finding:

@@ -15,6 +15,7 @@ from rich.console import Console
 from gdn.cli.plain import print_json
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import MODELS, ModelShape
+from gdn.ops.indexer_topk import units_per_block
 from gdn.problems import DTYPE_BYTES, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry, select
 
@@ -121,7 +122,6 @@ def _combined(
     # The selection reads nothing outside a row's range.
     scores = override(dataclasses.replace(scores, clean=False), scored, also=("k",))
     k = override(selection, selected).k
-    budget = switches.sparse_indexer_max_logits_mb * 2**20
     if isinstance(scores, MqaLogitsProblem):
         units, rows_each, width, starts = scores.num_queries, 1, scores.num_columns, selection.starts_dtype
     else:
@@ -129,7 +129,7 @@ def _combined(
     count, notes = units, []
     if width <= k:
         count, notes = 0, [f"not launched: a row of at most {k} keys lists them all"]
-    elif (block := _units_per_block(budget, 4 * width * rows_each)) < units:
+    elif (block := units_per_block(None, 4 * width * rows_each, units)) < units:
         count = block
         workspace = f"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB={switches.sparse_indexer_max_logits_mb}"
         notes = [f"{block * rows_each} of {units * rows_each} rows at a time ({workspace})"]
@@ -142,12 +142,6 @@ def _combined(
         Part(explain_problem(scores, spec, order, ordered_by=ordered_by), scores, notes=tuple(notes)),
         Part(explain_problem(selection, spec, of_selection, ordered_by=ordered_by if of_selection else None), selection),
     ]
-
-
-def _units_per_block(budget: int, unit_bytes: int) -> int:
-    """Number of rows, or sequences, whose scores fit the workspace: at least one, above 128 a multiple of 128."""
-    count = max(1, budget // max(1, unit_bytes))
-    return count // 128 * 128 if count > 128 else count
 
 
 def override(problem: Any, assignments: Sequence[str], also: tuple[str, ...] = ()) -> Any:

@@ -95,7 +95,7 @@ def indexer_topk(
     check_memory()
     if is_tracing():
         return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
-    step = _units_per_block(workspace_bytes, 4 * width, num_rows)
+    step = units_per_block(workspace_bytes, 4 * width, num_rows)
     if validates(device):  # all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     with _ordered(backend, "indexer_topk") as backend:
@@ -180,7 +180,7 @@ def paged_indexer_topk(
     check_memory()
     if is_tracing():
         return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
-    step = _units_per_block(workspace_bytes, 4 * width * next_n, batch)
+    step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
     with _ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
@@ -232,7 +232,7 @@ def _in_blocks(
     return out
 
 
-def _units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
+def units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:
     """Number of rows (or sequences) whose scores fit the workspace; above 128 a multiple of 128, so that blocks are aligned."""
     if workspace_bytes is None:
         workspace_bytes = max(unit_bytes, env.current().sparse_indexer_max_logits_mb * 2**20)

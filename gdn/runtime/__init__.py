@@ -59,9 +59,9 @@ class KernelCandidate:
         return self._module
 
     def refusal(self, problem: Problem) -> str | None:
-        if self._import_error is None and self._module is None:
+        if self._import_error is None:
             try:
-                self._module = importlib.import_module(self.module_name)
+                _ = self.module
             except (ImportError, OSError) as error:  # the DSL, or a library of it, is not installed
                 self._import_error = f"requires {self.module_name} to be importable, got {type(error).__name__}: {error}"
                 log.once(f"{self.op}: {self.backend} {self._import_error}", logging.WARNING)
@@ -135,24 +135,23 @@ is_explaining = _explaining.get  # not a Python function, since every eager call
 
 
 @contextlib.contextmanager
-def explaining() -> Iterator[Asked]:
-    """In this context and thread, `prepare` and `reference_only` record their choice, and return launches that do nothing."""
-    asked = Asked()
-    token = _explaining.set(asked)
+def _within(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    """In this context and thread, the variable has this value."""
+    token = variable.set(value)
     try:
-        yield asked
+        yield value
     finally:
-        _explaining.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def ordering(switch: str | None) -> Iterator[None]:
-    """In this context and thread, the `backend` of `prepare` comes from this switch; None = from the argument."""
-    token = _ordered_by.set(switch)
-    try:
-        yield
-    finally:
-        _ordered_by.reset(token)
+def explaining() -> contextlib.AbstractContextManager[Asked]:
+    """Inside, `prepare` and `reference_only` record their choice, and return launches that do nothing."""
+    return _within(_explaining, Asked())
+
+
+def ordering(switch: str | None) -> contextlib.AbstractContextManager[None]:
+    """Inside, the `backend` of `prepare` comes from this switch; None = from the argument."""
+    return _within(_ordered_by, switch)
 
 
 def explain_problem(
@@ -176,8 +175,7 @@ def prepare(problem: Problem, device: torch.device, backend: str | None = None, 
     backend: the public function's argument. config: tiles to use unchanged (autotuner, tests).
     """
     global _memo_switches
-    asked = _explaining.get()
-    if asked is not None:
+    if (asked := _explaining.get()) is not None:
         choice = _choose(problem, device, backend, config)
         asked.answers.append((choice, problem))
         return Prepared(choice.backend, choice.config, 0, lambda *_: None, choice)
@@ -271,8 +269,7 @@ def reference_only(
     warning that a Hopper GPU runs the reference.
     """
     switches = env.current()
-    asked = _explaining.get()
-    if asked is not None:
+    if (asked := _explaining.get()) is not None:
         choice = select.choose_reference(op, switches, backend, phase=phase)
         asked.answers.append((choice, None))
         return choice

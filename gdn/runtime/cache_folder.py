@@ -27,10 +27,8 @@ def distrust(root: Path, entry: Path) -> str | None:
     """Reason why an entry below a cache's root must not be loaded, naming the path; None if it may be, or does not exist."""
     folder = root
     try:
-        if root.is_symlink():  # to another folder, unless the link is another user's
-            reason = _foreign(root, _status(root, False)) or _distrust(root, follow=True)
-        else:
-            reason = _distrust(root)
+        is_link = root.is_symlink()  # to another folder, unless the link is another user's
+        reason = (_foreign(root, _status(root, False)) if is_link else None) or _distrust(root, follow=is_link)
         for part in entry.relative_to(root).parts:
             folder = folder / part
             reason = reason or _distrust(folder)
@@ -68,14 +66,6 @@ def make_private(folder: Path) -> None:
     except FileExistsError:  # another process created it, or it is not a folder
         if not folder.is_dir():
             raise
-
-
-def make_entry_parent(root: Path, entry: Path) -> None:
-    """Creates the parent folder of an entry; raises Distrusted where the file system lets others write into it."""
-    make_private(entry.parent)
-    reason = distrust(root, entry)
-    if reason is not None:
-        raise Distrusted(reason)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -13,7 +13,6 @@ cache, or whose entry another user may have written (`cache_folder`), is compile
 Loading an entry imports no DSL: the runtime library that the DSL ships is loaded by path, then tvm-ffi opens the kernel.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -28,7 +27,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,9 +97,6 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
         return _loaded[key]
 
 
-# --- on disk ---------------------------------------------------------------------------------------------------------
-
-
 def cache_dir() -> Path:
     """Folder of compiled kernels: GDN_CACHE_DIR, or the platform's user cache."""
     return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
@@ -118,10 +114,8 @@ def versions(backend: str) -> dict[str, str]:
     """Versions of the packages that compile and load a kernel."""
     dsl = _DISTRIBUTIONS.get(backend, backend)
     found = {name: installed_version(name) or "unknown" for name in ("apache-tvm-ffi", dsl)}
-    if found[dsl] == "unknown":  # a DSL on PYTHONPATH has no metadata: its library distinguishes versions
-        library = runtime_library(backend)
-        if library is not None:
-            found[dsl] = f"library of {library.stat().st_size} bytes"
+    if found[dsl] == "unknown" and (library := runtime_library(backend)) is not None:
+        found[dsl] = f"library of {library.stat().st_size} bytes"  # a DSL on PYTHONPATH has no metadata
     return found
 
 
@@ -150,8 +144,7 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     about = {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)}
     compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
 
-    root = cache_dir()
-    private = cache_folder.existing_scratch()
+    root, private = cache_dir(), cache_folder.existing_scratch()
     if private is not None and cache_folder.distrust(private, private / name) is None and is_whole(private / name):
         return private / name
     reason = cache_folder.distrust(root, root / name)
@@ -180,21 +173,16 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
 def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]], about: Mapping[str, str]) -> Path:
     """Returns the entry of this name below the root, writing it unless it is whole; OSError where it cannot be written."""
     place = root / name
-    cache_folder.make_entry_parent(root, place)
-    with _lock_of(place):
-        if not is_whole(place):  # another process may have compiled it while this one waited
-            _write(place, compile_once(), about)
-    return place
-
-
-@contextlib.contextmanager
-def _lock_of(place: Path) -> Iterator[None]:
-    """Lock of an entry's writers, between processes."""
+    cache_folder.make_private(place.parent)
+    if (reason := cache_folder.distrust(root, place)) is not None:  # the file system lets others write into it
+        raise cache_folder.Distrusted(reason)
     try:
-        with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):
-            yield
+        with filelock.FileLock(place.with_suffix(".lock"), mode=0o600):  # of the entry's writers, between processes
+            if not is_whole(place):  # another process may have compiled it while this one waited
+                _write(place, compile_once(), about)
     except NotImplementedError as error:  # filelock's error for a file system without locks
         raise OSError(errno.ENOLCK, str(error)) from error
+    return place
 
 
 def has_entries(op: str, backend: str) -> bool:
@@ -265,9 +253,6 @@ def is_whole(place: Path) -> bool:
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         log.once(f"broken cache entry, compiled again: {error}")
         return False
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 def runtime_library(backend: str) -> Path | None:

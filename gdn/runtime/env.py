@@ -45,11 +45,8 @@ class Declaration:
     @property
     def accepted(self) -> str:
         """Valid values, in words."""
-        if self.kind == "bool":
-            return "1, 0, true, false, yes, no, on, off"
-        if self.kind == "int":
-            return "an integer >= 0"
-        return "a path" if self.kind == "path" else ", ".join(self.values)
+        of_kind = {"bool": "1, 0, true, false, yes, no, on, off", "int": "an integer >= 0", "path": "a path"}
+        return of_kind.get(self.kind) or ", ".join(self.values)
 
     def parse(self, text: str) -> Any:
         """Returns the typed value; ValueError where the text is invalid."""
@@ -158,10 +155,7 @@ _FIELD_BY_SWITCH: dict[str, str] = {f.metadata["declaration"].name: f.name for f
 # All switches by name, in the order of `gdn env`.
 DECLARATIONS: dict[str, Declaration] = {
     **{f.metadata["declaration"].name: f.metadata["declaration"] for f in fields(Switches) if f.metadata},
-    **{
-        name: Declaration(name, "choice", "auto", f"{op}: required backend", _BACKEND_VALUES)
-        for name, op in _OP_BY_SWITCH.items()
-    },
+    **{one: Declaration(one, "choice", "auto", f"{op}: required backend", _BACKEND_VALUES) for one, op in _OP_BY_SWITCH.items()},
 }
 
 
@@ -186,13 +180,6 @@ def parse(environ: Mapping[str, str]) -> Switches:
     return Switches(**settings, backend_of=MappingProxyType(orders), given=frozenset(given))
 
 
-def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Unknown names with one of this project's prefixes -> the nearest known name, or None."""
-    known = [*DECLARATIONS, *SERVING_STACK_NAMES]
-    unknown = (name for name in sorted(environ) if name.startswith(PREFIXES) and name not in known)
-    return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None) for name in unknown}
-
-
 def toolkit_home() -> Path | None:
     """CUDA toolkit that CUDA_HOME (or CUDA_PATH) names. Not a switch of this project: the DSLs read it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -213,10 +200,12 @@ def reload() -> Switches:
     global _current
     _current = None  # if a value below is invalid, the next current() must raise again
     switches = parse(os.environ)
-    for name, nearest in unknown_names(os.environ).items():
-        if name not in _warned:
+    known = [*DECLARATIONS, *SERVING_STACK_NAMES]
+    for name in sorted(os.environ):
+        if name.startswith(PREFIXES) and name not in known and name not in _warned:
             _warned.add(name)
-            hint = f"; did you mean {nearest}?" if nearest else ""
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
             warnings.warn(f"unknown environment switch {name}{hint} (`gdn env` lists all)", stacklevel=2)
     log.configure(switches.log)
     for name in sorted(switches.given - _warned):

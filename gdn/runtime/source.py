@@ -53,7 +53,9 @@ def _module(name: str, path: Path) -> _Module:
     tree = ast.parse(path.read_bytes())
     parts = name.split(".")
     package = parts if path.name == "__init__.py" else parts[:-1]
-    return _Module(_normal(tree.body), tuple(_imports(tree, package)), tuple(_taken(tree)))
+    imported = list(_imported(tree, package))
+    imports = [module if one is None else f"{module}.{one}" for module, one in imported] + [module for module, _ in imported]
+    return _Module(_normal(tree.body), tuple(imports), tuple(_taken(imported)))
 
 
 def _place(path: Path) -> tuple[str, Path]:
@@ -91,36 +93,25 @@ def _closure(kernel: str, base: Path) -> dict[str, _Module]:
     return found
 
 
-def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
-    """All imported names, also inside functions."""
+def _imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, str | None]]:
+    """All imports, also inside functions: a module, and the name taken from it, None for the module itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield from ((module, alias.name) for alias in node.names)
 
 
-# --- leaves ----------------------------------------------------------------------------------------------------------
-
-
-def _taken(tree: ast.AST) -> Iterator[Taken]:
-    """All names imported from leaves, also inside functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, _EVERYTHING) for alias in node.names if _is_leaf(alias.name))
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            for alias in node.names:
-                if _is_leaf(node.module):
-                    yield node.module, alias.name
-                elif _is_leaf(f"{node.module}.{alias.name}"):
-                    yield f"{node.module}.{alias.name}", _EVERYTHING
-
-
-def _is_leaf(module: str) -> bool:
-    return any(module == leaf or module.startswith(f"{leaf}.") for leaf in LEAVES)
+def _taken(imported: Iterable[tuple[str, str | None]]) -> Iterator[Taken]:
+    """The names that are imported from leaves."""
+    inside = tuple(f"{leaf}." for leaf in LEAVES)
+    for module, name in imported:
+        if f"{module}.".startswith(inside):
+            yield module, _EVERYTHING if name is None else name
+        elif f"{module}.{name}.".startswith(inside):
+            yield f"{module}.{name}", _EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def _leaf(name: str) -> dict[str, _Definition]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 one = type(node)(**{**vars(node), "names": [alias]})
-                found[alias.asname or alias.name] = _Definition("", frozenset(), tuple(_taken(one)))
+                found[alias.asname or alias.name] = _Definition("", frozenset(), tuple(_taken(_imported(one, []))))
         else:
             used = frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name))
             found |= dict.fromkeys(_names(node), _Definition(_normal([node]), used))
@@ -177,8 +168,6 @@ def _definitions(taken: Iterable[Taken]) -> list[str]:
             waiting += [(f"{leaf}.{name}", _EVERYTHING)] if _path(f"{leaf}.{name}", ROOT) is not None else []
     return sorted(f"{leaf}.{name} {normal}" for (leaf, name), normal in found.items() if normal)
 
-
-# --- normal form -----------------------------------------------------------------------------------------------------
 
 # Fields about the spelling of a program, or that follow from a node's position.
 _ASIDE = frozenset({"ctx", "kind", "type_comment", "type_ignores"})

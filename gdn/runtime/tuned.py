@@ -110,23 +110,15 @@ def write(path: Path, table: Table) -> None:
     runs = {date: versions for date, versions in sorted(table.header.runs.items()) if date in dates}
     table = Table(header=table.header.model_copy(update={"runs": runs}), groups=groups)
     if groups:
-        _replace(path, json.dumps(table.model_dump(mode="json"), indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as folder:
+            temporary = Path(folder, path.name)
+            temporary.write_text(json.dumps(table.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+            os.chmod(temporary, 0o644)  # whatever the umask
+            os.replace(temporary, path)
     else:
         path.unlink(missing_ok=True)
     forget()  # `prepare` sees the table after env.reload(): until then it keeps its decisions
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp creates files for their owner only
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ Case = Literal[
     "zero_norm",  # every other token has q = k = 0
 ]
 CASES: tuple[Case, ...] = get_args(Case)
+Kind = TypeVar("Kind")  # of Params
 
 _DEFAULT_FIELDS: dict[str, Any] = {
     "num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16, "dtype": "float32",
@@ -125,7 +126,7 @@ def recurrent_inputs(
     return arguments
 
 
-def params_of(kind: Callable[..., Any], arguments: Mapping[str, Any], **own: Any) -> Any:
+def params_of(kind: Callable[..., Kind], arguments: Mapping[str, Any], **own: Any) -> Kind:
     """Params of a launch: `own`, and from the operator's arguments the fields of the same name; None where neither has one."""
     return kind(**{name: own.get(name, arguments.get(name)) for name in kind._fields})  # type: ignore[attr-defined]
 
@@ -133,17 +134,13 @@ def params_of(kind: Callable[..., Any], arguments: Mapping[str, Any], **own: Any
 def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None = None) -> ChunkParams:
     """The Params of a launch, with a NaN-filled out; the pool is the one in arguments. workspace: may be empty."""
     workspace = workspace if workspace is not None and workspace.numel() else None
-    found: ChunkParams = params_of(ChunkParams, arguments, workspace=workspace, **_targets(problem, arguments))
-    return found
+    return params_of(ChunkParams, arguments, workspace=workspace, **_targets(problem, arguments))
 
 
 def recurrent_tensors(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> RecurrentParams:
     """The Params of a launch, with a NaN-filled out; the pool is the one in arguments."""
     own = _targets(problem, arguments) | {"state_indices": arguments.get("ssm_state_indices")}
-    if problem.pooled:
-        own["final_state"] = None
-    found: RecurrentParams = params_of(RecurrentParams, arguments, **own)
-    return found
+    return params_of(RecurrentParams, arguments, **own | ({"final_state": None} if problem.pooled else {}))
 
 
 def _targets(problem: DeltaRuleProblem, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,8 +173,8 @@ class _Generator:
         self.problem, self.options, self.device = problem, options, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.index_dtype: torch.dtype = getattr(torch, problem.index_dtype or "int32")
-        even = options.lengths is None
-        self.lengths = list(even_lengths(problem.num_tokens, problem.num_sequences) if even else options.lengths or ())
+        even = even_lengths(problem.num_tokens, problem.num_sequences)
+        self.lengths = list(even if options.lengths is None else options.lengths)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.device)

@@ -175,15 +175,11 @@ def make_paged_inputs(
             continue
         own = order[sequence, :pages]
         block_tables[sequence, :pages] = own.to(torch.int32)
-        content = torch.full((pages, page_bytes), 0xFF, dtype=torch.uint8, device=device)
-        values = torch.full((pages * page_size, value_bytes // page_size), 0xFF, dtype=torch.uint8, device=device)
-        values[:visible] = rows[sequence, :visible].view(torch.uint8).reshape(visible, value_bytes // page_size)
-        content[:, :value_bytes] = values.view(pages, value_bytes)
-        if row_scales is not None:
-            scales = torch.full((pages * page_size, kv_heads), torch.nan, device=device)
-            scales[:visible] = row_scales[sequence, :visible]
-            content[:, value_bytes:] = scales.view(pages, page_size * kv_heads).view(torch.uint8)
-        storage[own, :page_bytes] = content
+        parts = [rows[sequence, :visible]] + ([row_scales[sequence, :visible]] if row_scales is not None else [])
+        for first, part in zip((0, value_bytes), parts, strict=False):  # a page holds all values, then all scales
+            content = torch.full((pages * page_size, part[0].nbytes), 0xFF, dtype=torch.uint8, device=device)
+            content[:visible] = part.reshape(visible, -1).view(torch.uint8)
+            storage[own, first : first + page_size * part[0].nbytes] = content.view(pages, -1)
     # Rows of bytes with a scale after the values, or of values.
     row, typed = (dim + 4, storage) if problem.has_k_scale else (dim, storage.view(rows.dtype))
     cache = typed.as_strided((total, page_size, kv_heads, row), (typed.stride(0), kv_heads * row, row, 1))

@@ -15,10 +15,12 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 _MACHINE_CUDA = 190  # e_machine of a cubin
 _SECTION_WITHOUT_BYTES = 8  # SHT_NOBITS
@@ -78,10 +80,8 @@ class Undecoded:
     code: bytes
 
 
-@dataclass(frozen=True)
-class _Section:
+class _Section(NamedTuple):
     name: str
-    kind: int
     offset: int
     size: int
     link: int
@@ -103,8 +103,7 @@ class _Cubin:
             raise MachineCodeError(f"cubin at byte {start} is cut off: needs {end} bytes, has {len(file) - start}")
         self.bytes = file[start : start + end]
         names = headers[names_index][4]
-        kept = ((self._text(names + name), kind, at, size, link) for name, kind, _, _, at, size, link, *_ in headers)
-        self.sections = [_Section(*fields) for fields in kept]
+        self.sections = [_Section(self._text(names + name), *fields[3:6]) for name, *fields in headers]
 
     def _text(self, offset: int) -> str:
         return self.bytes[offset : self.bytes.index(b"\0", offset)].decode()
@@ -124,26 +123,21 @@ class _Cubin:
     def kernels(self) -> list[str]:
         return [section.name.removeprefix(".text.") for section in self.sections if section.name.startswith(".text.")]
 
-    def symbols(self) -> list[str]:
-        table = self.section(".symtab")
-        strings = self.sections[table.link]
-        offsets = [struct.unpack_from("<I", self.bytes, table.offset + at)[0] for at in range(0, table.size, 24)]
-        return [self._text(strings.offset + offset) for offset in offsets]
-
     def entries(self, section_name: str) -> Iterator[tuple[int, int, bytes | None]]:
         """(code, size or value, bytes where it is a size) of an .nv.info section or one of the same layout."""
-        section = self.section(section_name)
-        at, end = section.offset, section.offset + section.size
-        while at < end:
-            form, code, size = struct.unpack_from("<BBH", self.bytes, at)
+        content, at = self.content(self.section(section_name)), 0
+        while at < len(content):
+            form, code, size = struct.unpack_from("<BBH", content, at)
             at += 4
-            value = self.bytes[at : at + size] if form == _FORMAT_SIZED else None
+            value = content[at : at + size] if form == _FORMAT_SIZED else None
             yield code, size, value
             at += len(value or b"")
 
     def per_kernel(self, code: int) -> dict[str, int]:
         """Kernel name -> value of an attribute that .nv.info keeps as (symbol, value) pairs."""
-        symbols = self.symbols()
+        table = self.section(".symtab")
+        strings = self.sections[table.link].offset
+        symbols = [self._text(strings + name) for (name, *_) in struct.iter_unpack("<I20s", self.content(table))]
         values = (value for found, _, value in self.entries(".nv.info") if found == code and value is not None)
         return {symbols[symbol]: number for symbol, number in (struct.unpack("<II", value) for value in values)}
 
@@ -159,15 +153,11 @@ def _cubins(library: bytes) -> Iterator[_Cubin]:
 @cache
 def nvdisasm() -> Path:
     """The disassembler: from the wheel nvidia-cuda-nvdisasm, else from PATH."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "nvdisasm":
-            return Path(str(file.locate()))
-    found = shutil.which("nvdisasm")
-    if found is None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("nvidia-cuda-nvdisasm") or []:
+            if file.name == "nvdisasm":
+                return Path(str(file.locate()))
+    if (found := shutil.which("nvdisasm")) is None:
         raise MachineCodeError("nvdisasm not found: install nvidia-cuda-nvdisasm, or put CUDA's nvdisasm on PATH")
     return Path(found)
 
@@ -193,13 +183,12 @@ def _target_by_nvdisasm(cubin: _Cubin) -> str:
 
 def _target(cubin: _Cubin) -> str:
     """Target under nvdisasm's name; read without it where the cubin has CUDA 13's format, since a start of it takes long."""
-    family = None
     if cubin.bytes[8] == _ABI_WITH_COMPAT and cubin.find(".nv.compat") is not None:
         family = next((value for code, value, _ in cubin.entries(".nv.compat") if code == _CODE_OF_FAMILY), None)
-    if family not in (0, 1):
-        return _target_by_nvdisasm(cubin)
-    (flags,) = struct.unpack_from("<I", cubin.bytes, 48)
-    return f"sm_{flags >> 8 & 0xFF}{'a' if family else ''}"
+        if family in (0, 1):
+            (flags,) = struct.unpack_from("<I", cubin.bytes, 48)
+            return f"sm_{flags >> 8 & 0xFF}{'a' if family else ''}"
+    return _target_by_nvdisasm(cubin)
 
 
 def _max_threads(cubin: _Cubin, kernel: str) -> int:
@@ -214,11 +203,6 @@ def _required(kernel: str, what: str, figures: dict[str, int]) -> int:
     if kernel not in figures:
         raise MachineCodeError(f"{kernel}: the cubin states no {what}")
     return figures[kernel]
-
-
-def kernels(library: bytes) -> list[MachineCode]:
-    """Every kernel function in the cubins of a shared library, in file order; at least one."""
-    return decoded(undecoded(library))
 
 
 def code_hash(libraries: Sequence[bytes]) -> str:
@@ -263,26 +247,24 @@ def undecoded(library: bytes) -> list[Undecoded]:
 
 def decoded(kernels: Sequence[Undecoded]) -> list[MachineCode]:
     """In the same order, with one run of the disassembler for each target."""
-    counted: dict[int, Counter[str]] = {}
+    opcodes: list[Counter[str]] = [Counter() for _ in kernels]
     for target in dict.fromkeys(one.kernel.target for one in kernels):
         places = [at for at, one in enumerate(kernels) if one.kernel.target == target]
-        counted |= zip(places, _count([kernels[at].code for at in places], target), strict=True)
-    for at, one in enumerate(kernels):
-        if not one.code or sum(counted[at].values()) != len(one.code) // _INSTRUCTION_BYTES:
+        ends = list(accumulate(len(kernels[at].code) for at in places))
+        for line in _disassemble(b"".join(kernels[at].code for at in places), target).splitlines():
+            if (instruction := _INSTRUCTION.match(line)) is not None:
+                opcodes[places[bisect_right(ends, int(instruction[1], 16))]][instruction[2]] += 1
+    for one, counted in zip(kernels, opcodes, strict=True):
+        if not one.code or counted.total() != len(one.code) // _INSTRUCTION_BYTES:
             raise MachineCodeError(f"{one.kernel.name}: nvdisasm does not show every instruction")
-    return [replace(one.kernel, instructions=counted[at]) for at, one in enumerate(kernels)]
+    return [replace(one.kernel, instructions=counted) for one, counted in zip(kernels, opcodes, strict=True)]
+
+
+def kernels(library: bytes) -> list[MachineCode]:
+    """Every kernel function in the cubins of a shared library, in file order; at least one."""
+    return decoded(undecoded(library))
 
 
 def _disassemble(code: bytes, target: str) -> str:
     """Every instruction with its address and operands, a line each."""
     return _ENCODING.sub("", _run_nvdisasm(code, "-b", target.replace("sm_", "SM")))
-
-
-def _count(codes: Sequence[bytes], target: str) -> list[Counter[str]]:
-    """The opcodes of each piece of machine code."""
-    ends = list(accumulate(len(code) for code in codes))
-    opcodes: list[Counter[str]] = [Counter() for _ in codes]
-    for line in _disassemble(b"".join(codes), target).splitlines():
-        if (instruction := _INSTRUCTION.match(line)) is not None:
-            opcodes[bisect_right(ends, int(instruction[1], 16))][instruction[2]] += 1
-    return opcodes

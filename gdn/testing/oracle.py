@@ -72,12 +72,11 @@ def oracle_delta_rule(
     def stored(state: Tensor) -> Tensor:
         return state.transpose(-1, -2) if state_v_first else state
 
-    inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
-    result = torch.zeros(num_sequences, heads, *inner, dtype=f64, device=q.device)
-    if indices is not None:
-        assert initial_state is not None
-        result = initial_state.to(f64).clone()
     source_states = None if initial_state is None else initial_state.to(f64)
+    result = stored(torch.zeros(num_sequences, heads, k_dim, v_dim, dtype=f64, device=q.device))
+    if indices is not None:
+        assert source_states is not None
+        result = source_states.clone()
     written: set[int] = set()
 
     def write(slot: int, state: Tensor) -> None:
@@ -85,9 +84,8 @@ def oracle_delta_rule(
             result[slot] = stored(state)
             written.add(slot)
 
-    index_rows = None if indices is None else indices.reshape(indices.shape[0], -1).tolist()
     targets = indices if final_state_indices is None else final_state_indices
-    target_rows = None if targets is None else targets.reshape(targets.shape[0], -1).tolist()
+    index_rows, target_rows = (None if one is None else one.reshape(len(one), -1).tolist() for one in (indices, targets))
     per_token = indices is not None and indices.dim() == 2
 
     # Per token and head, vectors and numbers as matrices of one row.
@@ -100,8 +98,7 @@ def oracle_delta_rule(
         column = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
         is_live, slot = last > first, n
         if index_rows is not None:
-            in_range = 0 <= column < len(index_rows[n])
-            slot = index_rows[n][column] if in_range else null_slot
+            slot = index_rows[n][column] if 0 <= column < len(index_rows[n]) else null_slot
             is_live = is_live and slot > null_slot
         live.append(is_live)
         if index_rows is not None and not is_live:

@@ -43,42 +43,36 @@ def calc_diff(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _dense(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, scale: float, relu: bool
+    q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, weights: torch.Tensor | None, scale: float, relu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [m, H, D] and k [n, kv_heads, D] float64 -> exact scores and their magnitudes, [m, n]."""
+    """q [m, H, D], k [n, kv_heads, D], k_scale [n, kv_heads], weights [m, H] -> exact scores and their magnitudes, [m, n]."""
+    q, k = q.double(), k.double() if k_scale is None else k.double() * k_scale.double()[..., None]
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     total = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
     magnitude = torch.zeros_like(total)
     for head in range(num_heads):
         key = k[:, head // (num_heads // num_kv_heads)]
-        product = q[:, head] @ key.T
-        if relu:
-            product = product.relu()
-        size = q[:, head].abs() @ key.abs().T
-        if weights is not None:
-            product, size = product * weights[:, head, None], size * weights[:, head, None].abs()
-        total += product
-        magnitude += size
+        product, size = q[:, head] @ key.T, q[:, head].abs() @ key.abs().T
+        weight = torch.ones_like(q[:, head, :1]) if weights is None else weights[:, head, None].double()
+        total += (product.relu() if relu else product) * weight
+        magnitude += size * weight.abs()
     return total * scale, magnitude * abs(scale)
 
 
 def exact_mqa_logits(inputs: MqaInputs, *, scale: float = 1.0, relu: bool = True, max_seqlen_k: int | None = None) -> ExactLogits:
     """Exact ragged logits, in the layout of `gdn.mqa_logits`."""
-    q = inputs.q.double()
-    k = inputs.k.double()
-    num_rows, num_keys = q.shape[0], k.shape[0]
-    if inputs.k_scale is not None:
-        k = k * inputs.k_scale.double()[..., None]
-    k = k.nan_to_num(0.0)  # poisoned keys lie outside every range
-    weights = inputs.weights.double() if inputs.weights is not None else None
+    num_rows, num_keys = inputs.q.shape[0], inputs.k.shape[0]
+    # Poisoned keys lie outside every range.
+    k, k_scale = (None if x is None else x.double().nan_to_num(0.0) for x in (inputs.k, inputs.k_scale))
+    assert k is not None
     columns = num_keys if max_seqlen_k is None else max_seqlen_k
-    exact = ExactLogits.nothing(num_rows, columns, q.device)
+    exact = ExactLogits.nothing(num_rows, columns, k.device)
     ranges = list(zip(inputs.cu_seqlen_ks.tolist(), inputs.cu_seqlen_ke.tolist(), strict=True))
     block = max(1, 2**24 // max(1, num_keys))
     for low in range(0, num_rows, block):
         high = min(low + block, num_rows)
-        part = weights[low:high] if weights is not None else None
-        score, size = _dense(q[low:high], k, part, scale, relu)
+        part = inputs.weights[low:high] if inputs.weights is not None else None
+        score, size = _dense(inputs.q[low:high], k, k_scale, part, scale, relu)
         for row in range(low, high):
             start, end = max(0, ranges[row][0]), min(num_keys, ranges[row][1])
             if end <= start:
@@ -104,12 +98,11 @@ def exact_paged_mqa_logits(inputs: PagedInputs, *, scale: float = 1.0, relu: boo
         longest = max(per_draft)
         if longest == 0:
             continue
-        k = inputs.rows[sequence, :longest].double()
-        if inputs.row_scales is not None:
-            k = k * inputs.row_scales[sequence, :longest].double()[..., None]
+        k, k_scale = inputs.rows[sequence, :longest], inputs.row_scales
         rows = slice(sequence * next_n, (sequence + 1) * next_n)
-        weights = inputs.weights[rows].double() if inputs.weights is not None else None
-        score, size = _dense(inputs.q[sequence].double(), k, weights, scale, relu)
+        weights = inputs.weights[rows] if inputs.weights is not None else None
+        k_scale = None if k_scale is None else k_scale[sequence, :longest]
+        score, size = _dense(inputs.q[sequence], k, k_scale, weights, scale, relu)
         for draft, length in enumerate(per_draft):
             exact.put(sequence * next_n + draft, 0, score[draft, :length], size[draft, :length])
     return exact

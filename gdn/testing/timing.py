@@ -67,17 +67,13 @@ class Timed:
         self._replay, self.captured = self._ready(rounds)
         self.sample_us()
 
-    def _ready(self, rounds: int) -> tuple[Call, bool]:
-        """Function that runs every call `rounds` times, and whether it replays a graph."""
-        graph = self._capture(rounds)
-        return (functools.partial(self._run, rounds), False) if graph is None else (graph.replay, True)
-
     def _run(self, rounds: int) -> None:
         for _ in range(rounds):
             for call in self._calls:
                 call()
 
-    def _capture(self, rounds: int) -> torch.cuda.CUDAGraph | None:
+    def _ready(self, rounds: int) -> tuple[Call, bool]:
+        """Function that runs every call `rounds` times, and whether it replays a graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -89,8 +85,8 @@ class Timed:
                 self._run(rounds)
         except RuntimeError:  # the call synchronises; capture is over, the device is as before
             torch.cuda.synchronize()
-            return None
-        return graph
+            return functools.partial(self._run, rounds), False
+        return graph.replay, True
 
     def sample_us(self) -> float:
         return _elapsed_us(self._replay) / self._count
@@ -157,15 +153,11 @@ def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
 def measure_limits() -> Limits:
     """Copy bandwidth and matmul rates that the current device sustains now. Takes 8 GiB of its memory for a moment."""
     matmuls = _matmul_tflops()
-    return Limits(_copy_gbps(), *matmuls)
-
-
-def _copy_gbps() -> float:
-    """Between events, not in a graph: there a copy becomes a memcpy node, which ran at 2.4 instead of 3.0 TB/s."""
+    # The copy between events, not in a graph: there it becomes a memcpy node, which ran at 2.4 instead of 3.0 TB/s.
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * source.numel() / _sustained_us(lambda: target.copy_(source)) / 1e3
+    return Limits(2 * source.numel() / _sustained_us(lambda: target.copy_(source)) / 1e3, *matmuls)
 
 
 def _matmul_tflops(size: int = 8192) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import pytest
 
 from autotune import shapes, tables, tuning
 from autotune.cases import WrongResult
-from autotune.journal import DROPPED, STARTED, TIMED, Journal, Record
+from autotune.tuning import DROPPED, STARTED, TIMED, Journal, Record
 from gdn.device import H100
 from gdn.runtime import tuned
 from tests.autotune import fake_kernel

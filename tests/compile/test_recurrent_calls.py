@@ -67,6 +67,6 @@ def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
 def test_decode(form: str, tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
     problem, lengths = (MAIN, (1, 1)) if form == "single" else (DRAFTS, (3, 3))
-    params = decode.DecodeCase(Shape(form, problem, lengths), torch.device("cpu"), 1)._work(seed=0).params
+    params = decode.gdn_decode.case(Shape(form, problem, lengths), torch.device("cpu"), 1)._work(seed=0).params
     with pytest.raises(RuntimeError, match="(?i)cuda"):
         launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import gdn
 from gdn import reference
-from gdn.cli import app, demo_block, demo_expected, demo_measure
+from gdn.cli import app, demo, demo_block, demo_expected
 from gdn.models import MODELS
 from gdn.runtime import env
 
@@ -24,10 +24,10 @@ def run(*options: str) -> Any:
     )
 
 
-def rows(fp8: bool) -> list[demo_measure.Row]:
+def rows(fp8: bool) -> list[demo.Row]:
     block = demo_block.Block(MODELS["tiny"], [37, 129, 64, 2], 2, fp8_indexer=fp8, device=torch.device("cpu"))
     phases = (block.prefill(), block.decode(), block.decode())
-    return [demo_measure.measure(call, None) for phase in phases for call in phase]
+    return [demo.measure(call, None) for phase in phases for call in phase]
 
 
 @pytest.mark.parametrize("fp8", ["0", "1"], ids=["bf16", "fp8"])
@@ -73,7 +73,7 @@ def test_every_call_is_compared_with_something_that_is_not_the_reference(fp8: bo
         assert found and all(got.numel() == expected.numel() > 0 for got, expected in found)
         return found
 
-    monkeypatch.setattr(demo_measure, "pairs", pairs)
+    monkeypatch.setattr(demo, "pairs", pairs)
     found = rows(fp8)
     assert compared == [row.operator for row in found]
     assert all(row.passed for row in found)

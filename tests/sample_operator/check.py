@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     launch = lambda params: kernel.launch(None, params)  # noqa: E731
     case = cases.make(small, torch.device("cpu"), H100)
     assert case.check(Prepared("cute", kernel.Config(1), 0, launch, chosen)) == 0.0
-    assert bench.backends(OP, None, every=True) == ["cute"] and bench.useful_flops(small) == 0
+    assert bench.backends(OP, None, every=True) == ["cute"] and cases.tunable(OP).useful_flops(small) == 0
     row = {"op": OP, "shape": "128 rows", "backend": "cute", "time_us": 2.0, "burst_us": 2.0, "floor_us": 1.0}
     row |= {"share_of_floor": 0.5, "error": 0.0}
     limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
