@@ -36,11 +36,6 @@ def as_int64(x: Tensor) -> Tensor:
     return x.to(torch.int64)
 
 
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Counts in an index dtype, saturated."""
-    return as_int32(x) if dtype == torch.int32 else x.to(dtype)
-
-
 def common_dtype(*indices: Tensor | None) -> torch.dtype:
     """Dtype in which all slots of a call are compared: int64 where one of them is int64."""
     return torch.int64 if any(x is not None and x.dtype == torch.int64 for x in indices) else torch.int32

@@ -10,18 +10,7 @@ from gdn.ops import _values
 from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
 from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
 from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import (
-    aligned,
-    as_int32,
-    common_dtype,
-    constant,
-    dtypes_of,
-    even_offsets,
-    in_dtype,
-    is_aligned,
-    optional,
-    target,
-)
+from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, even_offsets, is_aligned, optional, target
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 
 
@@ -102,7 +91,7 @@ def causal_conv1d_fn(
     device = x.device
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
     if conv_states is not None:
-        _check_slots("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
+        check.windows("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
@@ -143,7 +132,7 @@ def causal_conv1d_fn(
     cu_seqlens = even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous()
     slots, checkpoints = (None if i is None else i.to(slot_dtype) for i in (cache_indices, checkpoint_slots))
     mask = None if has_initial_state is None else has_initial_state.contiguous().view(torch.uint8)
-    offsets = None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype)
+    offsets = optional(as_int32 if slot_dtype == torch.int32 else Tensor.long, checkpoint_offsets)
     rows, bias = aligned("x", x), optional(constant, bias)
     params = Conv1dParams(
         rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, written, null_slot
@@ -234,7 +223,7 @@ def causal_conv1d_update(
         check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
-    _check_slots("conv_state", conv_state, dim, window + num_spec, device)
+    check.windows("conv_state", conv_state, dim, window + num_spec, device)
     if conv_state_indices is None and is_less(conv_state.shape[0], count):
         bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
     check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
@@ -325,9 +314,3 @@ def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: ob
         bad_value("x", wanted, f"shape {list(x.shape)}")
     check.optional("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
     check.one_of("activation", activation, CONV_ACTIVATIONS)
-
-
-def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:
-    check.tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
-    if is_less(slots.shape[2], columns):
-        bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(slots.shape)}")

@@ -123,8 +123,7 @@ def fused_gdn_decode(
 
     References
     ----------
-    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
-    .. [2] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
+    .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     heads = _check_projections(mixed_qkv, z, b, a, A_log, (num_k_heads, head_k_dim, head_v_dim), projection_layout)
     device, length, floats = mixed_qkv.device, mixed_qkv.shape[0], FLOAT_DTYPES
@@ -143,10 +142,7 @@ def fused_gdn_decode(
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=length)
     check.indices("state_indices", state_indices, count, device, ranks=(1, 2))
     num_columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
-    columns = conv_weight.shape[1] - 2 + num_columns
-    check.tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
-    if conv_state.shape[2] < columns:
-        bad_value("conv_state", f"shape [slots, {channels}, columns >= {columns}]", f"shape {list(conv_state.shape)}")
+    check.windows("conv_state", conv_state, channels, conv_weight.shape[1] - 2 + num_columns, device)
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:

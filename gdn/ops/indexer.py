@@ -184,11 +184,9 @@ def prepare_indexer(
         check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
-        page_size, cache_heads = _indexer.check_cache(cache, dim, device, None)
-        _indexer.check_kv_heads("k", kv_heads, cache_heads)
-        _indexer.check_slot_mapping(slot_mapping, tokens, device)
+        num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
         if slot_mapping is not None and reads_values(device):
-            _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
+            _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
             bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
     if reads_values(device):
@@ -280,10 +278,6 @@ def compress_indexer_keys(
     ------
     TypeError, ValueError
         Named after the argument; `ring` and `cache` are untouched then. Slots as for `chunk_gated_delta_rule`.
-
-    References
-    ----------
-    .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
     """
     check.tensor("raw_k", raw_k)
     device = raw_k.device
@@ -297,19 +291,17 @@ def compress_indexer_keys(
         bad_value("ring", f"a size that is a positive multiple of ratio {ratio}", ring.shape[1])
     if tokens and ring.shape[0] == 0:
         bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
-    page_size, cache_heads = _indexer.check_cache(cache, dim, device, None)
-    _indexer.check_kv_heads("raw_k", kv_heads, cache_heads)
+    num_rows = _indexer.check_written("raw_k", raw_k, kv_heads, cache, slot_mapping)
     _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check.tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check.null_slot(null_slot)
-    _indexer.check_slot_mapping(slot_mapping, tokens, device)
     if reads_values(device):
         is_kept = _values.ring_tokens(ring_slots, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
-        _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size, is_whole)
+        _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows, is_whole)
     check.not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
     problem = problems.CompressIndexerKeysProblem(

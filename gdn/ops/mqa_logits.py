@@ -88,7 +88,7 @@ def mqa_logits(
     References
     ----------
     .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
-    .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM.
+    .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
 
     Examples
     --------
@@ -185,10 +185,6 @@ def fp8_mqa_logits(
     ------
     TypeError, ValueError
         As raised by `mqa_logits`.
-
-    References
-    ----------
-    .. [1] ``fp8_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)

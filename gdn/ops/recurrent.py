@@ -15,7 +15,7 @@ from gdn.ops._tensors import as_int32, common_dtype, constant, row_indices
 from gdn.problems import RecurrentParams, RecurrentProblem
 
 
-def _is_in_place(arguments: dict[str, Any]) -> bool:
+def _in_place(arguments: dict[str, Any]) -> bool:
     return arguments["ssm_state_indices"] is not None or arguments["inplace_final_state"] is True
 
 
@@ -23,16 +23,13 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     o = "out" if arguments["out"] is not None else NEW
     if not arguments["output_final_state"]:
         return o, None
-    if _is_in_place(arguments):
+    if _in_place(arguments):
         return o, "initial_state"
     return o, (None if arguments["disable_state_update"] else NEW)
 
 
 @operator(
-    writes={"out": always, "initial_state": _is_in_place},
-    returns=_returns,
-    varies=("q", "cu_seqlens"),
-    contiguous=("q", "k", "v"),
+    writes={"out": always, "initial_state": _in_place}, returns=_returns, varies=("q", "cu_seqlens"), contiguous=("q", "k", "v")
 )
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
@@ -133,8 +130,7 @@ def fused_recurrent_gated_delta_rule(
 
     References
     ----------
-    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
-    .. [2] The positional arguments are those of ``fused_recurrent_gated_delta_rule`` in vLLM, which extends the function of
+    .. [1] The positional arguments are those of ``fused_recurrent_gated_delta_rule`` in vLLM, which extends the function of
        flash-linear-attention by the pool and the accepted tokens.
 
     Examples

@@ -11,6 +11,7 @@ from gdn.ops import _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value
 from gdn.ops._kinds import Kind
+from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
 
@@ -97,11 +98,9 @@ def sparse_attention(
     return (o, lse) if return_lse else o
 
 
-def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    return ("out" if arguments["out"] is not None else NEW), NEW
-
-
-@operator(name="sparse_attention", writes={"out": always}, returns=_returns, contiguous=("q", "topk_indices"))
+@operator(
+    name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "topk_indices")
+)
 def _attend(
     q: Tensor,
     k_cache: Tensor,

@@ -40,16 +40,6 @@ def _names(problem: type, sizes: bool) -> tuple[str, ...]:
     return tuple(f.name for f in fields(problem) if bool(f.metadata.get("size")) == sizes)
 
 
-@functools.cache
-def _tune_names(problem: type) -> tuple[str, ...]:
-    """The names of its fields that are part of the tune key."""
-    undecided = [f.name for f in fields(problem) if not {"size", "tunes"} & f.metadata.keys()]
-    if undecided:
-        kinds = "metadata=TUNES, metadata=COMPILES or size()"
-        raise TypeError(f"{problem.__name__}: expected {kinds} on every field, got none on {', '.join(undecided)}")
-    return tuple(f.name for f in fields(problem) if f.metadata.get("tunes"))
-
-
 def _text(values: dict[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in values.items())
 
@@ -75,9 +65,15 @@ class Problem:
         return _text(self.static_fields())
 
     @classmethod
+    @functools.cache
     def tune_names(cls) -> tuple[str, ...]:
         """The names of the fields of the tune key. TypeError where a static field does not say whether it is one."""
-        return _tune_names(cls)  # type: ignore[arg-type]
+        every = fields(cls)  # type: ignore[arg-type]
+        undecided = [f.name for f in every if not {"size", "tunes"} & f.metadata.keys()]
+        if undecided:
+            kinds = "metadata=TUNES, metadata=COMPILES or size()"
+            raise TypeError(f"{cls.__name__}: expected {kinds} on every field, got none on {', '.join(undecided)}")
+        return tuple(f.name for f in every if f.metadata.get("tunes"))
 
     def tune_fields(self) -> dict[str, Any]:
         """The static fields that change which tiles are best."""
