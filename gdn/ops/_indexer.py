@@ -114,12 +114,9 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
     return page_size, kv_heads
 
 
-def check_written(
-    name: str, kv_heads: int, cache: object, slot_mapping: Tensor | None, rows: tuple[int, int, torch.device]
-) -> int:
-    """Checks the cache and the slots that keys go to; returns the number of cache rows. rows: tokens, head_dim and device."""
-    tokens, head_dim, device = rows
-    page_size, cache_heads = check_cache(cache, head_dim, device, None)
+def check_written(name: str, k: Tensor, kv_heads: int, cache: Tensor, slot_mapping: Tensor | None) -> int:
+    """Checks the cache and the slots that checked keys `k` (argument `name`) go to; returns the number of cache rows."""
+    page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
     if kv_heads != cache_heads:
         bad_value(name, f"{cache_heads} key heads, as the cache", f"{kv_heads}")
     check.tensor("slot_mapping", slot_mapping, shape=[k.shape[0]], dtypes=INDEX_DTYPES, device=k.device)
