@@ -100,10 +100,8 @@ def causal_conv1d_fn(
     check.checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
-        if query_start_loc is not None:
-            _values.check_offsets("query_start_loc", query_start_loc, x.shape[0])
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
         if conv_states is not None:
-            bounds = _values.token_bounds(query_start_loc, 1, x.shape[0], device)
             touched = _values.prefill_slots(
                 "cache_indices", bounds, cache_indices, null_slot, checkpoint_offsets=checkpoint_offsets,
                 checkpoint_slots=checkpoint_slots, checkpoint_multiple=1,
@@ -233,9 +231,8 @@ def causal_conv1d_update(
             bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
-        if query_start_loc is not None:
-            _values.check_offsets("query_start_loc", query_start_loc, num_tokens)
-        bounds = _values.token_bounds(query_start_loc, count, num_tokens // max(count, 1), device)
+        packed = (1, num_tokens) if query_start_loc is not None else (count, num_tokens // max(count, 1))
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, *packed, device)
         num_windows = conv_state.shape[2] - window + 1
         if conv_state_indices is not None and conv_state_indices.dim() == 2:
             num_columns = conv_state_indices.shape[1]
@@ -249,10 +246,9 @@ def causal_conv1d_update(
             _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
         else:
             touched = _values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
-        if num_accepted_tokens is not None:
+        if num_accepted_tokens is not None and validates(device):
             first = slots if parent_token is not None or slots.dim() == 1 else slots[:, 0]
-            strict = validates(device)
-            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null, strict=strict)
+            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null)
         _values.check_touched(touched, conv_state, null)
 
     cu_seqlens_dtype = dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None

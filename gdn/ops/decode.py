@@ -152,23 +152,17 @@ def fused_gdn_decode(
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
-        if query_start_loc is not None:
-            _values.check_offsets("query_start_loc", query_start_loc, length)
-        bounds = _values.token_bounds(query_start_loc, length, 1, device)
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, length, 1, device)
         slots = ("state_indices", bounds, state_indices, null_slot)
         states = _values.decode_slots(*slots, num_accepted_tokens=num_accepted_tokens, first_column_decides=True)
         windows = _values.window_slots(*slots, is_live=states.is_live)
-        if num_accepted_tokens is not None:
-            strict = validates(device)
-            _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot, strict=strict)
+        if num_accepted_tokens is not None and validates(device):
+            _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot)
         _values.check_touched(states, ssm_state, null_slot)
         _values.check_touched(windows, conv_state, null_slot)
 
     problem = GdnDecodeProblem(
-        num_k_heads=num_k_heads,
-        num_v_heads=heads,
-        head_k_dim=head_k_dim,
-        head_v_dim=head_v_dim,
+        **sizes.fields(),
         width=conv_weight.shape[1],
         dtype=dtype_name(mixed_qkv.dtype),
         **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, A_log=A_log, dt_bias=dt_bias, norm=norm_weight),
@@ -181,8 +175,6 @@ def fused_gdn_decode(
         has_columns=state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
         has_rounding=rounding_seed is not None and ssm_state.dtype == torch.bfloat16,
-        num_tokens=length,
-        num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
     o = new(mixed_qkv.dtype, device, length, heads * head_v_dim) if out is None else out

@@ -132,8 +132,7 @@ def _attend(
     check.at_least("max_query_len", max_query_len)
     check.out(out, [tokens, heads, dim], q.dtype, device)
     if reads_values(device):
-        _values.check_offsets("query_start_loc", query_start_loc, tokens)
-        bounds = _values.token_bounds(query_start_loc, 1, tokens, device)
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, tokens, device)
         _values.check_new_tokens("seq_lens", seq_lens, bounds)
         lengths, (num_blocks, block_size) = _values.live_lengths(seq_lens, bounds), k_cache.shape[:2]
         _values.check_table_lengths("seq_lens", lengths, block_tables, block_size)

@@ -72,8 +72,7 @@ class MqaLogitsParams(NamedTuple):
     weights: Tensor | None  # [M, H] of weights_dtype, any row stride, last dim contiguous; None where weights_dtype is
     cu_seqlen_ks: Tensor  # [M] int32: first key of each row
     cu_seqlen_ke: Tensor  # [M] int32: end of each row's keys
-    # [M, W] of out_dtype, any row stride, last dim contiguous; W = Nk, or packed: max_seqlen_k, column 0 is key ks[i]
-    out: Tensor
+    out: Tensor  # [M, W] of out_dtype, any row stride, last dim contiguous; W = Nk, or packed: max_seqlen_k, column 0 = key ks[i]
     scale: float
     skip_rows_up_to: int = 0  # rows of at most this many keys may stay unscored (0: none); only without clean
 
