@@ -110,9 +110,8 @@ def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:
     """Checks one state per sequence that is only read."""
-    _check_state_dtype(name, state, q)
     shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-    check.tensor(name, state, shape=shape, device=q.device)
+    check.tensor(name, state, shape=shape, dtypes=_state_dtypes(q), device=q.device)
 
 
 def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Tensor, num_slots: int | str = "slots") -> None:
@@ -120,9 +119,8 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
     if pool is None:
         bad_value(name, "the state pool that the indices refer to", "None")
     assert isinstance(pool, Tensor)
-    _check_state_dtype(name, pool, q)
     shape = sizes.state_shape(state_v_first)
-    check.tensor(name, pool, shape=(num_slots, *shape), device=q.device)
+    check.tensor(name, pool, shape=(num_slots, *shape), dtypes=_state_dtypes(q), device=q.device)
     heads, rows, columns = shape
     inner, slot_stride = rows * columns, pool.stride(0)
     strides = zip(pool.stride()[1:], (inner, columns, 1), shape, strict=True)
@@ -136,9 +134,8 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
         bad_value(name, expected, f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}")
 
 
-def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
-    dtypes = (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
-    check.tensor(name, state, dtypes=dtypes)
+def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+    return (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
 
 
 def static_fields(

@@ -87,10 +87,8 @@ def chunk_gated_delta_rule(
         State before the first token of each sequence, float32 or bfloat16; [N, HS, V, K] with `state_v_first`. None = zeros.
         With `state_indices` the state pool [slots, HS, K, V] (or V first), which is required then and updated in place: inner
         three dimensions contiguous, slot stride and address multiples of 16 bytes.
-    output_final_state : bool
-        Whether to return the states after the last tokens.
-    use_qk_l2norm_in_kernel : bool
-        Whether to divide each q and k by sqrt(sum of its squares + 1e-6) first.
+    output_final_state, use_qk_l2norm_in_kernel : bool
+        Whether to return the states after the last tokens, and to divide each q and k by sqrt(sum of its squares + 1e-6) first.
     cu_seqlens : Tensor [N + 1], optional
         Token offsets of packed sequences, int32 or int64, on the device: starts at 0, never decreases. Equal neighbours are an
         empty sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.

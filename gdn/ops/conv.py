@@ -42,10 +42,8 @@ def causal_conv1d_fn(
     x : Tensor [tokens, dim]
         Inputs, channels last; any float dtype. A last dimension that is not contiguous is copied, logged once. (Other packages
         take [dim, tokens]; where both sizes are equal, such a call cannot be told from a correct one.)
-    weight : Tensor [dim, w]
-        Filter, w >= 2, any float dtype; weight[:, -1] multiplies the current token.
-    bias : Tensor [dim], optional
-        Bias, any float dtype.
+    weight, bias : Tensor [dim, w], Tensor [dim] or None
+        Filter, w >= 2 (weight[:, -1] multiplies the current token), and bias; any float dtypes.
     conv_states : Tensor [slots, dim, columns >= w - 1], optional
         Windows, any strides (either order of the last two dimensions in memory), any float dtype, updated in place: columns
         0..w-2 of a slot hold the last w - 1 raw inputs, oldest first; columns from w - 1 on are untouched. A sequence shorter
@@ -183,10 +181,8 @@ def causal_conv1d_update(
         Draft tree, with 2-D indices. Node i follows the window of its parent (-1: the window in slot
         conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
         conv_state_indices[n, i].
-    null_slot : int
-        Largest slot index that means padding, >= -1.
-    out : Tensor, optional
-        Tensor like `x` to write y into. It may be `x` itself (in place), and shares no element with any other argument.
+    null_slot, out : int, Tensor or None
+        As for `causal_conv1d_fn`; `out` is a tensor like `x`, or `x` itself (in place).
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 

@@ -76,10 +76,8 @@ def fused_gdn_decode(
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log, dt_bias : Tensor [HV]
-        Logarithm of the decay rate, and bias of the raw decay gate; any float dtype.
-    norm_weight : Tensor [V]
-        Gain of the RMS norm, any float dtype.
+    A_log, dt_bias, norm_weight : Tensor [HV], Tensor [HV], Tensor [V]
+        Logarithm of the decay rate, bias of the raw decay gate, and gain of the RMS norm; any float dtypes.
     ssm_state : Tensor [slots, HV, K, V]
         State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
         contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as

@@ -136,10 +136,8 @@ def prepare_indexer(
         Weights of the RMS norms of queries and keys, bfloat16, float16 or float32.
     cache, slot_mapping : Tensor or None
         Pages, updated in place, and cache row of each token [tokens], as for `write_indexer_cache`.
-    rotary_dim : int
-        Number of leading dimensions that are rotated; even, at most D.
-    eps : float
-        Added to the mean square of the norms; finite, >= 0.
+    rotary_dim, eps : int, float
+        Number of leading dimensions that are rotated, even, at most D; added to the mean square of the norms, finite, >= 0.
     zero_centred : bool
         Whether the gain of the norms is 1 + weight (True) or weight (False).
     fp8 : bool, optional
@@ -166,7 +164,6 @@ def prepare_indexer(
     ----------
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     .. [2] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
-    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
     check.tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
@@ -193,18 +190,16 @@ def prepare_indexer(
         _values.check_rope_positions("positions", positions, cos_sin.shape[0])
     folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
     settle(fp8=is_fp8)
+    shared: dict[str, Any] = {"head_dim": dim, "rotary_dim": rotary_dim, "zero_centred": zero_centred, "num_tokens": tokens}
     problem = problems.PrepareIndexerProblem(
+        **shared,
         num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
-        head_dim=dim,
-        rotary_dim=rotary_dim,
-        zero_centred=zero_centred,
         dtype=dtype_name(q.dtype),
         **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, k=k, q_norm=q_norm),
         num_heads=heads,
         weights_dtype=dtype_name(weights.dtype) if folds and weights is not None else None,
         q_out_dtype="float8_e4m3fn" if is_fp8 else dtype_name(q.dtype),
         folds_weights=folds,
-        num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
     if cache is not None and is_empty(cache.shape[0]):
@@ -265,10 +260,8 @@ def compress_indexer_keys(
     slot_mapping : Tensor [tokens]
         Cache row of the token's group, int64 or int32, read at tokens with (pos + 1) % ratio == 0; negative, or larger
         than int32 holds, = skip.
-    ratio : int
-        Tokens per group, >= 1.
-    rotary_dim, eps, zero_centred : int, float, bool
-        As for `prepare_indexer`.
+    ratio, rotary_dim, eps, zero_centred : int, int, float, bool
+        Tokens per group, >= 1; the others as for `prepare_indexer`.
     null_slot : int
         Slot that is never written, >= -1.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -304,16 +297,14 @@ def compress_indexer_keys(
         _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows, is_whole)
     check.not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
+    shared: dict[str, Any] = {"head_dim": dim, "rotary_dim": rotary_dim, "zero_centred": zero_centred, "num_tokens": tokens}
     problem = problems.CompressIndexerKeysProblem(
+        **shared,
         num_kv_heads=kv_heads,
-        head_dim=dim,
-        rotary_dim=rotary_dim,
-        zero_centred=zero_centred,
         dtype=dtype_name(raw_k.dtype),
         **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, ring_slot=ring_slots),
         ratio=ratio,
         ring_aligned=is_aligned(ring_rows),
-        num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
     if is_empty(cache.shape[0]):

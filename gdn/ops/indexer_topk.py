@@ -99,6 +99,7 @@ def indexer_topk(
     with _ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
+        chosen = "reference" if backend == "reference" else None  # a kernel backend is requested for the logits only
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -108,7 +109,7 @@ def indexer_topk(
             )  # fmt: skip
 
         def select(scores: Tensor, part: slice, rows: Tensor) -> None:
-            bounds, chosen = (starts[part], ends[part]), _selection(backend)
+            bounds = (starts[part], ends[part])
             select_rows(scores, topk, *bounds, "index", rows, chosen, list_short=True, num_keys=packed_keys)
 
         return _in_blocks(logits, select, out, num_rows, step, width)
@@ -140,12 +141,8 @@ def paged_indexer_topk(
     ----------
     q, cache, weights, context_lens, block_tables : Tensor
         Queries [B, next_n, H, D], pages of keys, weights, numbers of visible keys and page numbers, as for `paged_mqa_logits`.
-    topk : int
-        Columns of the result, >= 0.
-    scale, relu : float, bool
-        As for `mqa_logits`.
-    workspace_bytes : int, optional
-        As for `indexer_topk`; at least one sequence's next_n rows.
+    topk, scale, relu, workspace_bytes : int, float, bool, int or None
+        As for `indexer_topk`; the workspace holds at least one sequence's next_n rows.
     max_context_len : int, optional
         Bound on the lengths. None = what `block_tables` can address (max_pages * page_size).
     out : Tensor [B * next_n, topk] of int32, optional
@@ -179,6 +176,7 @@ def paged_indexer_topk(
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
     with _ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
+        chosen = "reference" if backend == "reference" else None  # as in `indexer_topk`
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -189,7 +187,7 @@ def paged_indexer_topk(
             )  # fmt: skip
 
         def select(scores: Tensor, part: slice, rows: Tensor) -> None:
-            ends, chosen = context_lens[part].reshape(-1), _selection(backend)
+            ends = context_lens[part].reshape(-1)
             select_rows(scores, topk, None, ends, "index", rows, chosen, list_short=True, drafts=drafts)
 
         return _in_blocks(logits, select, out, batch, step, width)
@@ -238,8 +236,3 @@ def _ordered(backend: str | None, op: str) -> Iterator[str | None]:
     is_switch = backend is None and own != "auto"
     with runtime.ordering(registry.operator(op).switch if is_switch else None):
         yield own if is_switch else backend
-
-
-def _selection(backend: str | None) -> str | None:
-    """Backend of the selection: a kernel backend is requested for the logits only."""
-    return "reference" if backend == "reference" else None

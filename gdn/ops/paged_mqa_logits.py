@@ -61,12 +61,8 @@ def paged_mqa_logits(
         of the cache. Other entries are not followed.
     max_context_len : int
         Columns of the result.
-    scale, relu : float, bool
-        As for `mqa_logits`.
-    clean_logits : bool
-        Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
-    out_dtype, skip_rows_up_to : torch.dtype, int
-        As for `mqa_logits`.
+    scale, relu, clean_logits, out_dtype, skip_rows_up_to : float, bool, bool, torch.dtype, int
+        As for `mqa_logits`; the range of a row is the columns below its length.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -159,10 +155,8 @@ def fp8_paged_mqa_logits(
         Accepted and not needed: these kernels schedule themselves on the device.
     max_context_len : int, optional
         Columns of the result. None = what `block_tables` can address.
-    clean_logits : bool
-        As for `paged_mqa_logits`.
-    indices : None
-        Only None is accepted.
+    clean_logits, indices : bool, None
+        As for `paged_mqa_logits`; only None is accepted.
 
     Returns
     -------

@@ -65,8 +65,7 @@ def fused_recurrent_gated_delta_rule(
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS = max(Hq, HV)
-    state heads.
+    State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS state heads.
 
     Parameters
     ----------

@@ -58,10 +58,8 @@ def sparse_attention(
         Tokens of each sequence, cached ones included, int32 or int64; the new tokens are the last ones of them.
     topk_length : Tensor [tokens], optional
         Number of leading entries of each row of `topk_indices` that count, int32 or int64. None = all.
-    scale : float, optional
-        Factor of the products. None = D**-0.5.
-    return_lse : bool
-        Whether to return the log-sum-exp too.
+    scale, return_lse : float or None, bool
+        Factor of the products (None = D**-0.5); whether to return the log-sum-exp too.
     max_query_len : int, optional
         Largest number of new tokens of a sequence. Up to 8 the step counts as decode, with drafts or without, else as prefill;
         None = decode where there are at most 8 tokens a sequence on average. It decides which of the
@@ -119,7 +117,14 @@ def _attend(
     check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    _check_caches(k_cache, v_cache, q)
+    shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", dim]
+    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check.tensor("kv_cache[1]", v_cache, shape=k_cache.shape, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    if is_empty(k_cache.shape[1]):
+        bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
+    for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
+        if has_memory() and overlaps_itself(cache):
+            bad_value(name, "rows that do not overlap", f"shape {list(cache.shape)}, strides {cache.stride()}")
     kv_heads = k_cache.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         bad_value("q", f"a number of heads that is a multiple of the {kv_heads} key heads", f"{heads} heads")
@@ -166,15 +171,3 @@ def _pair(kv_cache: Any) -> tuple[Tensor, Tensor]:
     check.layout("kv_cache[0]", k_cache)
     check.layout("kv_cache[1]", v_cache)
     return k_cache, v_cache
-
-
-def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
-    dtypes, device = (q.dtype,), q.device
-    shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", q.shape[-1]]
-    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
-    check.tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=dtypes, device=device, last_contiguous=True)
-    if is_empty(k_cache.shape[1]):
-        bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
-    for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
-        if has_memory() and overlaps_itself(cache):
-            bad_value(name, "rows that do not overlap", f"shape {list(cache.shape)}, strides {cache.stride()}")

@@ -20,10 +20,8 @@ from typing import Any, ClassVar
 
 Tensor = Any  # in Params a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 DTYPE_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1,
-    "int64": 8, "int32": 4, "bool": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1,
 }  # fmt: skip
-
 
 TUNES: dict[str, bool] = {"tunes": True}
 COMPILES: dict[str, bool] = {"tunes": False}

@@ -50,8 +50,12 @@ class DeltaRuleProblem(Problem):
         gates = sum(DTYPE_BYTES[d] for d in (self.gate_dtype, self.beta_dtype) if d is not None)
         return heads * DTYPE_BYTES[self.dtype] + gates * self.num_state_heads
 
-    def _state_bytes(self, dtype: str) -> int:
-        return self.num_state_heads * self.head_k_dim * self.head_v_dim * DTYPE_BYTES[dtype]
+    def _state_bytes(self, initial_states: int, final_states: int) -> int:
+        """Bytes of this many states, where they are read and written."""
+        final_dtype = self.state_dtype if self.pooled else "float32"
+        per_element = initial_states * self.has_initial_state * DTYPE_BYTES[self.state_dtype]
+        per_element += final_states * self.has_final_state * DTYPE_BYTES[final_dtype]
+        return self.num_state_heads * self.head_k_dim * self.head_v_dim * per_element
 
 
 def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
@@ -82,10 +86,7 @@ class ChunkProblem(DeltaRuleProblem, op="chunk"):
         return self.num_tokens * self.num_state_heads * per_token
 
     def bytes_moved(self) -> int:
-        states = self.num_sequences * self.has_initial_state * self._state_bytes(self.state_dtype)
-        final_dtype = self.state_dtype if self.pooled else "float32"
-        states += self.num_sequences * self.has_final_state * self._state_bytes(final_dtype)
-        return self.num_tokens * self._token_bytes() + states
+        return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, self.num_sequences)
 
 
 class ChunkParams(NamedTuple):
@@ -136,12 +137,8 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
         return self.num_tokens * self.num_state_heads * 6 * self.head_k_dim * self.head_v_dim
 
     def bytes_moved(self) -> int:
-        reads = self.num_sequences * self.has_initial_state
-        writes = self.num_tokens if self.write_every_token else self.num_sequences
-        final_dtype = self.state_dtype if self.pooled else "float32"
-        states = reads * self._state_bytes(self.state_dtype)
-        states += writes * self.has_final_state * self._state_bytes(final_dtype)
-        return self.num_tokens * self._token_bytes() + states
+        written = self.num_tokens if self.write_every_token else self.num_sequences
+        return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, written)
 
 
 class RecurrentParams(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, size
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class LogitsProblem(Problem):
         return self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + 4 * self.has_k_scale)
 
     def _query_bytes(self) -> int:
-        weights = DTYPE_BYTES[self.weights_dtype] if self.weights_dtype is not None else 0
-        return self.num_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + weights)
+        return self.num_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + dtype_bytes(self.weights_dtype))
 
 
 @dataclass(frozen=True)
