@@ -90,9 +90,9 @@ class Operator:
         self.body, self.name = body, self.name or body.__name__
         self.signature = inspect.signature(body)
         self.kinds: dict[str, Kind] = {name: kind_of(p.annotation) for name, p in self.signature.parameters.items()}
-        self.tensors = [name for name, kind in self.kinds.items() if kind.is_tensor]
+        self.tensors = [name for name, kind in self.kinds.items() if kind.type is Tensor]
         self.tensors.sort(key=lambda name: self.varies.index(name) if name in self.varies else len(self.varies))
-        flags = {name: kind.key_source(name) for name, kind in self.kinds.items() if not kind.is_tensor}
+        flags = {name: kind.key_source(name) for name, kind in self.kinds.items() if kind.type is not Tensor}
         self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # source of the memo's key
         self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
         self.flags = list(flags)

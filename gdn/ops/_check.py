@@ -135,6 +135,13 @@ def per_sequence(
         bad_value(name, f"shape [>= N] with N = {num_sequences}", f"shape {list(value.shape)}")
 
 
+def windows(name: str, pool: Tensor, dim: int, columns: int, device: torch.device) -> None:
+    """Slots of a convolution's windows, [slots, dim, >= columns]."""
+    tensor(name, pool, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
+    if is_less(pool.shape[2], columns):
+        bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(pool.shape)}")
+
+
 def checkpoints(offsets: Tensor | None, slots: Tensor | None, pool: tuple[str, Tensor | None], num_sequences: int) -> None:
     """Checks checkpoint_offsets and checkpoint_slots [>= N, C]. pool: name and value of the argument that they require."""
     if (offsets is None) != (slots is None):

@@ -55,6 +55,11 @@ class Sizes:
     def num_tokens(self) -> int:
         return self.batch * self.length
 
+    def fields(self) -> dict[str, Any]:
+        """Fields that every problem of this family has."""
+        names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_tokens", "num_sequences")
+        return {name: getattr(self, name) for name in names}
+
     def state_shape(self, state_v_first: bool) -> tuple[int, int, int]:
         inner = (self.head_v_dim, self.head_k_dim) if state_v_first else (self.head_k_dim, self.head_v_dim)
         return (self.num_heads, *inner)
@@ -105,9 +110,8 @@ def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:
     """Checks one state per sequence that is only read."""
-    _check_state_dtype(name, state, q)
     shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-    check.tensor(name, state, shape=shape, device=q.device)
+    check.tensor(name, state, shape=shape, dtypes=_state_dtypes(q), device=q.device)
 
 
 def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Tensor, num_slots: int | str = "slots") -> None:
@@ -115,9 +119,8 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
     if pool is None:
         bad_value(name, "the state pool that the indices refer to", "None")
     assert isinstance(pool, Tensor)
-    _check_state_dtype(name, pool, q)
     shape = sizes.state_shape(state_v_first)
-    check.tensor(name, pool, shape=(num_slots, *shape), device=q.device)
+    check.tensor(name, pool, shape=(num_slots, *shape), dtypes=_state_dtypes(q), device=q.device)
     heads, rows, columns = shape
     inner, slot_stride = rows * columns, pool.stride(0)
     strides = zip(pool.stride()[1:], (inner, columns, 1), shape, strict=True)
@@ -131,19 +134,18 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
         bad_value(name, expected, f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}")
 
 
-def _check_state_dtype(name: str, state: Tensor, q: Tensor) -> None:
-    dtypes = (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
-    check.tensor(name, state, dtypes=dtypes)
+def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+    return (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
 
 
 def static_fields(
     sizes: Sizes, tokens: Tokens, initial_state: Tensor | None, index_dtype: torch.dtype | None, state_v_first: bool
 ) -> dict[str, Any]:
     """Fields of DeltaRuleProblem that follow from tensors, and the sizes."""
-    names = ("num_q_heads", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_tokens", "num_sequences")
     cu_seqlens, state = tokens.cu_seqlens, initial_state
     return {
-        **{name: getattr(sizes, name) for name in names},
+        "num_q_heads": sizes.num_q_heads,
+        **sizes.fields(),
         "dtype": dtype_name(tokens.q.dtype),
         "state_dtype": "float32" if state is None else dtype_name(state.dtype),
         **dtypes_of(gate=tokens.g, beta=tokens.beta),
@@ -231,10 +233,9 @@ def output(sizes: Sizes, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]
     return o, written
 
 
-def finish(o: Tensor, written: Tensor) -> None:
-    """Copies the result into o where `output` had to take another tensor."""
-    if address(written) != address(o):
-        o.copy_(written.view(o.shape))
+def finish(o: Tensor, written: Tensor) -> Tensor:
+    """o, with the result copied into it where `output` had to take another tensor."""
+    return o if address(written) == address(o) else o.copy_(written.view(o.shape))
 
 
 def pass_through(initial_state: Tensor | None, has_initial_state: Tensor | None, final_state: Tensor | None) -> None:

@@ -74,15 +74,6 @@ def with_kv_heads(k: Tensor) -> Tensor:
     return k[:, None] if k.dim() == 2 else k
 
 
-def check_kv_heads(name: str, kv_heads: int, cache_heads: int) -> None:
-    if kv_heads != cache_heads:
-        bad_value(name, f"{cache_heads} key heads, as the cache", f"{kv_heads}")
-
-
-def check_slot_mapping(slot_mapping: Tensor | None, tokens: int, device: torch.device) -> None:
-    check.tensor("slot_mapping", slot_mapping, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-
-
 def check_rope(positions: Tensor, cos_sin: Tensor, rotary_dim: int, tokens: int, head_dim: int, device: torch.device) -> None:
     check.tensor("positions", positions, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check.at_least("rotary_dim", rotary_dim)
@@ -123,15 +114,14 @@ def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: tor
     return page_size, kv_heads
 
 
-def check_block_tables(block_tables: Tensor, sequences: int, device: torch.device) -> None:
-    check.tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
-
-
-def check_context_lens(context_lens: Tensor, batch: int, next_n: int, device: torch.device) -> None:
-    """[B] or [B, next_n]."""
-    per_draft = isinstance(context_lens, Tensor) and context_lens.dim() == 2
-    shape = [batch, next_n] if per_draft else [batch]
-    check.tensor("context_lens", context_lens, shape=shape, dtypes=INDEX_DTYPES, device=device)
+def check_written(name: str, k: Tensor, kv_heads: int, cache: Tensor, slot_mapping: Tensor | None) -> int:
+    """Checks the cache and the slots that checked keys `k` (argument `name`) go to; returns the number of cache rows."""
+    page_size, cache_heads = check_cache(cache, k.shape[-1], k.device, None)
+    if kv_heads != cache_heads:
+        bad_value(name, f"{cache_heads} key heads, as the cache", f"{kv_heads}")
+    check.tensor("slot_mapping", slot_mapping, shape=[k.shape[0]], dtypes=INDEX_DTYPES, device=k.device)
+    num_rows: int = cache.shape[0] * page_size
+    return num_rows
 
 
 def flat_pages(cache: Tensor) -> Tensor:

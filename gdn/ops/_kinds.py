@@ -22,10 +22,6 @@ class Kind:
     type: Any  # torch.Tensor, bool, int, float, str or torch.dtype
     is_optional: bool
 
-    @property
-    def is_tensor(self) -> bool:
-        return self.type is torch.Tensor
-
     def key_source(self, name: str) -> str:
         """Python source of the memo's key of the flag `name`, for the generated wrapper.
 
@@ -39,7 +35,7 @@ class Kind:
         """Raises TypeError, naming the argument, for a value of another type. Traceable by a compiler."""
         if value is None and self.is_optional:
             return
-        if self.is_tensor:
+        if self.type is torch.Tensor:
             check.layout(name, value)
             return
         is_one, expected = _TYPES[self.type]

@@ -23,6 +23,11 @@ def dtypes_of(**tensors: Tensor | None) -> dict[str, Any]:
     return {f"{name}_dtype": None if x is None else dtype_name(x.dtype) for name, x in tensors.items()}
 
 
+def given_of(**tensors: Tensor | None) -> dict[str, Any]:
+    """Fields `has_<name>` of a problem: whether a tensor is given."""
+    return {f"has_{name}": x is not None for name, x in tensors.items()}
+
+
 def as_int32(x: Tensor) -> Tensor:
     """x in int32, saturated: a value that does not fit int32 stays outside of every range."""
     return x if x.dtype == torch.int32 else x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
@@ -34,11 +39,6 @@ def contiguous_int32(x: Tensor) -> Tensor:
 
 def as_int64(x: Tensor) -> Tensor:
     return x.to(torch.int64)
-
-
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Counts in an index dtype, saturated."""
-    return as_int32(x) if dtype == torch.int32 else x.to(dtype)
 
 
 def common_dtype(*indices: Tensor | None) -> torch.dtype:

@@ -5,14 +5,13 @@ of them waits for the device. A function reads the host once if all values are g
 ValueError that names the argument, what was expected, and the first bad value with its place. Never call one while a CUDA
 graph is captured, nor with meta or fake tensors.
 
-Indices are widened to int64 and never narrowed. Shapes and dtypes have been checked before, and `check_offsets` has passed
-for the offsets that `token_bounds` gets. Padding is not an error: rows beyond the N sequences, a sequence without tokens or
-with a null slot to read and everything that belongs to it, a null slot to write, tokens beyond the last sequence, entries of a
-block table after the last page, skipped tokens, empty ranges.
+Indices are widened to int64 and never narrowed. Shapes and dtypes have been checked before. Padding is not an error: rows
+beyond the N sequences, a sequence without tokens or with a null slot to read and everything that belongs to it, a null slot to
+write, tokens beyond the last sequence, entries of a block table after the last page, skipped tokens, empty ranges.
 
-Two checks refuse values that have a defined result, and so run with GDN_VALIDATE=1 only, on the CPU too:
+Two checks refuse values that have a defined result, and so are called with GDN_VALIDATE=1 only, on the CPU too:
 
-    check_accepted   the sequence is padding (the argument `strict` decides)
+    check_accepted   the sequence is padding
     check_ranges     ranges are clamped to the keys, and to max_seqlen_k
 """
 
@@ -46,16 +45,19 @@ def _require(name: str, values: Tensor, *bad: tuple[Tensor, str]) -> None:
             bad_value(name, expected, f"{int(values[tuple(place)])} at {place}")
 
 
-def _repeated(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of values [n] in ascending order: whether each but the first repeats the one before and is >= 0; and their places."""
-    ordered, order = values.sort(stable=True)
-    return (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0), order
+def _require_distinct(name: str, slots: Tensor, bad: tuple[Tensor, str], keys: Tensor, expected: str, earlier: str) -> None:
+    """Raises for the first bad slot [n], as `_require`, then for the first key [n] >= 0 that is there twice.
 
-
-def _first_repeated(bad: Tensor, order: Tensor) -> tuple[int, int]:
-    """Places of the first repeated value and of the equal one before it."""
-    (place,) = _first(bad)
-    return int(order[place]), int(order[place + 1])
+    earlier: words for the first of two equal keys, before its place.
+    """
+    ordered, order = keys.sort(stable=True)
+    is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if _is_clean(bad[0], is_repeated):
+        return
+    _require(name, slots, bad)
+    (place,) = _first(is_repeated)
+    first, second = int(order[place]), int(order[place + 1])
+    bad_value(name, expected, f"{int(slots[second])} at [{second}], {earlier} [{first}]")
 
 
 def check_offsets(name: str, offsets: Tensor, num_tokens: int | None = None) -> None:
@@ -75,10 +77,11 @@ def check_offsets(name: str, offsets: Tensor, num_tokens: int | None = None) -> 
     bad_value(name, f"a last offset of at most {num_tokens} tokens", listed[-1])
 
 
-def token_bounds(offsets: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """First token of each sequence and the end of the last, [N + 1] int64. offsets None = `batch` rows of `length` tokens."""
+def token_bounds(name: str, offsets: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """First token of each sequence and the end of the last, [N + 1] int64. offsets: checked here; None = `batch` rows."""
     if offsets is None:
         return torch.arange(batch + 1, device=device) * length
+    check_offsets(name, offsets, batch * length)
     return offsets.long().contiguous()
 
 
@@ -288,16 +291,12 @@ def check_touched(touched: TouchedSlots, pool: Tensor, null_slot: int) -> None:
     check_unshared(touched, pool.shape[0])
 
 
-def check_accepted(
-    num_accepted_tokens: Tensor, columns: int, bounds: Tensor, indices: Tensor | None, null_slot: int, *, strict: bool
-) -> None:
-    """Checks for counts of 1 to `columns` in every sequence with tokens and a slot. strict False = other counts are padding.
+def check_accepted(num_accepted_tokens: Tensor, columns: int, bounds: Tensor, indices: Tensor | None, null_slot: int) -> None:
+    """Checks for counts of 1 to `columns` in every sequence with tokens and a slot.
 
     columns: those of 2-D indices; with 1-D indices 1, or the number of windows in a convolution's slot. indices: all indices
     that the call may read ([:, 0] where it reads only column 0); a sequence whose slots are all null is padding.
     """
-    if not strict:
-        return
     lengths, count = bounds.diff(), bounds.numel() - 1
     accepted = num_accepted_tokens[:count].long()
     bad = (lengths > 0) & ((accepted < 1) | (accepted > columns))
@@ -362,12 +361,8 @@ def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: 
     slots = slot_mapping.long()
     if is_read is not None:
         slots = torch.where(is_read, slots, -1)
-    is_beyond, (is_repeated, order) = slots >= num_rows, _repeated(slots)
-    if _is_clean(is_beyond, is_repeated):
-        return
-    _require(name, slots, (is_beyond, f"slots below {num_rows} (pages * page_size)"))
-    earlier, later = _first_repeated(is_repeated, order)
-    bad_value(name, "distinct slots (or negative: skipped)", f"{int(slots[later])} at [{later}], as at [{earlier}]")
+    beyond = (slots >= num_rows, f"slots below {num_rows} (pages * page_size)")
+    _require_distinct(name, slots, beyond, slots, "distinct slots (or negative: skipped)", "as at")
 
 
 def ring_tokens(ring_slots: Tensor, null_slot: int) -> Tensor:
@@ -389,17 +384,12 @@ def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots
     """
     slots, position = ring_slots.long(), positions.long()
     is_kept = ring_tokens(ring_slots, null_slot)
-    is_beyond = is_kept & (slots >= num_slots)
+    beyond = (is_kept & (slots >= num_slots), f"slots below {num_slots} (or negative or {null_slot}: skipped)")
     before = torch.where(is_kept, torch.arange(slots.numel(), device=slots.device), -1).cummax(0).values.roll(1)
     before[:1] = -1  # the last token before each one that is not skipped
     starts_run = is_kept & ((before < 0) | (slots != slots[before]) | (position <= position[before]))
-    is_repeated, order = _repeated(torch.where(starts_run, slots, -1))
-    if _is_clean(is_beyond, is_repeated):
-        return
-    _require(name, slots, (is_beyond, f"slots below {num_slots} (or negative or {null_slot}: skipped)"))
-    earlier, later = _first_repeated(is_repeated, order)
-    expected = "one run of tokens with ascending positions for each slot"
-    bad_value(name, expected, f"{int(slots[later])} at [{later}], whose first run starts at [{earlier}]")
+    runs, expected = torch.where(starts_run, slots, -1), "one run of tokens with ascending positions for each slot"
+    _require_distinct(name, slots, beyond, runs, expected, "whose first run starts at")
 
 
 def check_rope_positions(

@@ -10,7 +10,7 @@ from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, common_dtype, constant
+from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
 from gdn.problems import ChunkParams, ChunkProblem
 
 
@@ -87,10 +87,8 @@ def chunk_gated_delta_rule(
         State before the first token of each sequence, float32 or bfloat16; [N, HS, V, K] with `state_v_first`. None = zeros.
         With `state_indices` the state pool [slots, HS, K, V] (or V first), which is required then and updated in place: inner
         three dimensions contiguous, slot stride and address multiples of 16 bytes.
-    output_final_state : bool
-        Whether to return the states after the last tokens.
-    use_qk_l2norm_in_kernel : bool
-        Whether to divide each q and k by sqrt(sum of its squares + 1e-6) first.
+    output_final_state, use_qk_l2norm_in_kernel : bool
+        Whether to return the states after the last tokens, and to divide each q and k by sqrt(sum of its squares + 1e-6) first.
     cu_seqlens : Tensor [N + 1], optional
         Token offsets of packed sequences, int32 or int64, on the device: starts at 0, never decreases. Equal neighbours are an
         empty sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
@@ -173,10 +171,8 @@ def chunk_gated_delta_rule(
         check.indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
     check.checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
     if reads_values(device):
-        if cu_seqlens is not None:
-            _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
         if state_indices is not None and initial_state is not None:
-            bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, device)
             touched = _values.prefill_slots(
                 "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
                 final_indices=final_state_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
@@ -192,9 +188,7 @@ def chunk_gated_delta_rule(
         **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, state_v_first),
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         has_final_state=is_pooled or output_final_state,
-        has_final_indices=final_state_indices is not None,
-        has_mask=has_initial_state is not None,
-        has_checkpoints=checkpoint_offsets is not None,
+        **given_of(final_indices=final_state_indices, mask=has_initial_state, checkpoints=checkpoint_offsets),
     )
     prepared = prepare(problem, device, backend)
     final_state = initial_state if is_pooled else _delta_rule.new_state(sizes, q, state_v_first) if output_final_state else None
@@ -225,6 +219,4 @@ def chunk_gated_delta_rule(
         checkpoint_offsets, checkpoint_slots, written, workspace, scale, null_slot,
     )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
-    if out is not None:
-        _delta_rule.finish(o, written)
-    return o, returned
+    return _delta_rule.finish(o, written), returned

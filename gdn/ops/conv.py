@@ -10,18 +10,7 @@ from gdn.ops import _values
 from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
 from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
 from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import (
-    aligned,
-    as_int32,
-    common_dtype,
-    constant,
-    dtypes_of,
-    even_offsets,
-    in_dtype,
-    is_aligned,
-    optional,
-    target,
-)
+from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, even_offsets, is_aligned, optional, target
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 
 
@@ -53,10 +42,8 @@ def causal_conv1d_fn(
     x : Tensor [tokens, dim]
         Inputs, channels last; any float dtype. A last dimension that is not contiguous is copied, logged once. (Other packages
         take [dim, tokens]; where both sizes are equal, such a call cannot be told from a correct one.)
-    weight : Tensor [dim, w]
-        Filter, w >= 2, any float dtype; weight[:, -1] multiplies the current token.
-    bias : Tensor [dim], optional
-        Bias, any float dtype.
+    weight, bias : Tensor [dim, w], Tensor [dim] or None
+        Filter, w >= 2 (weight[:, -1] multiplies the current token), and bias; any float dtypes.
     conv_states : Tensor [slots, dim, columns >= w - 1], optional
         Windows, any strides (either order of the last two dimensions in memory), any float dtype, updated in place: columns
         0..w-2 of a slot hold the last w - 1 raw inputs, oldest first; columns from w - 1 on are untouched. A sequence shorter
@@ -102,7 +89,7 @@ def causal_conv1d_fn(
     device = x.device
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
     if conv_states is not None:
-        _check_slots("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
+        check.windows("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
@@ -111,10 +98,8 @@ def causal_conv1d_fn(
     check.checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
-        if query_start_loc is not None:
-            _values.check_offsets("query_start_loc", query_start_loc, x.shape[0])
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
         if conv_states is not None:
-            bounds = _values.token_bounds(query_start_loc, 1, x.shape[0], device)
             touched = _values.prefill_slots(
                 "cache_indices", bounds, cache_indices, null_slot, checkpoint_offsets=checkpoint_offsets,
                 checkpoint_slots=checkpoint_slots, checkpoint_multiple=1,
@@ -143,7 +128,7 @@ def causal_conv1d_fn(
     cu_seqlens = even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous()
     slots, checkpoints = (None if i is None else i.to(slot_dtype) for i in (cache_indices, checkpoint_slots))
     mask = None if has_initial_state is None else has_initial_state.contiguous().view(torch.uint8)
-    offsets = None if checkpoint_offsets is None else in_dtype(checkpoint_offsets, slot_dtype)
+    offsets = optional(as_int32 if slot_dtype == torch.int32 else Tensor.long, checkpoint_offsets)
     rows, bias = aligned("x", x), optional(constant, bias)
     params = Conv1dParams(
         rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, written, null_slot
@@ -196,10 +181,8 @@ def causal_conv1d_update(
         Draft tree, with 2-D indices. Node i follows the window of its parent (-1: the window in slot
         conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
         conv_state_indices[n, i].
-    null_slot : int
-        Largest slot index that means padding, >= -1.
-    out : Tensor, optional
-        Tensor like `x` to write y into. It may be `x` itself (in place), and shares no element with any other argument.
+    null_slot, out : int, Tensor or None
+        As for `causal_conv1d_fn`; `out` is a tensor like `x`, or `x` itself (in place).
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
@@ -234,7 +217,7 @@ def causal_conv1d_update(
         check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
-    _check_slots("conv_state", conv_state, dim, window + num_spec, device)
+    check.windows("conv_state", conv_state, dim, window + num_spec, device)
     if conv_state_indices is None and is_less(conv_state.shape[0], count):
         bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
     check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
@@ -244,9 +227,8 @@ def causal_conv1d_update(
             bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
-        if query_start_loc is not None:
-            _values.check_offsets("query_start_loc", query_start_loc, num_tokens)
-        bounds = _values.token_bounds(query_start_loc, count, num_tokens // max(count, 1), device)
+        packed = (1, num_tokens) if query_start_loc is not None else (count, num_tokens // max(count, 1))
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, *packed, device)
         num_windows = conv_state.shape[2] - window + 1
         if conv_state_indices is not None and conv_state_indices.dim() == 2:
             num_columns = conv_state_indices.shape[1]
@@ -260,10 +242,9 @@ def causal_conv1d_update(
             _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
         else:
             touched = _values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
-        if num_accepted_tokens is not None:
+        if num_accepted_tokens is not None and validates(device):
             first = slots if parent_token is not None or slots.dim() == 1 else slots[:, 0]
-            strict = validates(device)
-            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null, strict=strict)
+            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null)
         _values.check_touched(touched, conv_state, null)
 
     cu_seqlens_dtype = dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None
@@ -325,9 +306,3 @@ def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: ob
         bad_value("x", wanted, f"shape {list(x.shape)}")
     check.optional("bias", bias, shape=(dim,), dtypes=FLOAT_DTYPES, device=device)
     check.one_of("activation", activation, CONV_ACTIVATIONS)
-
-
-def _check_slots(name: str, slots: Tensor, dim: int, columns: int, device: torch.device) -> None:
-    check.tensor(name, slots, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
-    if is_less(slots.shape[2], columns):
-        bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(slots.shape)}")

@@ -76,10 +76,8 @@ def fused_gdn_decode(
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log, dt_bias : Tensor [HV]
-        Logarithm of the decay rate, and bias of the raw decay gate; any float dtype.
-    norm_weight : Tensor [V]
-        Gain of the RMS norm, any float dtype.
+    A_log, dt_bias, norm_weight : Tensor [HV], Tensor [HV], Tensor [V]
+        Logarithm of the decay rate, bias of the raw decay gate, and gain of the RMS norm; any float dtypes.
     ssm_state : Tensor [slots, HV, K, V]
         State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
         contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as
@@ -123,8 +121,7 @@ def fused_gdn_decode(
 
     References
     ----------
-    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
-    .. [2] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
+    .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     heads = _check_projections(mixed_qkv, z, b, a, A_log, (num_k_heads, head_k_dim, head_v_dim), projection_layout)
     device, length, floats = mixed_qkv.device, mixed_qkv.shape[0], FLOAT_DTYPES
@@ -143,10 +140,7 @@ def fused_gdn_decode(
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=length)
     check.indices("state_indices", state_indices, count, device, ranks=(1, 2))
     num_columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
-    columns = conv_weight.shape[1] - 2 + num_columns
-    check.tensor("conv_state", conv_state, shape=("slots", channels, f"columns >= {columns}"), dtypes=floats, device=device)
-    if conv_state.shape[2] < columns:
-        bad_value("conv_state", f"shape [slots, {channels}, columns >= {columns}]", f"shape {list(conv_state.shape)}")
+    check.windows("conv_state", conv_state, channels, conv_weight.shape[1] - 2 + num_columns, device)
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
@@ -156,23 +150,17 @@ def fused_gdn_decode(
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
-        if query_start_loc is not None:
-            _values.check_offsets("query_start_loc", query_start_loc, length)
-        bounds = _values.token_bounds(query_start_loc, length, 1, device)
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, length, 1, device)
         slots = ("state_indices", bounds, state_indices, null_slot)
         states = _values.decode_slots(*slots, num_accepted_tokens=num_accepted_tokens, first_column_decides=True)
         windows = _values.window_slots(*slots, is_live=states.is_live)
-        if num_accepted_tokens is not None:
-            strict = validates(device)
-            _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot, strict=strict)
+        if num_accepted_tokens is not None and validates(device):
+            _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot)
         _values.check_touched(states, ssm_state, null_slot)
         _values.check_touched(windows, conv_state, null_slot)
 
     problem = GdnDecodeProblem(
-        num_k_heads=num_k_heads,
-        num_v_heads=heads,
-        head_k_dim=head_k_dim,
-        head_v_dim=head_v_dim,
+        **sizes.fields(),
         width=conv_weight.shape[1],
         dtype=dtype_name(mixed_qkv.dtype),
         **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, A_log=A_log, dt_bias=dt_bias, norm=norm_weight),
@@ -185,8 +173,6 @@ def fused_gdn_decode(
         has_columns=state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
         has_rounding=rounding_seed is not None and ssm_state.dtype == torch.bfloat16,
-        num_tokens=length,
-        num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
     o = new(mixed_qkv.dtype, device, length, heads * head_v_dim) if out is None else out

@@ -72,27 +72,21 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     >>> found.function, found.backend
     ('topk_indices', 'reference')
     """
-    name, function = _resolve(op)
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    operator = registry.operator(name)
+    if name not in operator.functions:
+        name = operator.functions[0]
+    function = getattr(importlib.import_module("gdn"), name)  # by name, since the package imports this module
     with explaining() as asked:
         function(*args, **kwargs)
     answers = list(dict.fromkeys(asked.answers))
     if not answers:
         raise RuntimeError(f"{name} ran without asking the runtime what to run")
-    operator = registry.operator(name)
     if not operator.composed_of:
         return _explanation(name, *answers[-1])
     parts = tuple(_explanation(registry.operator(choice.op).functions[0], choice, problem) for choice, problem in answers)
     first = parts[0]
     return Explanation(name, operator.name, first.backend, None, "none", first.decided_by, first.switches, (), (), None, parts)
-
-
-def _resolve(op: str | Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
-    """The public function's name, and the function."""
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    operator = registry.operator(name)
-    if name not in operator.functions:
-        name = operator.functions[0]
-    return name, getattr(importlib.import_module("gdn"), name)  # by name, since the package imports this module
 
 
 def _explanation(function: str, choice: Choice, problem: Problem | None) -> Explanation:

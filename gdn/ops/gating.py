@@ -50,8 +50,7 @@ def fused_gdn_gating(
 
     References
     ----------
-    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464; the
-       parameters of the decay are Mamba2's.
+    .. [1] The parameters of the decay are Mamba2's, as in `chunk_gated_delta_rule`.
     .. [2] The arguments are those of ``fused_gdn_gating`` in vLLM.
     """
     check.tensor("a", a, dtypes=FLOAT_DTYPES)

@@ -136,10 +136,8 @@ def prepare_indexer(
         Weights of the RMS norms of queries and keys, bfloat16, float16 or float32.
     cache, slot_mapping : Tensor or None
         Pages, updated in place, and cache row of each token [tokens], as for `write_indexer_cache`.
-    rotary_dim : int
-        Number of leading dimensions that are rotated; even, at most D.
-    eps : float
-        Added to the mean square of the norms; finite, >= 0.
+    rotary_dim, eps : int, float
+        Number of leading dimensions that are rotated, even, at most D; added to the mean square of the norms, finite, >= 0.
     zero_centred : bool
         Whether the gain of the norms is 1 + weight (True) or weight (False).
     fp8 : bool, optional
@@ -166,7 +164,6 @@ def prepare_indexer(
     ----------
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     .. [2] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
-    .. [3] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
     check.tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
@@ -184,29 +181,25 @@ def prepare_indexer(
         check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
-        page_size, cache_heads = _indexer.check_cache(cache, dim, device, None)
-        _indexer.check_kv_heads("k", kv_heads, cache_heads)
-        _indexer.check_slot_mapping(slot_mapping, tokens, device)
+        num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
         if slot_mapping is not None and reads_values(device):
-            _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
+            _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
             bad_value("fp8", f"{not fp8} or None for a {cache.dtype} cache", fp8)
     if reads_values(device):
         _values.check_rope_positions("positions", positions, cos_sin.shape[0])
     folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
     settle(fp8=is_fp8)
+    shared: dict[str, Any] = {"head_dim": dim, "rotary_dim": rotary_dim, "zero_centred": zero_centred, "num_tokens": tokens}
     problem = problems.PrepareIndexerProblem(
+        **shared,
         num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
-        head_dim=dim,
-        rotary_dim=rotary_dim,
-        zero_centred=zero_centred,
         dtype=dtype_name(q.dtype),
         **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, k=k, q_norm=q_norm),
         num_heads=heads,
         weights_dtype=dtype_name(weights.dtype) if folds and weights is not None else None,
         q_out_dtype="float8_e4m3fn" if is_fp8 else dtype_name(q.dtype),
         folds_weights=folds,
-        num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
     if cache is not None and is_empty(cache.shape[0]):
@@ -267,10 +260,8 @@ def compress_indexer_keys(
     slot_mapping : Tensor [tokens]
         Cache row of the token's group, int64 or int32, read at tokens with (pos + 1) % ratio == 0; negative, or larger
         than int32 holds, = skip.
-    ratio : int
-        Tokens per group, >= 1.
-    rotary_dim, eps, zero_centred : int, float, bool
-        As for `prepare_indexer`.
+    ratio, rotary_dim, eps, zero_centred : int, int, float, bool
+        Tokens per group, >= 1; the others as for `prepare_indexer`.
     null_slot : int
         Slot that is never written, >= -1.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -280,10 +271,6 @@ def compress_indexer_keys(
     ------
     TypeError, ValueError
         Named after the argument; `ring` and `cache` are untouched then. Slots as for `chunk_gated_delta_rule`.
-
-    References
-    ----------
-    .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
     """
     check.tensor("raw_k", raw_k)
     device = raw_k.device
@@ -297,31 +284,27 @@ def compress_indexer_keys(
         bad_value("ring", f"a size that is a positive multiple of ratio {ratio}", ring.shape[1])
     if tokens and ring.shape[0] == 0:
         bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
-    page_size, cache_heads = _indexer.check_cache(cache, dim, device, None)
-    _indexer.check_kv_heads("raw_k", kv_heads, cache_heads)
+    num_rows = _indexer.check_written("raw_k", raw_k, kv_heads, cache, slot_mapping)
     _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check.tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check.null_slot(null_slot)
-    _indexer.check_slot_mapping(slot_mapping, tokens, device)
     if reads_values(device):
         is_kept = _values.ring_tokens(ring_slots, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
-        _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size, is_whole)
+        _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows, is_whole)
     check.not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
+    shared: dict[str, Any] = {"head_dim": dim, "rotary_dim": rotary_dim, "zero_centred": zero_centred, "num_tokens": tokens}
     problem = problems.CompressIndexerKeysProblem(
+        **shared,
         num_kv_heads=kv_heads,
-        head_dim=dim,
-        rotary_dim=rotary_dim,
-        zero_centred=zero_centred,
         dtype=dtype_name(raw_k.dtype),
         **dtypes_of(cache=cache, position=positions, cos_sin=cos_sin, k_norm=k_norm, slot=slot_mapping, ring_slot=ring_slots),
         ratio=ratio,
         ring_aligned=is_aligned(ring_rows),
-        num_tokens=tokens,
     )
     prepared = prepare(problem, device, backend)
     if is_empty(cache.shape[0]):

@@ -43,11 +43,9 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
     """
     check.tensor("k", k)
     kv_heads = _indexer.check_keys("k", k, None, k.device)
-    page_size, cache_heads = _indexer.check_cache(cache, k.shape[-1], k.device, None)
-    _indexer.check_kv_heads("k", kv_heads, cache_heads)
-    _indexer.check_slot_mapping(slot_mapping, k.shape[0], k.device)
+    num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
     if reads_values(k.device):
-        _values.check_slot_mapping("slot_mapping", slot_mapping, cache.shape[0] * page_size)
+        _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
     dtypes: dict[str, Any] = {"dtype": dtype_name(k.dtype), **dtypes_of(cache=cache, slot=slot_mapping)}
     problem = WriteIndexerCacheProblem(num_kv_heads=kv_heads, head_dim=k.shape[-1], **dtypes, num_tokens=k.shape[0])
     prepared = prepare(problem, k.device, backend)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from gdn import runtime
 from gdn.ops import _check as check
-from gdn.ops import _indexer, _values
+from gdn.ops import _values
 from gdn.ops._call import always, check_memory, operator, validates
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty, is_tracing
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
-from gdn.ops.paged_mqa_logits import check_values, paged_mqa_logits
+from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import select_rows
 from gdn.runtime import env, registry
 
@@ -74,10 +74,6 @@ def indexer_topk(
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
 
-    References
-    ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
-
     Examples
     --------
     >>> import torch, gdn
@@ -93,14 +89,17 @@ def indexer_topk(
     width = num_keys if max_seqlen_k is None else max_seqlen_k
     check.out(out, [num_rows, topk], torch.int32, device)
     check_memory()
+    if out is None:
+        out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
     if is_tracing():
-        return torch.empty(num_rows, topk, dtype=torch.int32, device=device) if out is None else out
+        return out
     step = units_per_block(workspace_bytes, 4 * width, num_rows)
     if validates(device):  # all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     with _ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
+        chosen = "reference" if backend == "reference" else None  # a kernel backend is requested for the logits only
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -109,11 +108,11 @@ def indexer_topk(
                 relu=relu, max_seqlen_k=max_seqlen_k, clean_logits=False, skip_rows_up_to=topk, out=buffer, backend=backend,
             )  # fmt: skip
 
-        def select(scores: Tensor, part: slice, rows: Tensor | None) -> Tensor:
-            bounds, chosen = (starts[part], ends[part]), _selection(backend)
-            return select_rows(scores, topk, *bounds, "index", rows, chosen, list_short=True, num_keys=packed_keys)
+        def select(scores: Tensor, part: slice, rows: Tensor) -> None:
+            bounds = (starts[part], ends[part])
+            select_rows(scores, topk, *bounds, "index", rows, chosen, list_short=True, num_keys=packed_keys)
 
-        return _in_blocks(logits, select, num_rows, step, 1, width, topk, out, device)
+        return _in_blocks(logits, select, out, num_rows, step, width)
 
 
 @operator(writes={"out": always}, contiguous=("q", "weights", "block_tables"))
@@ -142,12 +141,8 @@ def paged_indexer_topk(
     ----------
     q, cache, weights, context_lens, block_tables : Tensor
         Queries [B, next_n, H, D], pages of keys, weights, numbers of visible keys and page numbers, as for `paged_mqa_logits`.
-    topk : int
-        Columns of the result, >= 0.
-    scale, relu : float, bool
-        As for `mqa_logits`.
-    workspace_bytes : int, optional
-        As for `indexer_topk`; at least one sequence's next_n rows.
+    topk, scale, relu, workspace_bytes : int, float, bool, int or None
+        As for `indexer_topk`; the workspace holds at least one sequence's next_n rows.
     max_context_len : int, optional
         Bound on the lengths. None = what `block_tables` can address (max_pages * page_size).
     out : Tensor [B * next_n, topk] of int32, optional
@@ -165,25 +160,23 @@ def paged_indexer_topk(
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
     """
-    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
-    batch, next_n, num_heads, head_dim = q.shape
-    device = q.device
-    page_size, _ = _indexer.check_cache(cache, head_dim, device, q.dtype)
-    _indexer.check_weights(weights, batch * next_n, num_heads, device)
-    _indexer.check_context_lens(context_lens, batch, next_n, device)
-    _indexer.check_block_tables(block_tables, batch, device)
+    page_size, _ = check_paged_operands(q, cache, weights, context_lens, block_tables)
+    (batch, next_n), device = q.shape[:2], q.device
     check.at_least("topk", topk)
     check.at_least("max_context_len", max_context_len)
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
     check.out(out, [batch * next_n, topk], torch.int32, device)
     check_memory()
+    if out is None:
+        out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=device)
     if is_tracing():
-        return torch.empty(batch * next_n, topk, dtype=torch.int32, device=device) if out is None else out
+        return out
     step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
     with _ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
+        chosen = "reference" if backend == "reference" else None  # as in `indexer_topk`
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -193,42 +186,34 @@ def paged_indexer_topk(
                 clean_logits=False, skip_rows_up_to=topk, out=buffer, backend=backend,
             )  # fmt: skip
 
-        def select(scores: Tensor, part: slice, rows: Tensor | None) -> Tensor:
-            ends, chosen = context_lens[part].reshape(-1), _selection(backend)
-            return select_rows(scores, topk, None, ends, "index", rows, chosen, list_short=True, drafts=drafts)
+        def select(scores: Tensor, part: slice, rows: Tensor) -> None:
+            ends = context_lens[part].reshape(-1)
+            select_rows(scores, topk, None, ends, "index", rows, chosen, list_short=True, drafts=drafts)
 
-        return _in_blocks(logits, select, batch, step, next_n, width, topk, out, device)
+        return _in_blocks(logits, select, out, batch, step, width)
 
 
-def _in_blocks(
-    logits: Callable[[slice, Tensor | None], Tensor],
-    select: Callable[[Tensor, slice, Tensor | None], Tensor],
-    units: int,
-    step: int,
-    rows_per_unit: int,
-    width: int,
-    topk: int,
-    out: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """Scores and selects `step` units (rows or sequences) at a time.
+Logits = Callable[[slice, Tensor | None], Tensor]
+Select = Callable[[Tensor, slice, Tensor], None]
+
+
+def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int) -> Tensor:
+    """Scores and selects `step` units (rows or sequences) at a time; returns `out`.
 
     logits(part, buffer): scores of a part of the units, outside of their ranges anything, since the selection reads ranges only.
     select(scores, part, rows): the selection for that part, written to rows of `out`.
     """
-    num_rows = units * rows_per_unit
+    num_rows, topk = out.shape
     if is_empty(num_rows) or width <= topk:  # all columns are listed, without scores
         logits(slice(0, 0), None)  # for its checks
-        return select(torch.empty(1, width, device=device).expand(num_rows, width), slice(0, units), out)
-    buffer: Tensor | None = None
+        select(torch.empty(1, width, device=out.device).expand(num_rows, width), slice(0, units), out)
+        return out
+    buffer, each = None, num_rows // units
     for low in range(0, units, step):
         part = slice(low, min(low + step, units))
-        scores = logits(part, None if buffer is None else buffer[: (part.stop - low) * rows_per_unit])
+        scores = logits(part, None if buffer is None else buffer[: (part.stop - low) * each])
         buffer = scores if buffer is None else buffer
-        if out is None:
-            out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
-        select(scores, part, out[low * rows_per_unit : part.stop * rows_per_unit])
-    assert out is not None
+        select(scores, part, out[low * each : part.stop * each])
     return out
 
 
@@ -251,8 +236,3 @@ def _ordered(backend: str | None, op: str) -> Iterator[str | None]:
     is_switch = backend is None and own != "auto"
     with runtime.ordering(registry.operator(op).switch if is_switch else None):
         yield own if is_switch else backend
-
-
-def _selection(backend: str | None) -> str | None:
-    """Backend of the selection: a kernel backend is requested for the logits only."""
-    return "reference" if backend == "reference" else None

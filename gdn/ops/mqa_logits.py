@@ -55,17 +55,13 @@ def mqa_logits(
         [cu_seqlen_ks[i], cu_seqlen_ke[i]) per row, clamped to [0, Nk]; empty where ks >= ke.
     k_scale : Tensor [Nk] or [Nk, kv_heads] of float32, optional
         Scale of each key row, for FP8 keys only. None = 1.
-    scale : float
-        Factor of the scores. D**-0.5 goes here or into `weights`, never both.
-    relu : bool
-        False leaves the products as they are.
+    scale, relu : float, bool
+        Factor of the scores (D**-0.5 goes here or into `weights`, never both); False leaves the products as they are.
     max_seqlen_k : int, optional
         None: the result is [M, Nk]. A number: the result is [M, max_seqlen_k] and column 0 of row i is key cu_seqlen_ks[i];
         keys beyond the last column are left out.
-    clean_logits : bool
-        Whether columns outside a row's range are -inf (True) or unspecified (False).
-    out_dtype : torch.dtype
-        float32 or bfloat16.
+    clean_logits, out_dtype : bool, torch.dtype
+        Whether columns outside a row's range are -inf (True) or unspecified (False); float32 or bfloat16.
     skip_rows_up_to : int
         Rows with at most this many visible keys may stay unscored. Only with ``clean_logits=False``.
     out : Tensor [M, columns], optional
@@ -88,7 +84,7 @@ def mqa_logits(
     References
     ----------
     .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
-    .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM.
+    .. [2] Ranges and columns follow ``fp8_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
 
     Examples
     --------
@@ -185,10 +181,6 @@ def fp8_mqa_logits(
     ------
     TypeError, ValueError
         As raised by `mqa_logits`.
-
-    References
-    ----------
-    .. [1] ``fp8_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)

@@ -48,7 +48,6 @@ def rms_norm_gated(
     References
     ----------
     .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
-    .. [2] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
     """
     check.tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:

@@ -61,12 +61,8 @@ def paged_mqa_logits(
         of the cache. Other entries are not followed.
     max_context_len : int
         Columns of the result.
-    scale, relu : float, bool
-        As for `mqa_logits`.
-    clean_logits : bool
-        Whether columns at or beyond a row's length are -inf (True) or unspecified (False).
-    out_dtype, skip_rows_up_to : torch.dtype, int
-        As for `mqa_logits`.
+    scale, relu, clean_logits, out_dtype, skip_rows_up_to : float, bool, bool, torch.dtype, int
+        As for `mqa_logits`; the range of a row is the columns below its length.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -85,19 +81,10 @@ def paged_mqa_logits(
 
     References
     ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
-    .. [2] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM.
+    .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
-    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
-    device = q.device
-    batch, next_n, num_heads, head_dim = q.shape
-    if next_n < 1:
-        bad_value("q", "shape [B, next_n, H, D] with next_n >= 1", f"shape {list(q.shape)}")
-    page_size, num_kv_heads = _indexer.check_cache(cache, head_dim, device, q.dtype)
-    _indexer.check_heads(num_heads, num_kv_heads)
-    _indexer.check_weights(weights, batch * next_n, num_heads, device)
-    _indexer.check_context_lens(context_lens, batch, next_n, device)
-    _indexer.check_block_tables(block_tables, batch, device)
+    page_size, num_kv_heads = check_paged_operands(q, cache, weights, context_lens, block_tables)
+    (batch, next_n), device = q.shape[:2], q.device
     check.at_least("max_context_len", max_context_len)
     _indexer.check_skipping(skip_rows_up_to, clean_logits)
     _indexer.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
@@ -120,6 +107,24 @@ def paged_mqa_logits(
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out
+
+
+def check_paged_operands(
+    q: Tensor, cache: Tensor, weights: Tensor | None, context_lens: Tensor, block_tables: Tensor
+) -> tuple[int, int]:
+    """Checks the operands that `paged_mqa_logits` and `paged_indexer_topk` share; returns page_size and kv_heads."""
+    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
+    (batch, next_n, num_heads, head_dim), device = q.shape, q.device
+    if next_n < 1:
+        bad_value("q", "shape [B, next_n, H, D] with next_n >= 1", f"shape {list(q.shape)}")
+    page_size, num_kv_heads = _indexer.check_cache(cache, head_dim, device, q.dtype)
+    _indexer.check_heads(num_heads, num_kv_heads)
+    _indexer.check_weights(weights, batch * next_n, num_heads, device)
+    per_draft = isinstance(context_lens, Tensor) and context_lens.dim() == 2
+    lengths = [batch, next_n] if per_draft else [batch]
+    check.tensor("context_lens", context_lens, shape=lengths, dtypes=INDEX_DTYPES, device=device)
+    check.tensor("block_tables", block_tables, shape=[batch, "max_pages"], dtypes=(torch.int32,), device=device)
+    return page_size, num_kv_heads
 
 
 def check_values(block_tables: Tensor, context_lens: Tensor, page_size: int, num_pages: int, max_context_len: int) -> None:
@@ -150,10 +155,8 @@ def fp8_paged_mqa_logits(
         Accepted and not needed: these kernels schedule themselves on the device.
     max_context_len : int, optional
         Columns of the result. None = what `block_tables` can address.
-    clean_logits : bool
-        As for `paged_mqa_logits`.
-    indices : None
-        Only None is accepted.
+    clean_logits, indices : bool, None
+        As for `paged_mqa_logits`; only None is accepted.
 
     Returns
     -------
@@ -164,10 +167,6 @@ def fp8_paged_mqa_logits(
     ------
     TypeError, ValueError
         As raised by `paged_mqa_logits`.
-
-    References
-    ----------
-    .. [1] ``fp8_paged_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if indices is not None:
         bad_value("indices", "None", type(indices).__name__)
@@ -200,10 +199,6 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
     ------
     TypeError, ValueError
         Named after the argument.
-
-    References
-    ----------
-    .. [1] ``get_paged_mqa_logits_metadata`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     check.tensor("context_lens", context_lens, dtypes=INDEX_DTYPES)
     for name, value in {"block_kv": block_kv, "num_sms": num_sms}.items():

@@ -11,11 +11,11 @@ from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
 from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, common_dtype, constant, row_indices
+from gdn.ops._tensors import as_int32, common_dtype, constant, given_of, row_indices
 from gdn.problems import RecurrentParams, RecurrentProblem
 
 
-def _is_in_place(arguments: dict[str, Any]) -> bool:
+def _in_place(arguments: dict[str, Any]) -> bool:
     return arguments["ssm_state_indices"] is not None or arguments["inplace_final_state"] is True
 
 
@@ -23,16 +23,13 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     o = "out" if arguments["out"] is not None else NEW
     if not arguments["output_final_state"]:
         return o, None
-    if _is_in_place(arguments):
+    if _in_place(arguments):
         return o, "initial_state"
     return o, (None if arguments["disable_state_update"] else NEW)
 
 
 @operator(
-    writes={"out": always, "initial_state": _is_in_place},
-    returns=_returns,
-    varies=("q", "cu_seqlens"),
-    contiguous=("q", "k", "v"),
+    writes={"out": always, "initial_state": _in_place}, returns=_returns, varies=("q", "cu_seqlens"), contiguous=("q", "k", "v")
 )
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
@@ -68,8 +65,7 @@ def fused_recurrent_gated_delta_rule(
 
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
-    State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS = max(Hq, HV)
-    state heads.
+    State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS state heads.
 
     Parameters
     ----------
@@ -133,8 +129,7 @@ def fused_recurrent_gated_delta_rule(
 
     References
     ----------
-    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
-    .. [2] The positional arguments are those of ``fused_recurrent_gated_delta_rule`` in vLLM, which extends the function of
+    .. [1] The positional arguments are those of ``fused_recurrent_gated_delta_rule`` in vLLM, which extends the function of
        flash-linear-attention by the pool and the accepted tokens.
 
     Examples
@@ -162,20 +157,17 @@ def fused_recurrent_gated_delta_rule(
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-    _check_optional(sizes, device, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
+    _check_optional(sizes, q, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
-        if cu_seqlens is not None:
-            _values.check_offsets("cu_seqlens", cu_seqlens, sizes.num_tokens)
+        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
         if ssm_state_indices is not None and initial_state is not None:
-            bounds = _values.token_bounds(cu_seqlens, sizes.batch, sizes.length, device)
             touched = _values.decode_slots(
                 "ssm_state_indices", bounds, ssm_state_indices, null_slot, num_accepted_tokens=num_accepted_tokens,
                 final_indices=final_state_indices, is_updated=not disable_state_update,
             )  # fmt: skip
-            if num_accepted_tokens is not None:
-                columns, strict = ssm_state_indices.shape[1], validates(device)
-                _values.check_accepted(num_accepted_tokens, columns, bounds, ssm_state_indices, null_slot, strict=strict)
+            if num_accepted_tokens is not None and validates(device):
+                _values.check_accepted(num_accepted_tokens, ssm_state_indices.shape[1], bounds, ssm_state_indices, null_slot)
             if parent_token is not None:
                 _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
             _values.check_touched(touched, initial_state, null_slot)
@@ -192,11 +184,8 @@ def fused_recurrent_gated_delta_rule(
         **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None, state_v_first),
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         has_final_state=writes,
-        has_final_indices=final_state_indices is not None,
         write_every_token=ssm_state_indices is not None and ssm_state_indices.dim() == 2,
-        has_accepted=num_accepted_tokens is not None,
-        has_parent=parent_token is not None,
-        has_rounding=rounding_seed is not None,
+        **given_of(final_indices=final_state_indices, accepted=num_accepted_tokens, parent=parent_token, rounding=rounding_seed),
     )
     prepared = prepare(problem, device, backend)
     final_state = _delta_rule.new_state(sizes, q, state_v_first) if writes and not is_inplace else None
@@ -222,33 +211,24 @@ def fused_recurrent_gated_delta_rule(
         scale, null_slot,
     )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
-    if out is not None:
-        _delta_rule.finish(o, written)
-    return o, returned
+    return _delta_rule.finish(o, written), returned
 
 
 def _check_optional(
-    sizes: _delta_rule.Sizes,
-    device: torch.device,
-    indices: Tensor | None,
-    final_state_indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    parent_token: Tensor | None,
+    sizes: _delta_rule.Sizes, q: Tensor, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None, parent: Tensor | None
 ) -> None:
-    """Checks the arguments that need indices."""
-    count, has_columns = sizes.num_sequences, indices is not None and indices.dim() == 2
-    if final_state_indices is not None:
-        if indices is None:
+    """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token."""
+    count, device, has_columns = sizes.num_sequences, q.device, slots is not None and slots.dim() == 2
+    if last is not None:
+        if slots is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        check.indices("final_state_indices", final_state_indices, count, device, ranks=(indices.dim(),))
-        if has_columns and final_state_indices.shape[1] != indices.shape[1]:
-            bad_value("final_state_indices", f"{indices.shape[1]} columns", f"shape {list(final_state_indices.shape)}")
-    if num_accepted_tokens is not None:
-        check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
-        if not has_columns:
-            bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
-    if parent_token is not None:
-        shape = (sizes.num_tokens,) if parent_token.dim() == 1 else (sizes.batch, sizes.length)
-        check.tensor("parent_token", parent_token, shape=shape, dtypes=(torch.int32,), device=device)
-        if not has_columns:
-            bad_value("parent_token", "None without 2-D ssm_state_indices", "a tensor")
+        check.indices("final_state_indices", last, count, device, ranks=(slots.dim(),))
+        if has_columns and last.shape[1] != slots.shape[1]:
+            bad_value("final_state_indices", f"{slots.shape[1]} columns", f"shape {list(last.shape)}")
+    check.per_sequence("num_accepted_tokens", accepted, count, device, INDEX_DTYPES)
+    if parent is not None:
+        shape = (sizes.num_tokens,) if parent.dim() == 1 else (sizes.batch, sizes.length)
+        check.tensor("parent_token", parent, shape=shape, dtypes=(torch.int32,), device=device)
+    for name, tensor in (("num_accepted_tokens", accepted), ("parent_token", parent)):
+        if tensor is not None and not has_columns:
+            bad_value(name, "None without 2-D ssm_state_indices", "a tensor")

@@ -11,6 +11,7 @@ from gdn.ops import _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value
 from gdn.ops._kinds import Kind
+from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
 
@@ -57,10 +58,8 @@ def sparse_attention(
         Tokens of each sequence, cached ones included, int32 or int64; the new tokens are the last ones of them.
     topk_length : Tensor [tokens], optional
         Number of leading entries of each row of `topk_indices` that count, int32 or int64. None = all.
-    scale : float, optional
-        Factor of the products. None = D**-0.5.
-    return_lse : bool
-        Whether to return the log-sum-exp too.
+    scale, return_lse : float or None, bool
+        Factor of the products (None = D**-0.5); whether to return the log-sum-exp too.
     max_query_len : int, optional
         Largest number of new tokens of a sequence. Up to 8 the step counts as decode, with drafts or without, else as prefill;
         None = decode where there are at most 8 tokens a sequence on average. It decides which of the
@@ -97,11 +96,9 @@ def sparse_attention(
     return (o, lse) if return_lse else o
 
 
-def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    return ("out" if arguments["out"] is not None else NEW), NEW
-
-
-@operator(name="sparse_attention", writes={"out": always}, returns=_returns, contiguous=("q", "topk_indices"))
+@operator(
+    name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "topk_indices")
+)
 def _attend(
     q: Tensor,
     k_cache: Tensor,
@@ -120,7 +117,14 @@ def _attend(
     check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    _check_caches(k_cache, v_cache, q)
+    shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", dim]
+    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check.tensor("kv_cache[1]", v_cache, shape=k_cache.shape, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    if is_empty(k_cache.shape[1]):
+        bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
+    for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
+        if has_memory() and overlaps_itself(cache):
+            bad_value(name, "rows that do not overlap", f"shape {list(cache.shape)}, strides {cache.stride()}")
     kv_heads = k_cache.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         bad_value("q", f"a number of heads that is a multiple of the {kv_heads} key heads", f"{heads} heads")
@@ -133,8 +137,7 @@ def _attend(
     check.at_least("max_query_len", max_query_len)
     check.out(out, [tokens, heads, dim], q.dtype, device)
     if reads_values(device):
-        _values.check_offsets("query_start_loc", query_start_loc, tokens)
-        bounds = _values.token_bounds(query_start_loc, 1, tokens, device)
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, tokens, device)
         _values.check_new_tokens("seq_lens", seq_lens, bounds)
         lengths, (num_blocks, block_size) = _values.live_lengths(seq_lens, bounds), k_cache.shape[:2]
         _values.check_table_lengths("seq_lens", lengths, block_tables, block_size)
@@ -168,15 +171,3 @@ def _pair(kv_cache: Any) -> tuple[Tensor, Tensor]:
     check.layout("kv_cache[0]", k_cache)
     check.layout("kv_cache[1]", v_cache)
     return k_cache, v_cache
-
-
-def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
-    dtypes, device = (q.dtype,), q.device
-    shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", q.shape[-1]]
-    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=dtypes, device=device, last_contiguous=True)
-    check.tensor("kv_cache[1]", v_cache, shape=list(k_cache.shape), dtypes=dtypes, device=device, last_contiguous=True)
-    if is_empty(k_cache.shape[1]):
-        bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
-    for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
-        if has_memory() and overlaps_itself(cache):
-            bad_value(name, "rows that do not overlap", f"shape {list(cache.shape)}, strides {cache.stride()}")

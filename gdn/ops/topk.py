@@ -12,8 +12,7 @@ from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
-from gdn.reference.logits import key_range
-from gdn.reference.topk import list_short_rows
+from gdn.reference.topk import column_range, list_short_rows
 
 
 @operator(writes={"out": always}, contiguous=("logits",))
@@ -70,8 +69,7 @@ def topk_indices(
     rows, device = logits.shape[0], logits.device
     check.at_least("k", k)
     for name, bound in (("row_starts", row_starts), ("row_ends", row_ends)):
-        if bound is not None:
-            check.tensor(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
+        check.optional(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
     check.one_of("sorted_by", sorted_by, ("index", "score"))
     check.out(out, [rows, k], torch.int32, device)
     return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
@@ -103,7 +101,8 @@ def select_rows(
     if prepared.launch is None:
         row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)
         picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
-        return picked.copy_(list_short_rows(picked, _lengths(logits, row_starts, row_ends))) if list_short else picked
+        start, end = column_range(logits, row_starts, row_ends)
+        return picked.copy_(list_short_rows(picked, end - start)) if list_short else picked
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
@@ -112,9 +111,7 @@ def select_rows(
     return out
 
 
-def _own_bounds(
-    starts: Tensor | None, ends: Tensor | None, num_keys: int | None, drafts: int
-) -> tuple[Tensor | None, Tensor | None]:
+def _own_bounds(starts: Tensor | None, ends: Tensor | None, num_keys: int | None, drafts: int) -> tuple[Tensor | None, ...]:
     """Bounds in columns of each row, from bounds that are keys or that several rows share."""
     if num_keys is not None and starts is not None and ends is not None:
         return None, ends.clamp(0, num_keys) - starts.clamp(0, num_keys)
@@ -122,15 +119,6 @@ def _own_bounds(
         before_last = torch.arange(1 - drafts, 1, dtype=ends.dtype, device=ends.device)
         return starts, (ends.clamp(min=0)[:, None] + before_last).reshape(-1)
     return starts, ends
-
-
-def _lengths(logits: Tensor, row_starts: Tensor | None, row_ends: Tensor | None) -> Tensor:
-    """Number of columns in each row's range, clamped like the selection's."""
-    rows, columns = logits.shape
-    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    starts, ends = zeros if row_starts is None else row_starts, zeros + columns if row_ends is None else row_ends
-    start, end = key_range(starts, ends, columns)
-    return end - start
 
 
 @operator(writes={"out": always}, varies=("group_indices", "positions"))

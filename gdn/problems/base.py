@@ -20,10 +20,8 @@ from typing import Any, ClassVar
 
 Tensor = Any  # in Params a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 DTYPE_BYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1,
-    "int64": 8, "int32": 4, "bool": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1,
 }  # fmt: skip
-
 
 TUNES: dict[str, bool] = {"tunes": True}
 COMPILES: dict[str, bool] = {"tunes": False}
@@ -38,16 +36,6 @@ def size() -> Any:
 def _names(problem: type, sizes: bool) -> tuple[str, ...]:
     """The names of its fields that are sizes, or of the others. Kept: a call of new sizes asks several times."""
     return tuple(f.name for f in fields(problem) if bool(f.metadata.get("size")) == sizes)
-
-
-@functools.cache
-def _tune_names(problem: type) -> tuple[str, ...]:
-    """The names of its fields that are part of the tune key."""
-    undecided = [f.name for f in fields(problem) if not {"size", "tunes"} & f.metadata.keys()]
-    if undecided:
-        kinds = "metadata=TUNES, metadata=COMPILES or size()"
-        raise TypeError(f"{problem.__name__}: expected {kinds} on every field, got none on {', '.join(undecided)}")
-    return tuple(f.name for f in fields(problem) if f.metadata.get("tunes"))
 
 
 def _text(values: dict[str, Any]) -> str:
@@ -75,9 +63,15 @@ class Problem:
         return _text(self.static_fields())
 
     @classmethod
+    @functools.cache
     def tune_names(cls) -> tuple[str, ...]:
         """The names of the fields of the tune key. TypeError where a static field does not say whether it is one."""
-        return _tune_names(cls)  # type: ignore[arg-type]
+        every = fields(cls)  # type: ignore[arg-type]
+        undecided = [f.name for f in every if not {"size", "tunes"} & f.metadata.keys()]
+        if undecided:
+            kinds = "metadata=TUNES, metadata=COMPILES or size()"
+            raise TypeError(f"{cls.__name__}: expected {kinds} on every field, got none on {', '.join(undecided)}")
+        return tuple(f.name for f in every if f.metadata.get("tunes"))
 
     def tune_fields(self) -> dict[str, Any]:
         """The static fields that change which tiles are best."""

@@ -26,8 +26,7 @@ class DeltaRuleProblem(Problem):
     gate_dtype: str | None = field(metadata=COMPILES)  # of g (or raw a); None = no decay
     beta_dtype: str | None = field(metadata=COMPILES)  # of beta (or raw b); None = beta is 1
     cu_seqlens_dtype: str = field(metadata=COMPILES)  # int32 | int64
-    # of state_indices and final_state_indices; None = initial_state is one row per sequence
-    index_dtype: str | None = field(metadata=COMPILES)
+    index_dtype: str | None = field(metadata=COMPILES)  # of all slots; None = initial_state is one row per sequence
     state_v_first: bool = field(metadata=TUNES)  # state is [.., V, K] instead of [.., K, V]
     use_qk_l2norm: bool = field(metadata=COMPILES)
     use_gate: bool = field(metadata=COMPILES)  # g is raw a: decay = exp(-exp(A_log) * softplus(a + dt_bias))
@@ -51,8 +50,12 @@ class DeltaRuleProblem(Problem):
         gates = sum(DTYPE_BYTES[d] for d in (self.gate_dtype, self.beta_dtype) if d is not None)
         return heads * DTYPE_BYTES[self.dtype] + gates * self.num_state_heads
 
-    def _state_bytes(self, dtype: str) -> int:
-        return self.num_state_heads * self.head_k_dim * self.head_v_dim * DTYPE_BYTES[dtype]
+    def _state_bytes(self, initial_states: int, final_states: int) -> int:
+        """Bytes of this many states, where they are read and written."""
+        final_dtype = self.state_dtype if self.pooled else "float32"
+        per_element = initial_states * self.has_initial_state * DTYPE_BYTES[self.state_dtype]
+        per_element += final_states * self.has_final_state * DTYPE_BYTES[final_dtype]
+        return self.num_state_heads * self.head_k_dim * self.head_v_dim * per_element
 
 
 def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
@@ -83,10 +86,7 @@ class ChunkProblem(DeltaRuleProblem, op="chunk"):
         return self.num_tokens * self.num_state_heads * per_token
 
     def bytes_moved(self) -> int:
-        states = self.num_sequences * self.has_initial_state * self._state_bytes(self.state_dtype)
-        final_dtype = self.state_dtype if self.pooled else "float32"
-        states += self.num_sequences * self.has_final_state * self._state_bytes(final_dtype)
-        return self.num_tokens * self._token_bytes() + states
+        return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, self.num_sequences)
 
 
 class ChunkParams(NamedTuple):
@@ -102,9 +102,7 @@ class ChunkParams(NamedTuple):
     beta: Tensor  # [1, L, HS], any strides; None: beta is 1
     A_log: Tensor  # [HS] float32 contiguous; None without use_gate
     dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
-    # [slots, HS, K, V] (or V first) where there are indices, else [N, HS, K, V] or None (zeros). Slot stride any multiple of 16
-    # bytes.
-    initial_state: Tensor
+    initial_state: Tensor  # pool [slots, HS, K, V] (or V first), slot stride a multiple of 16 bytes; else [N, ...]; None: zeros
     state_indices: Tensor  # [>= N], any stride; None without a pool
     has_initial_state: Tensor  # [>= N] bool; None: all True
     final_state: Tensor  # with a pool the pool itself, else a new [N, HS, K, V] (or V first) float32; None: nothing is written
@@ -139,12 +137,8 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
         return self.num_tokens * self.num_state_heads * 6 * self.head_k_dim * self.head_v_dim
 
     def bytes_moved(self) -> int:
-        reads = self.num_sequences * self.has_initial_state
-        writes = self.num_tokens if self.write_every_token else self.num_sequences
-        final_dtype = self.state_dtype if self.pooled else "float32"
-        states = reads * self._state_bytes(self.state_dtype)
-        states += writes * self.has_final_state * self._state_bytes(final_dtype)
-        return self.num_tokens * self._token_bytes() + states
+        written = self.num_tokens if self.write_every_token else self.num_sequences
+        return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, written)
 
 
 class RecurrentParams(NamedTuple):
@@ -157,9 +151,7 @@ class RecurrentParams(NamedTuple):
     beta: Tensor  # [1, L, HS], any strides; None: beta is 1
     A_log: Tensor  # [HS] float32 contiguous; None without use_gate
     dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
-    # The pool [slots, HS, K, V] (or V first) where there are indices, read and written; else [N, HS, K, V] or None (zeros). Slot
-    # stride any multiple of 16 bytes.
-    initial_state: Tensor
+    initial_state: Tensor  # as in ChunkParams; a pool is read and written
     state_indices: Tensor  # [>= N], or with write_every_token [>= N, columns], any strides; None without a pool
     num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
     final_state: Tensor  # [N, HS, K, V] (or V first) float32 contiguous; None with a pool, and where no state is written
@@ -234,9 +226,7 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
 class GdnDecodeParams(NamedTuple):
     """Arguments of a launch of the fused decode step: L tokens in N sequences, H key heads, HV value heads."""
 
-    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: last dim contiguous, base and row stride multiples of
-    # 16 bytes
-    mixed_qkv: Tensor
+    mixed_qkv: Tensor  # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: contiguous rows, 16-byte aligned
     z: Tensor  # [L, HV, V], last dim contiguous; None: interleaved, part of mixed_qkv
     b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides
     a: Tensor  # [L, HV], any strides; None: interleaved, part of b

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, size
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class LogitsProblem(Problem):
         return self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + 4 * self.has_k_scale)
 
     def _query_bytes(self) -> int:
-        weights = DTYPE_BYTES[self.weights_dtype] if self.weights_dtype is not None else 0
-        return self.num_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + weights)
+        return self.num_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + dtype_bytes(self.weights_dtype))
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class MqaLogitsParams(NamedTuple):
     weights: Tensor | None  # [M, H] of weights_dtype, any row stride, last dim contiguous; None where weights_dtype is
     cu_seqlen_ks: Tensor  # [M] int32: first key of each row
     cu_seqlen_ke: Tensor  # [M] int32: end of each row's keys
-    # [M, W] of out_dtype, any row stride, last dim contiguous; W = Nk, or packed: max_seqlen_k, column 0 is key ks[i]
-    out: Tensor
+    out: Tensor  # [M, W] of out_dtype, any row stride, last dim contiguous; W = Nk, or packed: max_seqlen_k, column 0 = key ks[i]
     scale: float
     skip_rows_up_to: int = 0  # rows of at most this many keys may stay unscored (0: none); only without clean
 

@@ -23,8 +23,7 @@ class ConvolutionProblem(Problem):
     state_dtype: str | None = field(metadata=TUNES)  # None = no pool: start from zeros, keep nothing
     state_channels_contiguous: bool = field(metadata=TUNES)
     cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = every row of x is a sequence (decode only)
-    # of the slot indices; None = the slot of a sequence is its number, and none is padding
-    index_dtype: str | None = field(metadata=COMPILES)
+    index_dtype: str | None = field(metadata=COMPILES)  # of the slots; None = slot n for sequence n, and none is padding
 
     def _filter_bytes(self) -> int:
         return self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
@@ -143,8 +142,7 @@ class SplitProblem(Problem, op="split"):
 class SplitParams(NamedTuple):
     """Arguments of the launch, in order. L tokens; H and HV heads, K and V elements each; r = HV / H."""
 
-    # [L, H * (2 * K + 2 * r * V)] of the problem's dtype, last dim contiguous; base and row stride multiples of the access:
-    # 16 bytes where K and V are multiples of 8, else 8 bytes
+    # [L, H * (2 * K + 2 * r * V)] of dtype: contiguous rows at multiples of 16 bytes, or of 8 where K or V is no multiple of 8
     mixed_qkvz: Tensor
     mixed_ba: Tensor  # [L, 2 * HV] of ba_dtype, last dim contiguous
     mixed_qkv: Tensor  # [L, 2 * H * K + HV * V] like mixed_qkvz: new, contiguous

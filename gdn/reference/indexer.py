@@ -67,13 +67,9 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     slots = slot_mapping.long()
     keep = slots >= 0
     if scales is not None:
-        k_fp8, k_scale = quantize_fp8(k, k.shape[-1])
-        _write_flat(values, slots, k_fp8, keep)
+        k, k_scale = quantize_fp8(k, k.shape[-1])
         _write_flat(scales, slots, k_scale[..., 0], keep)
-    elif cache.dtype == FP8:
-        _write_flat(values, slots, cast_fp8(k), keep)
-    else:
-        _write_flat(values, slots, k.to(cache.dtype), keep)
+    _write_flat(values, slots, cast_fp8(k) if cache.dtype == FP8 else k.to(values.dtype), keep)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:

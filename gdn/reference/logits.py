@@ -17,7 +17,6 @@ from gdn.reference.modes import compute_dtype, inference_only
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024
 
-
 # All products are tiles of this one shape, padded with zeros: a matrix product of another shape may add in another order, and a
 # row's scores must have the same bits whatever else is in the batch.
 TILE_ROWS, TILE_KEYS = 64, 1024

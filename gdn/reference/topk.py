@@ -36,6 +36,13 @@ def _select(values: Tensor, k: int, sorted_by: str) -> Tensor:
     return picked
 
 
+def column_range(logits: Tensor, row_starts: Tensor | None, row_ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First column and end of each row's range, clamped; None = 0 and n."""
+    rows, n = logits.shape
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    return key_range(zeros if row_starts is None else row_starts, zeros + n if row_ends is None else row_ends, n)
+
+
 @inference_only
 def topk_indices(
     logits: Tensor,
@@ -50,8 +57,7 @@ def topk_indices(
     rows, n = logits.shape
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
-    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    start, end = key_range(zeros if row_starts is None else row_starts, zeros + n if row_ends is None else row_ends, n)
+    start, end = column_range(logits, row_starts, row_ends)
     columns = torch.arange(n, device=logits.device)
     block = max(1, BLOCK_BYTES // max(1, n * 4))
     for low in range(0, rows, block):

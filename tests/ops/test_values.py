@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gdn
 from gdn.ops import _values
 
 Check = Callable[[], None]
@@ -105,7 +106,7 @@ def offsets_case() -> Case:
 
 def parents_case() -> Case:
     check = functools.partial(_values.check_parents, "parent_token")
-    even = _values.token_bounds(None, 2, 3, DEVICE)
+    even = _values.token_bounds("cu_seqlens", None, 2, 3, DEVICE)
     live = torch.tensor([True, False])
     return Case(
         {
@@ -376,8 +377,8 @@ def window_shared_case() -> Case:
 
 
 def accepted_case() -> Case:
-    def check(accepted: torch.Tensor, indices: torch.Tensor | None = None, columns: int = 3, strict: bool = True) -> None:
-        _values.check_accepted(accepted, columns, bounds(2, 0, 3), indices, -1, strict=strict)
+    def check(accepted: torch.Tensor, indices: torch.Tensor | None = None, columns: int = 3) -> None:
+        _values.check_accepted(accepted, columns, bounds(2, 0, 3), indices, -1)
 
     return Case(
         {
@@ -708,10 +709,15 @@ def test_every_check_is_covered() -> None:
     assert functions - called == {"live_lengths", "finished_groups", "check_touched"}  # these have tests of their own
 
 
-def test_accepted_counts_are_padding_where_not_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    with HostReads(monkeypatch) as reads:
-        _values.check_accepted(long(0, 99, -(2**40)), 3, bounds(1, 1, 1), None, -1, strict=False)
-    assert reads.count == 0
+def test_accepted_counts_are_padding_unless_validated(switch: Callable[..., object]) -> None:
+    x, pool = torch.ones(1, 2, 1, 8), torch.zeros(4, 1, 8, 8)
+    slots = {"initial_state": pool, "cu_seqlens": int32(0, 1, 2), "ssm_state_indices": int32([0, 1], [2, 3])}
+    counts: dict[str, Any] = {**slots, "num_accepted_tokens": long(99, -(2**40))}
+    o, _ = gdn.fused_recurrent_gated_delta_rule(x, x, x, **counts)
+    assert not o.any() and not pool.any()
+    switch(GDN_VALIDATE="1")
+    with pytest.raises(ValueError, match=r"^num_accepted_tokens: expected 1 to 2 .*got 99 at \[0\]"):
+        gdn.fused_recurrent_gated_delta_rule(x, x, x, **counts)
 
 
 def test_lengths_of_sequences_without_queries_do_not_count() -> None:
@@ -724,9 +730,9 @@ def test_finished_groups() -> None:
 
 
 def test_bounds() -> None:
-    assert _values.token_bounds(None, 3, 5, DEVICE).tolist() == [0, 5, 10, 15]
+    assert _values.token_bounds("cu_seqlens", None, 3, 5, DEVICE).tolist() == [0, 5, 10, 15]
     strided = int32(0, 9, 4, 9, 6)[::2]
-    made = _values.token_bounds(strided, 1, 6, DEVICE)
+    made = _values.token_bounds("cu_seqlens", strided, 1, 6, DEVICE)
     assert made.tolist() == [0, 4, 6] and made.dtype == torch.int64 and made.is_contiguous()
 
 
