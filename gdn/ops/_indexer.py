@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gdn.ops import _check as check
-from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.ops._check import FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import ALIGNMENT
 
@@ -30,10 +30,6 @@ def check_skipping(skip_rows_up_to: int, clean_logits: bool) -> None:
     check.at_least("skip_rows_up_to", skip_rows_up_to)
     if skip_rows_up_to and clean_logits:
         bad_value("skip_rows_up_to", "0 with clean_logits=True", skip_rows_up_to)
-
-
-def check_weights(weights: Tensor | None, rows: int, heads: int, device: torch.device) -> None:
-    check.optional("weights", weights, shape=[rows, heads], dtypes=FLOAT_DTYPES, device=device)
 
 
 def shared_fields(

@@ -313,11 +313,6 @@ def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, mul
     _require(name, values, (is_negative, counts), (is_odd, f"multiples of {multiple} tokens, or 0"))
 
 
-def live_lengths(seq_lens: Tensor, bounds: Tensor) -> Tensor:
-    """seq_lens [N] in int64, 0 for sequences without query tokens, of which nothing is read."""
-    return torch.where(bounds.diff() > 0, seq_lens.long(), 0)
-
-
 def _longest(lengths: Tensor) -> Tensor:
     """Longest draft of each sequence, [N] int64, from lengths [N] or [N, drafts]."""
     return lengths.long() if lengths.dim() == 1 else lengths.long().amax(dim=1)
@@ -347,13 +342,6 @@ def check_pages(
     if not _is_clean(bad):
         row, column = _first(bad)
         bad_value(f"{name}[{row}, {column}]", f"a page in [0, {num_pages})", int(pages[row, column]))
-
-
-def check_num_rows(name: str, num_rows: int, offsets: Tensor) -> None:
-    """Checks that a result of num_rows holds all rows that the offsets [N + 1] ask for."""
-    last = int(offsets[-1])
-    if num_rows < last:
-        bad_value(name, f"at least {last}, the last of cu_seqlens", num_rows)
 
 
 def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: Tensor | None = None) -> None:

@@ -92,14 +92,12 @@ def chunk_gated_delta_rule(
     cu_seqlens : Tensor [N + 1], optional
         Token offsets of packed sequences, int32 or int64, on the device: starts at 0, never decreases. Equal neighbours are an
         empty sequence. Tokens at or beyond cu_seqlens[-1] are padding: their rows of o are zero.
-    head_first : bool
-        Only False is accepted: tokens come before heads. Kept for the argument order of other packages.
-    state_v_first : bool
-        Whether states are [V, K] per head instead of [K, V].
-    use_gate_in_kernel, A_log, dt_bias : bool, Tensor [HS] or None, Tensor [HS] or None
-        Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype.
-    use_beta_sigmoid_in_kernel : bool
-        Whether `beta` is the raw b.
+    head_first, state_v_first : bool
+        Only False is accepted: tokens come before heads (kept for the argument order of other packages); whether states are
+        [V, K] per head instead of [K, V].
+    use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel : bool, Tensor [HS] or None, Tensor [HS] or None, bool
+        Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype;
+        whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
         Slot of each sequence in the pool, int32 or int64, any stride; rows beyond N are ignored. Sequence n starts from slot
         state_indices[n] and leaves its last state there. A slot <= `null_slot` is padding: rows of o are zero, no slot is read
@@ -111,11 +109,9 @@ def chunk_gated_delta_rule(
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         Token counts, multiples of 64, and slots: the state after that many tokens of this call is also stored in that slot. 0,
         counts beyond the sequence and null slots store nothing. Both require `state_indices`.
-    null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
-    out : Tensor [B, T, HS, V], optional
-        Tensor to write o into, dtype of `v`, last dimension contiguous. It shares no element with any other argument, `v`
-        included.
+    null_slot, out : int, Tensor [B, T, HS, V] or None
+        Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write o into, dtype of `v`, last
+        dimension contiguous, which shares no element with any other argument, `v` included.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 

@@ -61,11 +61,10 @@ def causal_conv1d_fn(
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         Token counts, and slots: the window after that many tokens is also stored in that slot. 0 and counts beyond the sequence
         store nothing. Both require `conv_states`.
-    null_slot : int
-        Largest slot index that means padding, >= -1. vLLM's convention is 0.
-    out : Tensor [tokens, dim], optional
-        Tensor to write y into, dtype of `x`, last dimension contiguous. It may be `x` itself (in place; that takes one more
-        pass, since blocks read the rows before their own), and shares no element with any other argument.
+    null_slot, out : int, Tensor [tokens, dim] or None
+        Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write y into, dtype of `x`, last
+        dimension contiguous. `out` may be `x` itself (in place; one more pass, since blocks read the rows before their own), and
+        shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 

@@ -100,10 +100,9 @@ def fused_gdn_decode(
         Activation after the convolution (both names mean SiLU), and that of z.
     projection_layout : {"flat", "interleaved"}
         Layout of the projections: separate tensors, or per key-head group.
-    rounding_seed : Tensor [1] of int64, optional
-        Seed on the device, advanced by the caller (a CUDA graph replays it), as for `fused_recurrent_gated_delta_rule`.
-    state_v_first, null_slot : bool, int
-        Layout of a state, and largest slot index that means padding, as for `chunk_gated_delta_rule`.
+    rounding_seed, state_v_first, null_slot : Tensor [1] of int64 or None, bool, int
+        Seed on the device, advanced by the caller (a CUDA graph replays it), layout of a state, and largest slot index that
+        means padding, as for `fused_recurrent_gated_delta_rule`.
     out : Tensor [tokens, HV * V], optional
         Tensor to write the result into, last dimension contiguous. It shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional

@@ -12,7 +12,7 @@ from gdn import problems
 from gdn.ops import _check as check
 from gdn.ops import _indexer, _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._check import FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
 from gdn.runtime import env
@@ -128,10 +128,8 @@ def prepare_indexer(
         go through `compress_indexer_keys`): then only the query is prepared.
     weights : Tensor [tokens, H] or None
         Raw weight of each head, any float dtype and row stride.
-    positions : Tensor [tokens]
-        Position of each token, int32 or int64.
-    cos_sin : Tensor [max_positions, rotary_dim]
-        Cosines in the first half of a row, sines in the second; bfloat16, float16 or float32.
+    positions, cos_sin : Tensor [tokens], Tensor [max_positions, rotary_dim]
+        Position of each token, int32 or int64; rows of cosines (first half) and sines, bfloat16, float16 or float32.
     q_norm, k_norm : Tensor [D], Tensor [D] or None
         Weights of the RMS norms of queries and keys, bfloat16, float16 or float32.
     cache, slot_mapping : Tensor or None
@@ -168,7 +166,7 @@ def prepare_indexer(
     check.tensor("q", q, shape=["tokens", "H", "D"], dtypes=INPUT_DTYPES)
     tokens, heads, dim = q.shape
     device = q.device
-    _indexer.check_weights(weights, tokens, heads, device)
+    check.optional("weights", weights, shape=[tokens, heads], dtypes=FLOAT_DTYPES, device=device)
     _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check.tensor("q_norm", q_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check.not_negative("eps", eps)

@@ -106,8 +106,8 @@ def gather_indexer_cache(
         lengths = cu_seqlens.diff()
         _values.check_table_lengths("cu_seqlens", lengths, block_tables, page_size)
         _values.check_pages("block_tables", block_tables, lengths, page_size, cache.shape[0])
-        if num_rows is not None:
-            _values.check_num_rows("num_rows", num_rows, cu_seqlens)
+        if num_rows is not None and num_rows < int(cu_seqlens[-1]):
+            bad_value("num_rows", f"at least {int(cu_seqlens[-1])}, the last of cu_seqlens", num_rows)
     rows = _last_offset(cu_seqlens) if num_rows is None else num_rows
     settle(num_rows=rows)
     scaled = cache.dtype == torch.uint8

@@ -50,10 +50,8 @@ def indexer_topk(
     ----------
     q, k, weights, cu_seqlen_ks, cu_seqlen_ke : Tensor
         Queries [M, H, D], keys [Nk, D] or [Nk, kv_heads, D], weights and ranges of key rows [M], as for `mqa_logits`.
-    topk : int
-        Columns of the result, >= 0.
-    k_scale, scale, relu : Tensor, float, bool
-        As for `mqa_logits`.
+    topk, k_scale, scale, relu : int, Tensor or None, float, bool
+        Columns of the result, >= 0; the others as for `mqa_logits`.
     workspace_bytes : int, optional
         Bytes of float32 scores held at a time; at least one row. None = ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``.
     max_seqlen_k : int, optional

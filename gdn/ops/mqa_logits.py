@@ -8,7 +8,7 @@ from torch import Tensor
 from gdn.ops import _check as check
 from gdn.ops import _indexer, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, validates
-from gdn.ops._check import FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
+from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
@@ -145,7 +145,7 @@ def check_operands(
         flat = isinstance(k_scale, Tensor) and k_scale.dim() == 1 and num_kv_heads == 1
         shape = [num_keys] if flat else [num_keys, num_kv_heads]
         check.tensor("k_scale", k_scale, shape=shape, dtypes=(torch.float32,), device=device)
-    _indexer.check_weights(weights, num_queries, num_heads, device)
+    check.optional("weights", weights, shape=[num_queries, num_heads], dtypes=FLOAT_DTYPES, device=device)
     check.tensor("cu_seqlen_ks", cu_seqlen_ks, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
     check.tensor("cu_seqlen_ke", cu_seqlen_ke, shape=[num_queries], dtypes=INDEX_DTYPES, device=device)
 

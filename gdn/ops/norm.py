@@ -28,10 +28,8 @@ def rms_norm_gated(
     x, z, weight : Tensor [..., V], Tensor [..., V], Tensor [V]
         Values to normalise, input of the gate and gain; any float dtypes and strides. A last dimension of x or z that is not
         contiguous is copied, logged once.
-    eps : float
-        Added to the mean square; finite, >= 0.
-    activation : {"silu", "swish", "sigmoid"}
-        Activation of `z`; "swish" means SiLU.
+    eps, activation : float, {"silu", "swish", "sigmoid"}
+        Added to the mean square, finite, >= 0; activation of `z`, where "swish" means SiLU.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from gdn.ops import _check as check
 from gdn.ops import _indexer, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values
-from gdn.ops._check import INDEX_DTYPES, bad_value
+from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
@@ -119,7 +119,7 @@ def check_paged_operands(
         bad_value("q", "shape [B, next_n, H, D] with next_n >= 1", f"shape {list(q.shape)}")
     page_size, num_kv_heads = _indexer.check_cache(cache, head_dim, device, q.dtype)
     _indexer.check_heads(num_heads, num_kv_heads)
-    _indexer.check_weights(weights, batch * next_n, num_heads, device)
+    check.optional("weights", weights, shape=[batch * next_n, num_heads], dtypes=FLOAT_DTYPES, device=device)
     per_draft = isinstance(context_lens, Tensor) and context_lens.dim() == 2
     lengths = [batch, next_n] if per_draft else [batch]
     check.tensor("context_lens", context_lens, shape=lengths, dtypes=INDEX_DTYPES, device=device)

@@ -71,10 +71,8 @@ def fused_recurrent_gated_delta_rule(
     ----------
     q, k, v : Tensor [B, T, Hq, K], [B, T, Hk, K], [B, T, HV, V]
         Queries, keys and values, as for `chunk_gated_delta_rule`.
-    g, beta : Tensor [B, T, HS], optional
-        Log decay and write strength (raw gate a and raw b with the flags below), as for `chunk_gated_delta_rule`.
-    scale : float, optional
-        Factor of the queries. None = K**-0.5.
+    g, beta, scale : Tensor [B, T, HS] or None, Tensor [B, T, HS] or None, float or None
+        Log decay, write strength (raw gate a and raw b with the flags below) and factor, as for `chunk_gated_delta_rule`.
     initial_state : Tensor [N, HS, K, V], optional
         State before the first token of each sequence, float32 or bfloat16; [N, HS, V, K] with `state_v_first`. None = zeros.
         With `ssm_state_indices` the state pool [slots, HS, K, V] (or V first), which is required then and always updated in

@@ -139,7 +139,8 @@ def _attend(
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, tokens, device)
         _values.check_new_tokens("seq_lens", seq_lens, bounds)
-        lengths, (num_blocks, block_size) = _values.live_lengths(seq_lens, bounds), k_cache.shape[:2]
+        num_blocks, block_size = k_cache.shape[:2]
+        lengths = torch.where(bounds.diff() > 0, seq_lens.long(), 0)  # nothing is read of sequences without query tokens
         _values.check_table_lengths("seq_lens", lengths, block_tables, block_size)
         _values.check_pages("block_tables", block_tables, lengths, block_size, num_blocks)
         _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)

@@ -136,10 +136,8 @@ def expand_topk_groups(
         Selected groups, int32 or int64; negative, or larger than int32 holds, = none.
     positions : Tensor [tokens]
         Position of each query token, int32 or int64; negative, or larger than int32 holds, = no tail.
-    ratio : int
-        Tokens per group, >= 1.
-    out : Tensor [tokens, k * ratio + ratio - 1] of int32, optional
-        Tensor to write the positions into, last dimension contiguous.
+    ratio, out : int, Tensor [tokens, k * ratio + ratio - 1] of int32 or None
+        Tokens per group, >= 1; tensor to write the positions into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 

@@ -24,7 +24,6 @@ from gdn.problems.indexer import PrepareIndexerParams as PrepareIndexerParams
 from gdn.problems.indexer import PrepareIndexerProblem as PrepareIndexerProblem
 from gdn.problems.indexer import QuantizeFp8Params as QuantizeFp8Params
 from gdn.problems.indexer import QuantizeFp8Problem as QuantizeFp8Problem
-from gdn.problems.indexer import RotatedKeysProblem as RotatedKeysProblem
 from gdn.problems.indexer import WriteIndexerCacheParams as WriteIndexerCacheParams
 from gdn.problems.indexer import WriteIndexerCacheProblem as WriteIndexerCacheProblem
 from gdn.problems.logits import LogitsProblem as LogitsProblem

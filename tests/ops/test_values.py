@@ -472,17 +472,6 @@ def pages_case() -> Case:
     )
 
 
-def num_rows_case() -> Case:
-    check = functools.partial(_values.check_num_rows, "num_rows")
-    return Case(
-        {"equal": lambda: check(6, int32(0, 4, 6)), "more": lambda: check(9, int32(0, 4, 6)), "none": lambda: check(0, int32(0))},
-        {
-            "less": (lambda: check(5, int32(0, 4, 6)), r"^num_rows: expected at least 6, the last of cu_seqlens, got 5$"),
-            "int64": (lambda: check(5, long(0, 2**32 + 1)), r"^num_rows: expected at least 4294967297"),
-        },
-    )
-
-
 def slot_mapping_case() -> Case:
     check = functools.partial(_values.check_slot_mapping, "slot_mapping", num_rows=32)
     return Case(
@@ -662,7 +651,7 @@ CASES = {
     "offsets": offsets_case(), "parents": parents_case(), "prefill": prefill_case(), "prefill shared": prefill_shared_case(),
     "decode": decode_case(), "decode shared": decode_shared_case(), "window": window_case(),
     "window shared": window_shared_case(), "accepted": accepted_case(), "checkpoint offsets": checkpoint_offsets_case(),
-    "table lengths": table_lengths_case(), "pages": pages_case(), "num_rows": num_rows_case(),
+    "table lengths": table_lengths_case(), "pages": pages_case(),
     "slot_mapping": slot_mapping_case(), "ring_slots": ring_slots_case(), "rope": rope_case(), "ranges": ranges_case(),
     "new tokens": new_tokens_case(), "selected": selected_case(), "topk_length": topk_length_case(), "touched": touched_case(),
 }  # fmt: skip
@@ -706,7 +695,7 @@ def test_every_check_is_covered() -> None:
         for case in (*(make() for name, make in globals().items() if name.endswith("_case")),):
             for check in case.passes.values():
                 check()
-    assert functions - called == {"live_lengths", "finished_groups", "check_touched"}  # these have tests of their own
+    assert functions - called == {"finished_groups", "check_touched"}  # these have tests of their own
 
 
 def test_accepted_counts_are_padding_unless_validated(switch: Callable[..., object]) -> None:
@@ -721,7 +710,20 @@ def test_accepted_counts_are_padding_unless_validated(switch: Callable[..., obje
 
 
 def test_lengths_of_sequences_without_queries_do_not_count() -> None:
-    assert _values.live_lengths(int32(7, 8, 9), bounds(1, 0, 2)).tolist() == [7, 0, 9]
+    q, kv_cache, tables = torch.ones(1, 1, 8), torch.ones(2, 4, 16, 1, 8), int32([0], [1])
+    lse = gdn.sparse_attention(q, kv_cache, int32([0]), tables, int32(0, 1, 1), int32(1, 999), return_lse=True)[1]
+    assert lse.isfinite().all()
+    with pytest.raises(ValueError, match=r"^seq_lens: expected sequences of at most 16 .*got 999 at \[1\]"):
+        gdn.sparse_attention(q, kv_cache, int32([0]), tables, int32(0, 0, 1), int32(1, 999))
+
+
+def test_too_few_rows_of_a_result() -> None:
+    cache, tables = torch.zeros(4, 16, 32, dtype=torch.bfloat16), int32([0], [1])
+    for num_rows in (6, 9):
+        k, _ = gdn.gather_indexer_cache(cache, tables, int32(0, 4, 6), num_rows=num_rows)
+        assert k.shape == (num_rows, 32)
+    with pytest.raises(ValueError, match=r"^num_rows: expected at least 6, the last of cu_seqlens, got 5$"):
+        gdn.gather_indexer_cache(cache, tables, long(0, 4, 6), num_rows=5)
 
 
 def test_finished_groups() -> None:
