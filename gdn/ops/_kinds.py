@@ -61,16 +61,6 @@ def kind_of(annotation: Any) -> Kind:
     return Kind(types[0], NoneType in arguments)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, torch.SymInt) or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.SymFloat | torch.SymInt) or (
-        isinstance(value, Real) and not isinstance(value, bool | Fraction)
-    )
-
-
 def _finite(name: str, value: Any) -> float:
     try:
         number = float(value)
@@ -81,11 +71,15 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
+def _is(*types: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types) and not isinstance(value, but)
+
+
 # Type, except tensors -> whether a value has it, and the name of the type in errors.
 _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool), "a bool"),
-    int: (_is_int, "an int"),
-    float: (_is_number, "a number"),
-    str: (lambda value: isinstance(value, str), "a str"),
-    torch.dtype: (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
+    bool: (_is(bool), "a bool"),
+    int: (_is(torch.SymInt, Integral, but=(bool,)), "an int"),
+    float: (_is(torch.SymFloat, torch.SymInt, Real, but=(bool, Fraction)), "a number"),
+    str: (_is(str), "a str"),
+    torch.dtype: (_is(torch.dtype), "a torch.dtype"),
 }

@@ -87,20 +87,11 @@ def read(path: Path) -> Table:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["header"]["schema_version"]
-        if version not in (1, SCHEMA):
-            raise ValueError(f"{path}: expected schema_version {SCHEMA} (or 1), got {version}")
-        return Table.model_validate(_of_schema_1(content) if version == 1 else content)
+        if version != SCHEMA:
+            raise ValueError(f"{path}: expected schema_version {SCHEMA}, got {version}")
+        return Table.model_validate(content)
     except (ValidationError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a tuned table: {error}") from error
-
-
-def _of_schema_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Converts a table of schema 1, whose header had one date and one kernel source for all entries."""
-    header = dict(content["header"])
-    date, versions, kernel_source = header.pop("date"), header.pop("versions"), header.pop("kernel_source")
-    own = {"date": date, "kernel_source": kernel_source}
-    groups = [{**group, "entries": [{**entry, **own} for entry in group["entries"]]} for group in content["groups"]]
-    return {"header": {**header, "schema_version": SCHEMA, "runs": {date: versions}}, "groups": groups}
 
 
 def write(path: Path, table: Table) -> None:

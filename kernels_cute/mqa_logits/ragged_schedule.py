@@ -105,9 +105,6 @@ def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
     return places
 
 
-# ---- only with balanced_fraction > 0
-
-
 @cute.jit
 def head_items(tiles, all_tiles, num_items, blocks):
     """Items dealt round robin: whole rounds. All of them where costs might not fit 32 bits."""

@@ -15,9 +15,8 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, NUM_VECTORS
-from kernels_tl.chunk.gates import LOG2_E, allocate_gates, make_gates
 from kernels_tl.chunk.state_chain import halves_of, load_halves
-from kernels_tl.chunk.tile_math import inverse_dtype
+from kernels_tl.chunk.tile_math import LOG2_E, allocate_gates, inverse_dtype, make_gates
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
 

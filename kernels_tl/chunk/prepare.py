@@ -28,9 +28,19 @@ from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z
-from kernels_tl.chunk.gates import LOG2_E, allocate_gates, make_gates
 from kernels_tl.chunk.state_chain import halves_of
-from kernels_tl.chunk.tile_math import BLOCK, NORM_EPS, inverse_dtype, read_squares, right_operands, scales_of, square_rows
+from kernels_tl.chunk.tile_math import (
+    BLOCK,
+    LOG2_E,
+    NORM_EPS,
+    allocate_gates,
+    inverse_dtype,
+    make_gates,
+    read_squares,
+    right_operands,
+    scales_of,
+    square_rows,
+)
 from kernels_tl.chunk.types import declare, exit_unless_chosen
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_store

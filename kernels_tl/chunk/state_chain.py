@@ -85,10 +85,7 @@ def multiply_state(registers, tiles, stage, accumulator):
     """accumulator = S^T tile^T, issued; tiles: by halves."""
     for half, tile in enumerate(tiles):
         T.wgmma_gemm(
-            *(registers.state_operand[half], tile[stage, :, :], accumulator),
-            transpose_B=True,
-            clear_accum=half == 0,
-            policy=ROWS,
+            *(registers.state_operand[half], tile[stage, :, :], accumulator), transpose_B=True, clear_accum=half == 0, policy=ROWS
         )
 
 
@@ -148,10 +145,7 @@ def multiply_next_keys(registers, k, stage):
         T.warpgroup_fence_operand(registers.state[half], num_regs=ACCUMULATOR)
         T.copy(registers.state[half], registers.state_operand[half])
         T.wgmma_gemm(
-            *(registers.state_operand[half], tile[stage, :, :], registers.u),
-            transpose_B=True,
-            clear_accum=half == 0,
-            policy=ROWS,
+            *(registers.state_operand[half], tile[stage, :, :], registers.u), transpose_B=True, clear_accum=half == 0, policy=ROWS
         )
 
 

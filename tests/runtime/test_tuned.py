@@ -82,19 +82,6 @@ def test_what_is_empty_is_not_kept(tmp_path: Path):
     store(tmp_path, table())  # nor was it there
 
 
-def test_a_table_of_schema_1_is_read(tmp_path: Path):
-    path = tuned.table_path(tmp_path, "h100", "recurrent", "cute")
-    path.parent.mkdir()
-    header = {
-        "schema_version": 1, "device": "h100", "op": "recurrent", "backend": "cute", "date": "2026-11-20",
-        "versions": {"torch": "2.11"}, "kernel_source": "ab",
-    }  # fmt: skip
-    old = {"sizes": {"tokens": 1}, "config": {"tile": 8, "wide": False}, "time_us": 1.0, "error": 1e-3}
-    path.write_text(json.dumps({"header": header, "groups": [{"static": STATIC, "entries": [old]}]}))
-    assert tuned.read(path) == table(entry(8, tokens=1))
-    assert look(tmp_path, tokens=1) == [8]
-
-
 def test_stale_entries_are_counted():
     content = table(entry(8, tokens=1), entry(16, tokens=64))
     content.groups[0].entries[1].kernel_source = "cd"
@@ -210,7 +197,7 @@ def test_another_schema_version(tmp_path: Path):
     content = json.loads(path.read_text())
     content["header"]["schema_version"] = tuned.SCHEMA + 1
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"expected schema_version {tuned.SCHEMA} \(or 1\), got {tuned.SCHEMA + 1}"):
+    with pytest.raises(ValueError, match=rf"expected schema_version {tuned.SCHEMA}, got {tuned.SCHEMA + 1}"):
         tuned.read(path)
 
 
