@@ -74,6 +74,10 @@ class Timed:
 
     def _ready(self, rounds: int) -> tuple[Call, bool]:
         """Function that runs every call `rounds` times, and whether it replays a graph."""
+        graph = self._capture(rounds)
+        return (functools.partial(self._run, rounds), False) if graph is None else (graph.replay, True)
+
+    def _capture(self, rounds: int) -> torch.cuda.CUDAGraph | None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -85,8 +89,8 @@ class Timed:
                 self._run(rounds)
         except RuntimeError:  # the call synchronises; capture is over, the device is as before
             torch.cuda.synchronize()
-            return functools.partial(self._run, rounds), False
-        return graph.replay, True
+            return None
+        return graph
 
     def sample_us(self) -> float:
         return _elapsed_us(self._replay) / self._count
