@@ -77,14 +77,9 @@ def _slow_decay(device: torch.device) -> dict[str, Any]:
     return arguments | {"g": -rates * (0.5 + noise)}
 
 
-def _beta_one(device: torch.device) -> dict[str, Any]:
-    arguments = _plain("random", device)
-    return arguments | {"beta": torch.ones_like(arguments["beta"])}
-
-
 CASES: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     **{case: partial(_plain, case) for case in inputs.CASES},
-    "beta_1": _beta_one,
+    "beta_1": lambda device: {**(plain := _plain("random", device)), "beta": torch.ones_like(plain["beta"])},
     "slow_decay_131072": _slow_decay,
 }
 
