@@ -4,18 +4,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-
-from kernels_cute.common.ptx import run
+from cutlass import Float32, Int32, Int64, Uint32
 
 
 def mix(x: Any) -> Any:
     """The 32-bit finaliser of the definition."""
-    code = (
-        "{.reg .b32 x, t;\nshr.u32 t, {$r0}, 16;\nxor.b32 x, {$r0}, t;\nmul.lo.u32 x, x, 0x7feb352d;\nshr.u32 t, x, 15;\n"
-        "xor.b32 x, x, t;\nmul.lo.u32 x, x, 0x846ca68b;\nshr.u32 t, x, 16;\nxor.b32 {$w0}, x, t;}"
-    )
-    return run(code, x, gives=[Int32])
+    x = Uint32(x)
+    x = (x ^ (x >> 16)) * Uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * Uint32(0x846CA68B)
+    return Int32(x ^ (x >> 16))
 
 
 @cute.jit
@@ -34,8 +31,6 @@ def key_of(seed: Any, slot: Any, head: Any) -> Any:
 
 def rounded(value: Any, key: Any, element: Any) -> Any:
     """The value, rounded with noise, as a float32 that is a bfloat16; an infinity or NaN as it is."""
-    code = (
-        "{.reg .pred p;\n.reg .b32 b, t;\nmov.b32 b, {$r0};\nand.b32 t, b, 0x7f800000;\nsetp.ne.u32 p, t, 0x7f800000;\n"
-        "shr.u32 t, {$r1}, 16;\nadd.u32 t, b, t;\nand.b32 t, t, 0xffff0000;\nselp.b32 b, t, b, p;\nmov.b32 {$w0}, b;}"
-    )
-    return run(code, value, mix(key ^ element), gives=[Float32])
+    bits, exponent = Float32(value).bitcast(Uint32), Uint32(0x7F800000)
+    noisy = (bits + (Uint32(mix(key ^ element)) >> 16)) & Uint32(0xFFFF0000)
+    return Uint32(cutlass.select_((bits & exponent) == exponent, bits, noisy)).bitcast(Float32)

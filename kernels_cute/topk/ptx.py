@@ -1,11 +1,11 @@
 """Instructions of the top-k kernel that the DSL lacks, or lacks in this form: guarded loads, counting and listing in step with
 the comparisons, shared memory by 32-bit address."""
 
-import struct
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Uint32
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
 
 from kernels_cute.common.ptx import as_float, instruction, run
 
@@ -26,42 +26,10 @@ def _load_if(kind: str, registers: str, nan: int, outputs: list[str], address: A
 
 _MOVES = [f"mov.b32 {{$w{i}}}, {one};" for i, one in enumerate("abcd")]
 _HALVES = ["shl.b32 {$w0}, a, 16;", "and.b32 {$w1}, a, 0xffff0000;", "shl.b32 {$w2}, b, 16;", "and.b32 {$w3}, b, 0xffff0000;"]
-# NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
-_KEY = """{
-.reg .f32 x, least; .reg .b32 bits, sign;
-mov.b32 x, {$r0}; mov.b32 least, 0xff800000;
-max.f32 x, x, least; add.rn.f32 x, x, 0f00000000;
-mov.b32 bits, x; shr.s32 sign, bits, 31; or.b32 sign, sign, 0x80000000;
-xor.b32 {$w0}, bits, sign;
-}"""
 _FLOAT = """{
 .reg .b32 sign;
 shr.s32 sign, {$r0}, 31; not.b32 sign, sign; or.b32 sign, sign, 0x80000000;
 xor.b32 {$w0}, {$r0}, sign;
-}"""
-_COUNT_DIGIT = """{
-.reg .b32 digit;
-sub.u32 digit, {$r1}, {$r2}; shr.u32 digit, digit, {$r3}; min.u32 digit, digit, {$r4};
-mad.lo.u32 digit, digit, 4, {$r0}; red.shared.add.u32 [digit], 1;
-}"""
-_SET_BIT = """{
-.reg .b32 address, bit;
-shr.u32 address, {$r1}, 5; mad.lo.u32 address, address, 4, {$r0};
-mov.b32 bit, 1; shf.l.wrap.b32 bit, bit, bit, {$r1};
-red.shared.or.b32 [address], bit;
-}"""
-# The rank's standard deviation is about its square root for independent scores; neighbouring scores are similar.
-_SAMPLE_RANK = """{
-.reg .f32 rank, root;
-cvt.rn.f32.s32 rank, {$r0}; mul.rn.f32 rank, rank, SHARE; sqrt.approx.f32 root, rank;
-fma.rn.f32 rank, root, 0f40800000, rank; add.rn.f32 rank, rank, 0f40800000;
-cvt.rzi.s32.f32 {$w0}, rank;
-}"""
-_HALF = """{
-.reg .pred is_odd; .reg .b32 low, odd;
-and.b32 odd, {$r1}, 1; setp.ne.s32 is_odd, odd, 0;
-shl.b32 low, {$r0}, 16; and.b32 {$w0}, {$r0}, 0xffff0000;
-@!is_odd mov.b32 {$w0}, low;
 }"""
 _GREATER = """{
 .reg .pred more; .reg .b64 one, two;
@@ -71,24 +39,52 @@ mov.b32 {$w0}, {$r0}; @more add.s32 {$w0}, {$r0}, 1;
 
 load_access = instruction("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", *[Uint32] * 4)  # 16 bytes as four words
 prefetch_l2 = instruction("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};")  # (address, bytes), both multiples of 16
-key_of = instruction(_KEY, Uint32)  # float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf
 float_of = instruction(_FLOAT, Uint32)  # bits of the float whose key this is
-# (word, column): float32 bits of one of the word's two bf16; the lower one belongs to an even column.
-half_of = instruction(_HALF, Uint32)
-# The value, equal in all lanes, hidden from ptxas: it compares again, which costs less than to keep all predicates.
-opaque_uniform = instruction("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, 0xffffffff;", Uint32)
 
-# Shared memory. (bins, value, lower, shift, top): bins[min((value - lower) >> shift, top)] += 1; a value below lower wraps, and
-# falls into the last bin. An increment by one, so that the lanes of one bin share an access.
-count_digit = instruction(_COUNT_DIGIT)
-# (address, count): adds count to a word; its value before. One address for all lanes: ptxas adds up the warp's counts first.
+# Shared memory. (address, count): adds count to a word; its value before. One address for all lanes: ptxas adds up the warp's
+# counts first. (cute.arch.atomic_add: up to 8 instructions and 2 registers more.)
 reserve = instruction("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", Int32)
 load_pair = instruction("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", Uint32, Int32)  # an entry: two words
 store_pair = instruction("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};")
 # (count, address, other): count, plus one if the pair at address is greater than the other; the second words compare first.
 count_if_greater = instruction(_GREATER, Int32)
-or_shared = instruction("red.shared.or.b32 [{$r0}], {$r1};")  # (address, bits)
-set_bit = instruction(_SET_BIT)  # (bitmap, place): a bit of the words from an address on
+
+
+def key_of(bits: Any) -> Any:
+    """float32 bits -> uint32 that orders as the scores do; -0.0 as 0.0, NaN as -inf."""
+    # NaN loses in max, against -inf too; adding 0.0 turns -0.0 into 0.0. Then the usual order-preserving map of float bits.
+    bits = (cute.arch.fmax(Uint32(bits).bitcast(Float32), -float("inf")) + Float32(0.0)).bitcast(Int32)
+    return Uint32(bits ^ ((bits >> 31) | Int32(-(2**31))))
+
+
+def half_of(word: Any, column: Any) -> Any:
+    """float32 bits of one of a word's two bf16; the lower one belongs to an even column."""
+    return cutlass.select_((column & 1) != 0, word & Uint32(0xFFFF0000), word << Uint32(16))
+
+
+def opaque_uniform(value: Any) -> Any:
+    """The value, equal in all lanes, hidden from ptxas: it compares again, which costs less than to keep all predicates."""
+    return cute.arch.shuffle_sync(value, 0)
+
+
+def count_digit(bins: Any, value: Any, lower: Any, shift: Any, top: Any) -> None:
+    """bins[min((value - lower) >> shift, top)] += 1 in shared memory; a value below lower wraps, and falls into the last bin. An
+    increment by one, so that the lanes of one bin share an access."""
+    digit = cutlass.min((Uint32(value) - Uint32(lower)) >> Uint32(shift), Uint32(top))
+    cute.arch.atomic_add(_shared(bins + Int32(digit) * 4), Uint32(1))
+
+
+def or_shared(address: Any, bits: Any) -> None:
+    cute.arch.atomic_or(_shared(address), bits)
+
+
+def set_bit(bitmap: Any, place: Any) -> None:
+    """Sets a bit of the words from an address on."""
+    or_shared(bitmap + Int32(Uint32(place) >> Uint32(5)) * 4, cute.arch.shf(Uint32(1), Uint32(1), place))
+
+
+def _shared(address: Any) -> Any:
+    return cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=4)
 
 
 def load_quad(is_float32: bool, address: Any, there: Any) -> Any:
@@ -113,8 +109,9 @@ def load_access_of_bfloat16(address: Any, there: Any) -> Any:
 
 def sample_rank(k: Any, share: float) -> Any:
     """Rank in a sample of `share` of the scores below which the k-th largest of all scores almost never falls."""
-    code = _SAMPLE_RANK.replace("SHARE", "0f" + struct.pack(">f", share).hex())
-    return run(code, k, gives=[Int32])
+    # The rank's standard deviation is about its square root for independent scores; neighbouring scores are similar.
+    rank = Float32(k) * Float32(share)
+    return Int32(rank + Float32(4.0) * cute.math.sqrt(rank, fastmath=True) + Float32(4.0))
 
 
 def count_from(least: Any, scores: list[Any]) -> Any:
