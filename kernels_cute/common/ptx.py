@@ -83,7 +83,6 @@ copy_from_global_to_blocks = instruction(
 # Registers.
 exp2 = instruction("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32)
 is_equal = instruction("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", Float32)  # 1.0 where two float32 are equal, else 0.0
-as_float = instruction("mov.b32 {$w0}, {$r0};", Float32)  # the float32 with the bits of a word
 # An 8 x 8 matrix of 16-bit elements, a lane's two of a row in a word, transposed within the warp.
 transpose = instruction("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", Int32)
 # A copy of an int32 that the compiler takes for another value: what follows from it (an address, a condition) is computed after
@@ -130,7 +129,7 @@ def load_global_if(address: Any, size: int, positive: Any) -> Any:
 
 def number(dtype: Any, word: Any) -> Any:
     """What load_global_if has loaded, as float32."""
-    return as_float(word) if dtype is Float32 else unpack(dtype, word)[0]
+    return word.bitcast(Float32) if dtype is Float32 else unpack(dtype, word)[0]
 
 
 def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -> Any:

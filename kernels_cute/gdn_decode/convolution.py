@@ -36,7 +36,7 @@ def convolve(spec: Spec, p: Constexpr, registers: Registers):
 def weight_of(spec: Spec, rWeight: Any, p: int, place: int) -> Any:
     """Filter value `place` (channel * taps + tap) of item p."""
     if spec.weight_dtype is Float32:
-        return ptx.as_float(rWeight[p * spec.weight_words + place])
+        return rWeight[p * spec.weight_words + place].bitcast(Float32)
     return ptx.unpack(spec.weight_dtype, rWeight[p * spec.weight_words + place // 2])[place % 2]
 
 

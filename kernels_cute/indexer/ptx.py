@@ -5,18 +5,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Uint32
 
-from kernels_cute.common.ptx import instruction, run
+from kernels_cute.common.ptx import instruction
 
-# The larger half as a float. Bits of non-negative values are ordered as the values are, with NaN above infinity.
-_LARGER = """{
-.reg .b32 low, high, most; .reg .b16 short;
-and.b32 low, {$r0}, 0xffff; shr.u32 high, {$r0}, 16; max.u32 most, low, high;
-%s
-}"""
-_TO_FLOAT = {
-    "bfloat16": "shl.b32 most, most, 16; mov.b32 {$w0}, most;",
-    "float16": "cvt.u16.u32 short, most; cvt.f32.f16 {$w0}, short;",
-}
 # Values to e4m3: nearest even, saturated, NaN stays NaN. The first one goes to the lowest byte.
 _E4M3 = """{
 .reg .b16 low, high;
@@ -37,8 +27,6 @@ fma.rn.f32 {$w0}, rest, inverse, near;
 
 # The larger one in each half of two words, as unsigned integers.
 larger = instruction("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32)
-# (value, least): the larger one; NaN stays NaN. (cute.arch.fmax makes four instructions more of quantize_fp8.)
-at_least = instruction("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32)
 # (value, inverse, divisor): value / divisor, correctly rounded for 16-bit values and divisors that are 448 or the scales of such:
 # checked over all pairs of mantissas, with every `inverse` up to two units from the divisor's reciprocal.
 quotient = instruction(_QUOTIENT, Float32)
@@ -52,7 +40,11 @@ def magnitudes(word: Any) -> Any:
 
 def larger_half(dtype: str, word: Any) -> Any:
     """The larger of a word's two magnitudes as a float; NaN where one is NaN."""
-    return run(_LARGER % _TO_FLOAT[dtype], word, gives=[Float32])
+    # Bits of non-negative values are ordered as the values are, with NaN above infinity.
+    most = cutlass.max(word & Uint32(0xFFFF), word >> Uint32(16))
+    if dtype == "bfloat16":
+        return (most << Uint32(16)).bitcast(Float32)
+    return cutlass.Uint16(most).bitcast(cutlass.Float16).to(Float32)
 
 
 def where_infinite(value: Any, then: Any, otherwise: Any) -> Any:

@@ -178,7 +178,7 @@ class IndexerRows(Kernel):
             peak = ptx.larger(peak, ptx.magnitudes(rWords[start + i]))
         for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             peak = ptx.larger(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))
-        most = ptx.at_least(ptx.larger_half(dtype, peak), Float32(LEAST_PEAK))
+        most = cute.arch.fmax(ptx.larger_half(dtype, peak), LEAST_PEAK, nan=True)  # NaN stays NaN
         # For infinity the remainder would be NaN.
         return ptx.where_infinite(most, most, ptx.quotient(most, Float32(1.0 / FP8_MAX), Float32(FP8_MAX)))
 

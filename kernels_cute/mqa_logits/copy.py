@@ -11,7 +11,7 @@ from kernels_cute.common.ptx import copy_from_global
 from kernels_cute.mqa_logits.barriers import arrive, arrive_and_expect, pointer, wait
 from kernels_cute.mqa_logits.layouts import QUERIES_PER_GROUP
 from kernels_cute.mqa_logits.paged_schedule import likely_first, walk_jobs
-from kernels_cute.mqa_logits.products import advance, prefetch, query_partition
+from kernels_cute.mqa_logits.products import advance, query_partition
 from kernels_cute.mqa_logits.ragged_schedule import walk_items
 from kernels_cute.mqa_logits.tiles import ranges_of
 
@@ -84,7 +84,8 @@ def prefetch_pages(tiles, params, lengths):
     tables, lane = params.block_tables, cute.arch.lane_idx()
     job, tile = likely_first(tiles, lengths, lengths.batch * tiles.passes)
     page = cutlass.min((tile * tiles.tile + lane * tiles.piece) // tiles.page_size, cute.size(tables, mode=[1]) - 1)
-    prefetch(tables.iterator + Int64(job // tiles.passes) * tables.stride[0] + page)
+    place = tables.iterator + Int64(job // tiles.passes) * tables.stride[0] + page
+    cute.arch.prefetch(place.to_llvm_ptr(), cache_level="L1")
 
 
 @cute.jit

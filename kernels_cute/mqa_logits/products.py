@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from kernels_cute.common.ptx import instruction, run
+from kernels_cute.common.ptx import run
 from kernels_cute.mqa_logits.barriers import TURN, arrive, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.layouts import KEY_ROWS
 
@@ -176,7 +176,7 @@ def add_round(tiles, rTotals, rProducts, rWeights, rFactors, group: cutlass.Cons
     return rTotals[2 * group], rTotals[2 * group + 1]
 
 
-# Single instructions that the roles want exactly so.
+# A store that the roles want exactly so.
 
 _RANGE = """{
 .reg .pred inside;
@@ -193,8 +193,3 @@ _STORE = {
 def store_between(element_type: Any, place: Any, value: Any, key: Any, first: Any, end: Any) -> None:
     """place[0] = value where first <= key < end: a predicated store, where a branch a store would cost more than the sum."""
     run(_RANGE % _STORE[element_type], place, value, key, first, end)
-
-
-prefetch = instruction("prefetch.global.L1 [{$r0}];")  # asks for the line of a global address; nothing waits for it
-# (place, value): place[0] += value, of 32-bit integers in shared memory, whoever else adds there.
-add_shared = instruction("red.shared.add.s32 [{$r0}], {$r1};")

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 
 from kernels_cute.mqa_logits.barriers import COSTS, wait_named
 from kernels_cute.mqa_logits.layouts import KEY_ROWS
-from kernels_cute.mqa_logits.products import add_shared, running_sum
+from kernels_cute.mqa_logits.products import running_sum
 from kernels_cute.mqa_logits.tiles import PARTS, ROWS_PER_LANE, ranges_of
 
 NO_KEY = 2**31 - 1
@@ -154,7 +154,8 @@ def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
             word = item % blocks
             if item >= work.head_items:
                 word = tiles.num_blocks + (item - work.head_items) // items_of_part
-            add_shared(loads + 4 * word, num_tiles + tiles.item_cost)
+            place = cute.make_ptr(Int32, loads + 4 * word, cute.AddressSpace.smem, assumed_align=4)
+            cute.arch.red(place, num_tiles + tiles.item_cost, op="add", dtype=Int32, sem="relaxed", scope="cta")
             span = span + tiles.item_lanes
 
 

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels_cute.common.ptx import as_float, instruction, run
+from kernels_cute.common.ptx import instruction, run
 
 
 def _block(lines: list[str]) -> str:
@@ -40,6 +40,8 @@ mov.b32 {$w0}, {$r0}; @more add.s32 {$w0}, {$r0}, 1;
 load_access = instruction("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", *[Uint32] * 4)  # 16 bytes as four words
 prefetch_l2 = instruction("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};")  # (address, bytes), both multiples of 16
 float_of = instruction(_FLOAT, Uint32)  # bits of the float whose key this is
+# The float32 with the bits of a word. (`bitcast` lets the compiler move it: up to 10 registers more, and spills.)
+as_float = instruction("mov.b32 {$w0}, {$r0};", Float32)
 
 # Shared memory. (address, count): adds count to a word; its value before. One address for all lanes: ptxas adds up the warp's
 # counts first. (cute.arch.atomic_add: up to 8 instructions and 2 registers more.)
