@@ -56,9 +56,6 @@ _store_four_alike = instruction("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1},
 load_global_four = _loads("ld.global", "f32", 4)
 store_global_four = _stores("st.global", "f32", 4)
 store_global_word, store_global_pair, store_global_words = (_stores("st.global", "b32", count) for count in (1, 2, 4))
-load_acquire = _loads("ld.acquire.gpu.global", "b32")  # a word that another block publishes with store_release
-store_release = _stores("st.release.gpu.global", "b32")
-count_up = instruction("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", Int32)  # adds 1 to a word; what it was
 prefetch_line = instruction("prefetch.global.L2 [{$r0}];")  # asks the L2 cache for the line of an address
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
 copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
@@ -91,6 +88,24 @@ opaque = instruction("mov.b32 {$w0}, {$r0};", Int32)
 # No instruction, but the value must be there. With nothing live after a loop, its branch back is compiled in a form from which
 # ptxas peels an iteration: twice the code, and spills.
 use = instruction("// {$r0} is used")
+
+
+def _global(address: Any) -> Any:
+    return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+
+
+def load_acquire(address: Any) -> Any:
+    """A word of global memory that another block publishes with store_release."""
+    return cute.arch.load(_global(address), Int32, sem="acquire", scope="gpu")
+
+
+def store_release(address: Any, value: Any) -> None:
+    cute.arch.store(_global(address), Int32(value), sem="release", scope="gpu")
+
+
+def count_up(address: Any) -> Any:
+    """Adds 1 to a word of global memory; what it was."""
+    return cute.arch.atomic_add(_global(address), Int32(1), sem="relaxed", scope="gpu")
 
 
 def store_zeros(address: Any) -> None:
