@@ -1,4 +1,5 @@
-"""Single instructions that the DSL lacks, or lacks in this form. Addresses are 32-bit addresses of shared memory, or global ones.
+"""Single instructions that the DSL (4.8) lacks, or lacks in this form (numbers: LAB-NOTES.md of the chunk kernel).
+Addresses are 32-bit addresses of shared memory, or global ones.
 
 Every access of shared memory of the chunk kernel outside the copy engine and wgmma goes through here, so that the order in which
 the kernel states them is the order of the PTX.
@@ -56,7 +57,6 @@ _store_four_alike = instruction("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1},
 load_global_four = _loads("ld.global", "f32", 4)
 store_global_four = _stores("st.global", "f32", 4)
 store_global_word, store_global_pair, store_global_words = (_stores("st.global", "b32", count) for count in (1, 2, 4))
-prefetch_line = instruction("prefetch.global.L2 [{$r0}];")  # asks the L2 cache for the line of an address
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
 copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
 
@@ -106,6 +106,10 @@ def store_release(address: Any, value: Any) -> None:
 def count_up(address: Any) -> Any:
     """Adds 1 to a word of global memory; what it was."""
     return cute.arch.atomic_add(_global(address), Int32(1), sem="relaxed", scope="gpu")
+
+
+def prefetch_line(address: Any) -> None:
+    cute.arch.prefetch(_global(address).to_llvm_ptr(), cache_level="L2")  # asks the L2 cache for the line of an address
 
 
 def store_zeros(address: Any) -> None:
