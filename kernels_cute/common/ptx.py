@@ -1,5 +1,4 @@
-"""Single instructions that the DSL (4.8) lacks, or lacks in this form (numbers: LAB-NOTES.md of the chunk kernel).
-Addresses are 32-bit addresses of shared memory, or global ones.
+"""Instructions that the DSL lacks, or lacks in this form (chunk/LAB-NOTES.md). Addresses: 32 bits in shared memory, or global.
 
 Every access of shared memory of the chunk kernel outside the copy engine and wgmma goes through here, so that the order in which
 the kernel states them is the order of the PTX.

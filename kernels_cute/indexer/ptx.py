@@ -7,7 +7,7 @@ from cutlass import Float32, Uint32
 
 from kernels_cute.common.ptx import instruction
 
-# Values to e4m3 (5 to 20 instructions fewer than by `to`): nearest even, saturated, NaN stays NaN. The first one goes to the lowest byte.
+# Values to e4m3 (`to`: 5 to 20 instructions more): nearest even, saturated, NaN stays NaN. The first is the lowest byte.
 _E4M3 = """{
 .reg .b16 low, high;
 cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
