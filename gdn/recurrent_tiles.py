@@ -50,11 +50,6 @@ class Config(Tiles):
         return Tiles(self.threads, self.threads_per_column, self.v_per_thread, self.min_threads_per_sm)
 
 
-def prefetching(tiles: Tiles) -> Config:
-    """The configuration of these tiles with a prefetch."""
-    return Config(tiles.threads, tiles.threads_per_column, tiles.v_per_thread, tiles.min_threads_per_sm)
-
-
 def refusal(problem: RecurrentProblem) -> str | None:
     """None where this kernel serves the problem, else why not."""
     k, v = problem.head_k_dim, problem.head_v_dim
@@ -143,7 +138,8 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
         return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + 6 * noise + _OTHER_REGISTERS
     per_column = 3 * columns + 3  # sums of S k and S q, v; k q and two norms
     if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums
-        per_column = 2 * columns + 7 + 4 * (32 * warps < config.threads and entries > 8)  # several exchanges in a block
+        counts_up = columns > 4 or not problem.write_every_token  # see the loop of kernels_cute/recurrent/single_token.py
+        per_column = 2 * columns + 7 + 4 * (counts_up and 32 * warps < config.threads and entries > 8)  # several exchanges
     # Some variants spilled a value or two: gates that come as they are, few threads a column, float16 (k stays as float32 for the
     # update too, see `unpack_again`), noise for every token.
     found = (not problem.use_gate, config.threads_per_column < 8, problem.dtype != "bfloat16", noise)
@@ -190,6 +186,8 @@ def _holds_drafts_without_prefetch(problem: RecurrentProblem, config: Config) ->
         return True
     if k_per_thread(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS // 2:
         return True
+    if config.v_per_thread == 4 and not (problem.index_dtype == "int32" and problem.has_final_state):
+        return False
     is_bf16 = DTYPE_BYTES[problem.state_dtype] == 2
     return is_bf16 and problem.use_beta_sigmoid and config.threads == 256 and config.block_v > _COLUMNS_OF_WARP
 
@@ -261,10 +259,12 @@ def _drafts_without_prefetch(problem: RecurrentProblem, device: DeviceSpec) -> C
     of a row. The stores of a token's state cover the trip of the next one's inputs."""
     if problem.state_v_first or not problem.write_every_token or DTYPE_BYTES[problem.state_dtype] != 2:
         return None
-    config = Config(256, 16, 8, _MIN_THREADS_PER_SM[0], prefetch_next_token=False)
-    enough = not _few_columns(problem, config.block_v, device, _NEARLY_TWO)
-    is_whole = reads_lines(problem.head_k_dim, problem.head_v_dim, config) and config.block_v <= problem.head_v_dim
-    return config if enough and is_whole and fits(problem, config, device) else None
+    k, v = problem.head_k_dim, problem.head_v_dim
+    for config in (Config(256, 8, 4, 512, prefetch_next_token=False), Config(256, 16, 8, 512, prefetch_next_token=False)):
+        is_whole = reads_lines(k, v, config) and config.block_v <= v
+        if is_whole and not _few_columns(problem, config.block_v, device, _NEARLY_TWO) and fits(problem, config, device):
+            return config
+    return None
 
 
 def _wider_without_prefetch(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> Config | None:

@@ -48,8 +48,7 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
     work = make_work(tile, spec.num_sums, inputs.k)
     for rX in (rState, *inputs, rGates):
         rX.fill(0)
-    minus_decay = Float32(0.0)
-    bias = Float32(0.0)
+    minus_decay, bias = Float32(0.0), Float32(0.0)
 
     # A padding sequence has no slot: its rows become zero and nothing else happens.
     live_count = cutlass.max(count, 0)
@@ -72,7 +71,12 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
 
     tokens.store_idle(spec, params, block, begin, live_count, count, written)
 
-    for token in cutlass.range(begin, begin + live_count, unroll=1):
+    end = begin + live_count
+    # Drafts of four columns, K first, count down what is left, others count tokens up: each spills the other way.
+    counts_down = cutlass.const_expr(spec.writes_every_token and columns == 4 and not problem.state_v_first)
+    first, last, step = (live_count, Int32(0), -1) if cutlass.const_expr(counts_down) else (begin, end, 1)
+    for at_token in cutlass.range(first, last, step, unroll=1):
+        token = end - at_token if cutlass.const_expr(counts_down) else at_token
         if cutlass.const_expr(spec.writes_every_token and not spec.stores_meanwhile):
             write_slot = tokens.slot_to_write(spec, params, sequence, token - begin)
         for r in cutlass.range_constexpr(columns):
@@ -87,7 +91,7 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
             node = opaque(token) - Int32(params.cu_seqlens[at])
             write_slot = tokens.slot_to_write(spec, params, at, node)
         move_on(spec, rGates[0], work, rState)
-        if token + 1 < begin + live_count:
+        if (at_token > 1) if cutlass.const_expr(counts_down) else (token + 1 < end):
             # Addresses are made here: from values known outside the loop they would take registers all along.
             following, there = opaque(token + 1), Place(*[opaque(value) for value in place])
             load_words(spec, params, following, there, starts_of(spec, params, there), inputs)
@@ -179,12 +183,8 @@ def slot_to_read(spec: Spec, params: RecurrentParams, sequence: Int32, thread: I
     if cutlass.const_expr(not spec.problem.write_every_token):
         return Int64(gIndices[sequence])
     columns = gIndices.shape[1]
-    column = Int32(0)
-    if cutlass.const_expr(has_accepted):
-        column = params.num_accepted_tokens[sequence] - 1
-    mine = Int32(0)
-    if cutlass.const_expr(has_accepted):
-        mine = thread % _LANES
+    column = params.num_accepted_tokens[sequence] - 1 if cutlass.const_expr(has_accepted) else Int32(0)
+    mine = thread % _LANES if cutlass.const_expr(has_accepted) else Int32(0)
     lane_slot = params.null_slot
     if mine < columns:
         lane_slot = Int64(gIndices[sequence, mine])

@@ -19,6 +19,7 @@ each way. q, k, v and the gates of the next token are loaded while the current o
 the state's slot is even known.
 """
 
+from dataclasses import astuple
 from typing import Any
 
 from gdn import recurrent_tiles
@@ -35,7 +36,7 @@ __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fi
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
-    return recurrent_tiles.fits(problem, recurrent_tiles.prefetching(config), device)
+    return recurrent_tiles.fits(problem, recurrent_tiles.Config(*astuple(config)), device)
 
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:

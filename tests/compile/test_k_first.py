@@ -181,9 +181,9 @@ def test_measured_tiles(problem: RecurrentProblem, batch: int, config: Config) -
     ("problem", "batch", "config"),
     [
         (DRAFTS, 128, Config(128, 8, 4, 384)),
-        (replace(DRAFTS, **BF16), 8, Config(256, 16, 8, 512, prefetch_next_token=False)),
-        (replace(DRAFTS, **BF16), 512, Config(256, 16, 8, 512, prefetch_next_token=False)),
-        (replace(DRAFTS, **BF16, **QUARTER), 32, Config(256, 16, 8, 512, prefetch_next_token=False)),
+        (replace(DRAFTS, **BF16), 8, Config(256, 8, 4, 512, prefetch_next_token=False)),
+        (replace(DRAFTS, **BF16), 512, Config(256, 8, 4, 512, prefetch_next_token=False)),
+        (replace(DRAFTS, **BF16, **QUARTER), 32, Config(256, 8, 4, 512, prefetch_next_token=False)),
         (replace(DRAFTS, **BF16, **QUARTER), 8, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **BF16), 1, Config(64, 16, 4, 512)),
         (replace(DRAFTS, **QUARTER), 1, Config(64, 16, 4, 512)),
