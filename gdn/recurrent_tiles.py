@@ -259,9 +259,8 @@ def _drafts_without_prefetch(problem: RecurrentProblem, device: DeviceSpec) -> C
     of a row. The stores of a token's state cover the trip of the next one's inputs."""
     if problem.state_v_first or not problem.write_every_token or DTYPE_BYTES[problem.state_dtype] != 2:
         return None
-    k, v = problem.head_k_dim, problem.head_v_dim
     for config in (Config(256, 8, 4, 512, prefetch_next_token=False), Config(256, 16, 8, 512, prefetch_next_token=False)):
-        is_whole = reads_lines(k, v, config) and config.block_v <= v
+        is_whole = reads_lines(problem.head_k_dim, problem.head_v_dim, config) and config.block_v <= problem.head_v_dim
         if is_whole and not _few_columns(problem, config.block_v, device, _NEARLY_TWO) and fits(problem, config, device):
             return config
     return None

@@ -179,8 +179,9 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
 
 
 def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | FourSmChunk:
-    forms = (config.num_persistent_clusters > 0, config.split_if_longest_exceeds > 0, config.split_chunks > 0)
-    spec = ChunkSpec(problem, config.stages, config.prefetch, *forms)
+    is_split = config.split_chunks > 0  # a block has one segment, whatever num_persistent_clusters says
+    is_persistent = config.num_persistent_clusters > 0 and not is_split
+    spec = ChunkSpec(problem, config.stages, config.prefetch, is_persistent, config.split_if_longest_exceeds > 0, is_split)
     if config.num_four_sm_clusters:
         return FourSmChunk(spec, SCALED_PARTS[problem.dtype])
     return SplitChunk(spec) if spec.is_split else FusedChunk(spec)

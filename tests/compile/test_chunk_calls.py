@@ -27,7 +27,12 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the pro
         FOUR_SM | {"split_chunks": 2, "split_if_longest_exceeds": 150},
     ),
     "padded": ({"head_k_dim": 60, "head_v_dim": 60, "has_final_state": False}, {}),
-    "token by token": ({"head_k_dim": 132, "head_v_dim": 132, "has_initial_state": False, "has_final_state": False}, {}),
+    "segments, clusters of no use": ({"index_dtype": "int32"}, {"split_chunks": 2, "num_persistent_clusters": 66}),
+    "token by token": ({"head_k_dim": 132, "head_v_dim": 132, "index_dtype": "int32", "has_mask": True}, {}),
+    "token by token, no copies": (
+        {"head_k_dim": 132, "head_v_dim": 132, "has_initial_state": False, "has_final_state": False},
+        {},
+    ),
 }
 
 

@@ -98,7 +98,8 @@ def launch(compiled: Any, params: ChunkParams) -> None:
     null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
     if padding.PAD in compiled.functions:
         compiled.functions[padding.PAD](*padding.values(params, inner, null_slot, is_pad=True))
-    own = SimpleNamespace(functions=compiled.functions, problem=instead, config=compiled.config)
+    functions = {name: entry for name, entry in compiled.functions.items() if name not in (padding.PAD, padding.UNPAD)}
+    own = SimpleNamespace(functions=functions, problem=instead, config=compiled.config)
     kernel(problem).launch(own, _recurrent_params(inner) if isinstance(instead, RecurrentProblem) else inner)
     if padding.UNPAD in compiled.functions:
         compiled.functions[padding.UNPAD](*padding.values(params, inner, null_slot, is_pad=False))
