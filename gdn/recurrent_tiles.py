@@ -138,7 +138,7 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
         return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + 6 * noise + _OTHER_REGISTERS
     per_column = 3 * columns + 3  # sums of S k and S q, v; k q and two norms
     if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums
-        counts_up = columns > 4 or not problem.write_every_token  # see the loop of kernels_cute/recurrent/single_token.py
+        counts_up = (columns, config.threads) != (4, 256)  # see the loop of kernels_cute/recurrent/single_token.py
         per_column = 2 * columns + 7 + 4 * (counts_up and 32 * warps < config.threads and entries > 8)  # several exchanges
     # Some variants spilled a value or two: gates that come as they are, few threads a column, float16 (k stays as float32 for the
     # update too, see `unpack_again`), noise for every token.
@@ -170,7 +170,7 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False  # half of a column's threads would hold nothing
     if not config.prefetch_next_token and (problem.has_parent or config.min_threads_per_sm != _MIN_THREADS_PER_SM[0]):
         return False  # the nodes of a tree have no prefetch anyway; more registers than this form is made for spill as well
-    if not config.prefetch_next_token and not _holds_drafts_without_prefetch(problem, config):
+    if not config.prefetch_next_token and not _holds_without_prefetch(problem, config):
         return False
     if k_per_thread(problem, lanes) * columns * (1 + problem.has_parent) > _MAX_STATE_REGISTERS:
         return False
@@ -179,14 +179,13 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     return config.block_v < 2 * problem.head_v_dim or config.threads == 32
 
 
-def _holds_drafts_without_prefetch(problem: RecurrentProblem, config: Config) -> bool:
-    """Whether drafts fit K first and without a prefetch, with a state stored for every token: 64 values a thread spill but in one
-    kind."""
-    if problem.state_v_first or not problem.write_every_token:
+def _holds_without_prefetch(problem: RecurrentProblem, config: Config) -> bool:
+    """Whether 64 values a thread do not spill, K first and without a prefetch, where the estimate cannot tell."""
+    is_small = k_per_thread(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS // 2
+    is_four = (config.v_per_thread, config.threads) == (4, 256)
+    if problem.state_v_first or is_small or not (is_four or problem.write_every_token):
         return True
-    if k_per_thread(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS // 2:
-        return True
-    if config.v_per_thread == 4 and not (problem.index_dtype == "int32" and problem.has_final_state):
+    if is_four and not (problem.index_dtype == "int32" and problem.has_final_state):
         return False
     is_bf16 = DTYPE_BYTES[problem.state_dtype] == 2
     return is_bf16 and problem.use_beta_sigmoid and config.threads == 256 and config.block_v > _COLUMNS_OF_WARP
@@ -268,12 +267,13 @@ def _drafts_without_prefetch(problem: RecurrentProblem, device: DeviceSpec) -> C
 
 def _wider_without_prefetch(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> Config | None:
     """K first and beyond a wave, where fewer registers a thread let a block read more of a row than it can with a prefetch: of a
-    bfloat16 state eight columns a thread and twice the columns a block, of large heads 64 columns a warp."""
+    bfloat16 state twice the columns a block, of large heads 64 columns a warp."""
     k, v = problem.head_k_dim, problem.head_v_dim
     if DTYPE_BYTES[problem.state_dtype] == 2:
-        eight = Config(256, 2 * config.threads_per_column, 8, config.min_threads_per_sm, prefetch_next_token=False)
-        if fits(problem, eight, device) and reads_lines(k, v, eight):
-            return eight
+        for lanes, columns in ((config.threads_per_column, 4), (2 * config.threads_per_column, 8)):
+            wide = Config(256, lanes, columns, config.min_threads_per_sm, prefetch_next_token=False)
+            if fits(problem, wide, device) and reads_lines(k, v, wide) and wide.block_v > _COLUMNS_OF_WARP:
+                return wide
     is_wider = columns_of_warp(v, config) > columns_of_warp(v, default_prefetching(problem, device))
     return config if is_wider else None
 

@@ -72,8 +72,8 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
     tokens.store_idle(spec, params, block, begin, live_count, count, written)
 
     end = begin + live_count
-    # Drafts of four columns, K first, count down what is left, others count tokens up: each spills the other way.
-    counts_down = cutlass.const_expr(spec.writes_every_token and columns == 4 and not problem.state_v_first)
+    # Four columns of large blocks, K first, count down what is left, others count tokens up: each spills the other way.
+    counts_down = cutlass.const_expr(columns == 4 and tile.threads == 256 and not problem.state_v_first)
     first, last, step = (live_count, Int32(0), -1) if cutlass.const_expr(counts_down) else (begin, end, 1)
     for at_token in cutlass.range(first, last, step, unroll=1):
         token = end - at_token if cutlass.const_expr(counts_down) else at_token
