@@ -1,0 +1,65 @@
+"""RMS norms of the residual stream: `x / sqrt(mean(x * x) + eps) * (1 + weight)`, float32 inside."""
+
+import torch
+from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = True) -> Tensor:
+    """RMS norm over the last dimension, in float32 inside.
+
+    Parameters
+    ----------
+    x, weight : Tensor [..., D], Tensor [D]
+        Values and gain, any float dtypes.
+    eps, zero_centred : float, bool
+        Added to the mean square; whether the gain is 1 + weight (else weight).
+
+    Returns
+    -------
+    Tensor [..., D]
+        In the dtype of `x`.
+    """
+    wide = x.float()
+    gain = 1.0 + weight.float() if zero_centred else weight.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual sum and its zero-centred RMS norm.
+
+    Every layer calls this one function twice, so that a kernel that reads and writes each row once can take its place.
+
+    Parameters
+    ----------
+    x, residual : Tensor [tokens, D]
+        Output of a layer's part, and the residual stream before it.
+    weight, eps : Tensor [D], float
+        Gain less 1, and what is added to the mean square.
+
+    Returns
+    -------
+    normed, residual : Tensor [tokens, D]
+        The norm of the sum, and the sum itself, both in the dtype of `residual`.
+    """
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+class RMSNorm(nn.Module):
+    """Zero-centred RMS norm with its gain.
+
+    Parameters
+    ----------
+    dim, eps : int, float
+        Normalised dimension; added to the mean square.
+    """
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
