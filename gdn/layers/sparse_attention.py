@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gdn
-from gdn.layers.attention_runs import deal
+from gdn.layers.attention_runs import deal, token_sequences
 from gdn.layers.config import HybridConfig
 from gdn.layers.indexer import Indexer
 from gdn.layers.norm import RMSNorm
@@ -164,5 +164,6 @@ def _attend_densely(
     if part != slice(None):
         starts = starts[sequences.start : sequences.stop + 1] - part.start
     columns = torch.arange(metadata.max_seq_len, dtype=torch.int32, device=q.device)
-    every = columns.expand(q[part].shape[0], -1)
+    ends = metadata.seq_lens[token_sequences(metadata, q.shape[0])[part]]
+    every = torch.where(columns < ends[:, None], columns, -1)
     gdn.sparse_attention(q[part], kv_cache, every, tables, starts, lengths, max_query_len=metadata.max_query_len, out=out[part])
