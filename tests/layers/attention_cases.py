@@ -49,4 +49,4 @@ def prompts(lengths: list[int], hidden: int, seed: int = 0) -> list[Tensor]:
 def deviation(got: Tensor, want: Tensor) -> float:
     """Largest difference, relative to the largest element of what is wanted."""
     assert got.shape == want.shape
-    return float((got - want).abs().max() / want.abs().max()) if got.numel() else 0.0
+    return float((got - want).detach().abs().max() / want.detach().abs().max()) if got.numel() else 0.0
