@@ -5,6 +5,7 @@ import torch
 from tests.ops.spoiling.call import Call, Draw
 
 FP8 = torch.float8_e4m3fn
+CACHE_DTYPES = (torch.uint8, FP8, torch.bfloat16, torch.float16, torch.float32)
 TIES_OF_PAGES = ("block_tables", "context_lens")
 
 
@@ -43,7 +44,7 @@ def quantize(draw: Draw) -> Call:
 def write(draw: Draw) -> Call:
     call = Call("write_indexer_cache")
     tokens, kv_heads, dim, page_size = draw.pick(0, 1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
-    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
     call.give("k", k, k_dims)
     call.give("cache", cache, dims)
@@ -73,7 +74,7 @@ def prepare(draw: Draw) -> Call:
     _rope(draw, call, tokens, dim, [draw.random.randrange(12) for _ in range(tokens)], 12)
     call.give("q_norm", draw.floats(dim, dtype=draw.any_float()), "D")
     if has_cache:
-        cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+        cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
         k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
         call.give("k", k, k_dims)
         call.give("k_norm", draw.floats(dim, dtype=draw.any_float()), "D")
@@ -81,7 +82,7 @@ def prepare(draw: Draw) -> Call:
         call.give("slot_mapping", _slot_mapping(draw, tokens, 3 * page_size), "T")
         call.ties["KH"] = ("k", "cache")
         if draw.maybe(0.3):
-            call.arguments["fp8"] = cache.dtype != torch.bfloat16
+            call.arguments["fp8"] = cache.dtype in (torch.uint8, FP8)
     elif draw.maybe():
         call.arguments["fp8"] = draw.maybe()
     return call
@@ -109,7 +110,7 @@ def compress(draw: Draw) -> Call:
     flat = kv_heads == 1 and draw.maybe()
     raw_k, k_dims = _keys(draw, tokens, kv_heads, dim, dtype, flat=flat)
     ring = draw.floats(sequences + 2, size, kv_heads, dim, dtype=dtype)
-    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     call.give("raw_k", raw_k, k_dims)
     call.give("ring", draw.pool(ring[:, :, 0].contiguous() if flat else ring), "~ ring D" if flat else "~ ring KH D")
     call.give("cache", cache, dims)
@@ -129,7 +130,7 @@ def _without_repeats(slots: list[int]) -> list[int]:
 def gather(draw: Draw) -> Call:
     call = Call("gather_indexer_cache")
     kv_heads, dim, page_size, pages = draw.pick(1, 2), 8, draw.pick(4, 16), 6
-    cache, dims = _cache(draw, pages, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+    cache, dims = _cache(draw, pages, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     lengths = [draw.random.randint(0, 2 * page_size) for _ in range(draw.pick(1, 2, 3))]
     call.give("cache", cache, dims)
     call.give("block_tables", _tables(draw, lengths, page_size, pages, columns=2), "N ~")
@@ -221,7 +222,7 @@ def _paged(draw: Draw, operator: str, dtypes: tuple[torch.dtype, ...], next_ns: 
     batch, next_n, kv_heads, dim = draw.pick(1, 2, 3), draw.pick(*next_ns), draw.pick(1, 2), draw.pick(8, 16)
     heads, page_size, pages, columns = kv_heads * draw.pick(2, 4), draw.pick(4, 16), 6, 2
     cache_dtype = draw.pick(*dtypes)
-    dtype = torch.bfloat16 if cache_dtype == torch.bfloat16 else FP8
+    dtype = FP8 if cache_dtype in (torch.uint8, FP8) else cache_dtype
     cache, dims = _cache(draw, pages, page_size, kv_heads, dim, cache_dtype)
     call.give("q", draw.rows(draw.floats(batch, next_n, heads, dim).to(dtype), lead=2), "B next H D")
     call.give("cache", cache, dims)
@@ -240,7 +241,7 @@ def _paged(draw: Draw, operator: str, dtypes: tuple[torch.dtype, ...], next_ns: 
 
 
 def paged_mqa_logits(draw: Draw) -> Call:
-    call, addressed = _paged(draw, "paged_mqa_logits", (torch.uint8, FP8, torch.bfloat16))
+    call, addressed = _paged(draw, "paged_mqa_logits", CACHE_DTYPES)
     rows, columns = call.arguments["q"].shape[:2].numel(), addressed + draw.pick(0, 3)
     call.arguments["max_context_len"] = columns
     dtype = draw.pick(torch.float32, torch.bfloat16)
@@ -302,7 +303,7 @@ def indexer_topk(draw: Draw) -> Call:
 
 
 def paged_indexer_topk(draw: Draw) -> Call:
-    call, addressed = _paged(draw, "paged_indexer_topk", (torch.uint8, FP8, torch.bfloat16))
+    call, addressed = _paged(draw, "paged_indexer_topk", CACHE_DTYPES)
     rows = call.arguments["q"].shape[:2].numel()
     call.arguments["topk"] = draw.pick(1, 3, 8)
     if draw.maybe(0.4):

@@ -151,7 +151,7 @@ LOGITS_OUT: Kind = OUT | MATRIX | {
 
 _CACHE: Kind = _TENSOR | {
     "dtype int32": TYPE,
-    "dtype float32": TYPE,
+    "dtype float64": TYPE,
     "all rows in one place": VALUE,
     "overlapping rows": VALUE,
     "last dim not contiguous": VALUE,
