@@ -13,8 +13,8 @@ from gdn.layers.config import HybridConfig
 def gdn_metadata(queries: list[int], contexts: list[int], drafted: list[bool], slots: Tensor, accepted: list[int]) -> Any:
     """Metadata of one step by the rules of a mixed batch.
 
-    queries: new tokens of each sequence. contexts: tokens before them. drafted: whether the row is speculative. slots: state slots
-    [N, 1 + num_spec]. accepted: tokens of each sequence's previous step that were kept.
+    queries: new tokens of each sequence. contexts: tokens before them. drafted: whether the row is speculative. slots: state
+    slots [N, 1 + num_spec]. accepted: tokens of each sequence's previous step that were kept.
     """
     spec = [i for i, is_spec in enumerate(drafted) if is_spec]
     plain = [i for i, is_spec in enumerate(drafted) if not is_spec]
@@ -80,7 +80,8 @@ class Server:
         self.block_tables = torch.randperm(self.count * blocks, generator=generator).view(self.count, blocks).int()
         page = (self.count * blocks, self.block_size)
         kv = [
-            tuple(stale(*page, config.num_key_value_heads, config.head_dim) for _ in range(2)) for _ in range(config.num_full_layers)
+            tuple(stale(*page, config.num_key_value_heads, config.head_dim) for _ in range(2))
+            for _ in range(config.num_full_layers)
         ]
         self.caches = SimpleNamespace(gdn=states, kv=SimpleNamespace(kv=kv), indexer=None)
         if config.index_topk:
@@ -129,7 +130,5 @@ class Server:
         kept = queries if keep is None else keep
         self.lengths = [old + new for old, new in zip(self.lengths, kept, strict=True)]
         # Where a row is not speculative, its state is in the first slot.
-        self.accepted = [
-            (kept[i] if drafted[i] else 1) if queries[i] else self.accepted[i] for i in range(self.count)
-        ]
+        self.accepted = [(kept[i] if drafted[i] else 1) if queries[i] else self.accepted[i] for i in range(self.count)]
         return list(logits.split(queries))
