@@ -2,7 +2,7 @@
 
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
@@ -13,6 +13,8 @@ import torch
 
 from gdn.ops import _check as check
 from gdn.ops._check import bad_type, bad_value
+
+LENGTHS = Sequence[int]  # numbers on the host, one per sequence
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Kind:
         """
         if self.type is bool:
             return f"{name} is False or type({name})"
+        if self.type is LENGTHS:
+            return f"{name} if {name} is None else tuple({name})"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
@@ -49,6 +53,8 @@ class Kind:
             return value
         if self.type is int:
             return int(value)
+        if self.type is LENGTHS:
+            return tuple(value)
         return _finite(name, value) if self.type is float else value
 
 
@@ -75,6 +81,10 @@ def _is(*types: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types) and not isinstance(value, but)
 
 
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(_TYPES[int][0](one) for one in value)
+
+
 # Type, except tensors -> whether a value has it, and the name of the type in errors.
 _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (_is(bool), "a bool"),
@@ -82,4 +92,5 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     float: (_is(torch.SymFloat, torch.SymInt, Real, but=(bool, Fraction)), "a number"),
     str: (_is(str), "a str"),
     torch.dtype: (_is(torch.dtype), "a torch.dtype"),
+    LENGTHS: (_are_ints, "a tuple or list of int"),
 }
