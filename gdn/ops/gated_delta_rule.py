@@ -315,7 +315,7 @@ def _rows(states: States, first: int, last: int | None) -> States:
     """The states of some sequences."""
     part = slice(first, last)
     fields = ("state_indices", "has_initial_state", "final_state_indices", "checkpoint_offsets", "checkpoint_slots")
-    given = {name: getattr(states, name) for name in fields}
+    given: dict[str, Any] = {name: getattr(states, name) for name in fields}
     return states._replace(**{name: None if x is None else x[part] for name, x in given.items()})
 
 
