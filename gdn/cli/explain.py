@@ -89,11 +89,18 @@ def parts_of(
     """
     operator = registry.operator(function)
     fp8 = env.current().qsa_use_fp8_indexer or function.startswith("fp8_")
-    if operator.composed_of:
+    if "topk" in operator.composed_of:
         return _combined(operator, shape, spec, backend, assignments, fp8)
-    examples = [one.example(shape, fp8=fp8) for one in registry.operators(function)]
-    problems = [override(example, assignments) for example in examples]
-    return [Part(explain_problem(problem, spec, backend), problem) for problem in problems]
+    parts = [registry.operator(name) for name in operator.composed_of] or registry.operators(function)
+    problems = [override(one.example(shape, fp8=fp8), assignments) for one in parts]
+    order, ordered_by = _order(operator, backend) if operator.composed_of else (backend, None)
+    return [Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem) for problem in problems]
+
+
+def _order(operator: registry.Operator, backend: str | None) -> tuple[str | None, str | None]:
+    """Backend that a composed operator orders for its parts, and the switch that it comes from."""
+    own = env.current().backend_of.get(operator.name, "auto")
+    return (own, operator.switch) if backend is None and own != "auto" else (backend, None)
 
 
 def _combined(
@@ -102,9 +109,7 @@ def _combined(
 ) -> list[Part]:  # fmt: skip
     """Logits and the selection that reads them, for as many rows at a time as the workspace holds."""
     switches = env.current()
-    own = switches.backend_of.get(operator.name, "auto")
-    ordered_by = operator.switch if backend is None and own != "auto" else None
-    order = own if ordered_by is not None else backend
+    order, ordered_by = _order(operator, backend)
     selected = [assignment for assignment in assignments if assignment.partition("=")[0] == "k"]
     scored = [assignment for assignment in assignments if assignment not in selected]
 

@@ -151,6 +151,8 @@ def gated_delta_rule(
     tokens = Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(tokens, null_slot, out)
     device, count = q.device, sizes.num_sequences
+    if indices is not None:
+        check.indices(indices_name, indices, count, device, ranks=(1, 2))
     _check_lengths(lengths_host, cu_seqlens, sizes)
     options: dict[str, Any] = {
         "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first,
@@ -161,7 +163,6 @@ def gated_delta_rule(
     if indices is not None and indices.dim() == 2:
         _refuse({"has_initial_state": has_initial_state}, f"with 2-D {indices_name}")
         _refuse({"checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots}, f"with 2-D {indices_name}")
-        check.indices(indices_name, indices, count, device, ranks=(2,))
         with ordered(backend, "gated_delta_rule") as backend:
             return fused_recurrent_gated_delta_rule(
                 q, k, v, g, beta, initial_state=initial_state, inplace_final_state=inplace_final_state, cu_seqlens=cu_seqlens,

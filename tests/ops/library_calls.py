@@ -93,6 +93,7 @@ def _split(tokens: int) -> Arguments:
 BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "chunk_gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),
+    "gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_gdn_decode": arguments_of,
     "fused_gdn_gating": lambda n: {"A_log": _random(4), "a": _random(n, 4), "b": _random(n, 4), "dt_bias": _random(4)},
     "fused_qkvzba_split_reshape_cat": _split,

@@ -106,6 +106,9 @@ def attention() -> dict[str, Any]:
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "chunk_gated_delta_rule": lambda: {**delta_rule(), "state_indices": arange(2)},
     "fused_recurrent_gated_delta_rule": lambda: {**delta_rule(), "ssm_state_indices": arange(2)},
+    "gated_delta_rule": lambda: {
+        **delta_rule(), "state_indices": arange(2), "lengths_host": (2, T - 2), "has_initial_state": arange(2) > 0,
+    },
     "fused_gdn_decode": decode,
     "fused_gdn_gating": lambda: {"A_log": ones(HV), "a": ones(T, HV), "b": ones(T, HV), "dt_bias": ones(HV)},
     "fused_qkvzba_split_reshape_cat": lambda: {
@@ -170,7 +173,7 @@ def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.Mo
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the reference ran")
 
-    modules = {"delta_rule", "steps", "conv", "logits", "topk", "indexer", "attention"}
+    modules = {"delta_rule", "gated_delta_rule", "steps", "conv", "logits", "topk", "indexer", "attention"}
     for place in [gdn.reference, *(getattr(gdn.reference, module) for module in modules)]:
         if hasattr(place, name):
             monkeypatch.setattr(place, name, forbidden)
