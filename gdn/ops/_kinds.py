@@ -14,14 +14,12 @@ import torch
 from gdn.ops import _check as check
 from gdn.ops._check import bad_type, bad_value
 
-LENGTHS = Sequence[int]  # numbers on the host, one per sequence
-
 
 @dataclass(frozen=True)
 class Kind:
     """Type that an annotation asks for, and whether None is allowed."""
 
-    type: Any  # torch.Tensor, bool, int, float, str or torch.dtype
+    type: Any  # torch.Tensor, bool, int, float, str, torch.dtype, or tuple: numbers on the host
     is_optional: bool
 
     def key_source(self, name: str) -> str:
@@ -31,7 +29,7 @@ class Kind:
         """
         if self.type is bool:
             return f"{name} is False or type({name})"
-        if self.type is LENGTHS:
+        if self.type is tuple:
             return f"{name} if {name} is None else tuple({name})"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
@@ -53,7 +51,7 @@ class Kind:
             return value
         if self.type is int:
             return int(value)
-        if self.type is LENGTHS:
+        if self.type is tuple:
             return tuple(value)
         return _finite(name, value) if self.type is float else value
 
@@ -61,7 +59,7 @@ class Kind:
 def kind_of(annotation: Any) -> Kind:
     """Kind of an annotation `X` or `X | None`."""
     arguments = typing.get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    types = [one for one in arguments if one is not NoneType]
+    types = [tuple if one == Sequence[int] else one for one in arguments if one is not NoneType]
     if len(types) != 1 or types[0] not in (torch.Tensor, *_TYPES):
         raise TypeError(f"expected an annotation of one kind, got {annotation}")
     return Kind(types[0], NoneType in arguments)
@@ -92,5 +90,5 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     float: (_is(torch.SymFloat, torch.SymInt, Real, but=(bool, Fraction)), "a number"),
     str: (_is(str), "a str"),
     torch.dtype: (_is(torch.dtype), "a torch.dtype"),
-    LENGTHS: (_are_ints, "a tuple or list of int"),
+    tuple: (_are_ints, "a tuple or list of int"),
 }

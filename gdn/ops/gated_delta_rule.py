@@ -85,17 +85,17 @@ def gated_delta_rule(
 
     Parameters
     ----------
-    q, k, v, g, beta, scale
-        Tokens [1, T, heads, ...] of all sequences, packed, gates and factor, as for `chunk_gated_delta_rule`.
+    q, k, v, g, beta, scale : Tensor [1, T, heads, K or V], Tensor [1, T, HS] or None, float or None
+        Tokens of all sequences, packed, gates and factor, as for `chunk_gated_delta_rule`.
     cu_seqlens : Tensor [N + 1]
         Token offsets on the device, as for `chunk_gated_delta_rule`.
-    lengths_host : sequence of int, optional
+    lengths_host : tuple or list of int, optional
         Tokens of each of the N sequences, on the host: the differences of `cu_seqlens`. None = all rows take the chunk form,
         since finding their lengths would wait for the device.
-    initial_state, output_final_state, inplace_final_state
+    initial_state, output_final_state, inplace_final_state : Tensor or None, bool, bool or None
         Pool, or states [N, HS, K, V], as for the two forms. Without indices, inplace_final_state=True replaces `initial_state`,
         which must then meet the rules of a pool; else final states are a new float32 tensor.
-    use_qk_l2norm_in_kernel, state_v_first, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
+    use_qk_l2norm_in_kernel, state_v_first, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel : bool or Tensor
         As for `chunk_gated_delta_rule`.
     state_indices, ssm_state_indices : Tensor [>= N] or [>= N, columns], optional
         Slots; two names of one argument, of which one is given. 2-D ones are those of speculative decoding: all rows then take
@@ -103,7 +103,7 @@ def gated_delta_rule(
     has_initial_state : Tensor [>= N] of bool, optional
         False = that sequence starts from zero. Only the chunk form knows it: with a pool, the short leading rows are computed by
         both forms, each with the other's rows as padding, and added up (a copy of their rows of o). Refused with 2-D indices.
-    final_state_indices, null_slot : Tensor or None, int
+    final_state_indices : Tensor, optional
         As for the two forms.
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         As for `chunk_gated_delta_rule`. Refused with 2-D indices and with `disable_state_update`.
@@ -113,10 +113,11 @@ def gated_delta_rule(
         True writes no state.
     rounding_seed : Tensor [1] of int64, optional
         Seed of stochastic rounding of the states that the recurrent form stores; those of the chunk form are rounded to nearest.
-    out : Tensor [1, T, HS, V], optional
-        Tensor to write o into, as for `chunk_gated_delta_rule`.
+    null_slot, out : int, Tensor [1, T, HS, V] or None
+        Largest slot index that means padding, and tensor to write o into, as for `chunk_gated_delta_rule`.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation of both forms; ValueError where one of them cannot run. None = chosen for each, see `gdn.explain`.
+        Implementation of both forms; ValueError where one of them cannot run. None = chosen for each by ``GDN_BACKEND`` and the
+        tables, see `gdn.explain`.
 
     Returns
     -------
@@ -316,8 +317,8 @@ def _rows(states: States, first: int, last: int | None) -> States:
     """The states of some sequences."""
     part = slice(first, last)
     fields = ("state_indices", "has_initial_state", "final_state_indices", "checkpoint_offsets", "checkpoint_slots")
-    given: dict[str, Any] = {name: getattr(states, name) for name in fields}
-    return states._replace(**{name: None if x is None else x[part] for name, x in given.items()})
+    sliced: dict[str, Any] = {name: x if x is None else x[part] for name in fields for x in [getattr(states, name)]}
+    return states._replace(**sliced)
 
 
 def _is_ordered(backend: str | None) -> bool:
