@@ -141,6 +141,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "topk_indices": lambda: {"logits": ones(T, 9, dtype=F32), "k": 2},
     "indexer_topk": lambda: {**logits(), "topk": 2},
     "paged_indexer_topk": lambda: {**paged(), "topk": 2},
+    "attention": lambda: {key: value for key, value in attention().items() if key != "topk_indices"},
     "sparse_attention": attention,
 }  # fmt: skip
 
