@@ -162,6 +162,17 @@ def test_many_sequences_are_gathered_some_at_a_time(monkeypatch: pytest.MonkeyPa
     assert torch.allclose(lse.double(), oracle(arguments, 16**-0.5)[1], rtol=1e-5, atol=1e-5)
 
 
+def test_the_reference_is_of_all_rows() -> None:
+    arguments = step(*STEPS["mixed"])
+    plain = {key: value for key, value in arguments.items() if not key.endswith("_host")}
+    for mine, other in zip(
+        gdn.attention(**arguments, return_lse=True, backend="reference"),
+        gdn.reference.attention(**plain, return_lse=True),
+        strict=True,
+    ):
+        assert same_bits(mine, other)
+
+
 def test_explain_names_both_parts() -> None:
     answer = gdn.explain("attention", **step(*STEPS["mixed"]))
     assert [(part.op, part.backend) for part in answer.parts] == [

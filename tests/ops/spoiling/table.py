@@ -452,7 +452,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "scale": OPTIONAL_NUMBER,
         "return_lse": FLAG,
         "out": FLOAT_OUT,
-        "backend": BACKEND,
+        "backend": but(BACKEND, "'reference'"),  # prefill rows take torch's own attention otherwise
         "*": FLOAT_CALL,
     },
 }  # fmt: skip
