@@ -3,8 +3,17 @@
 `import gdn.layers` touches neither CUDA nor a DSL, which load with the first kernel.
 """
 
+from gdn.layers.attention_metadata import AttentionMetadata as AttentionMetadata
+from gdn.layers.attention_metadata import AttentionMetadataBuilder as AttentionMetadataBuilder
+from gdn.layers.caches import GDNStateCache as GDNStateCache
+from gdn.layers.caches import HybridCaches as HybridCaches
+from gdn.layers.caches import IndexerCache as IndexerCache
+from gdn.layers.caches import KVCache as KVCache
 from gdn.layers.config import HybridConfig as HybridConfig
+from gdn.layers.metadata import GDNMetadata as GDNMetadata
+from gdn.layers.metadata import GDNMetadataBuilder as GDNMetadataBuilder
 from gdn.layers.norm import RMSNorm as RMSNorm
 from gdn.layers.norm import add_rms_norm as add_rms_norm
 from gdn.layers.norm import rms_norm as rms_norm
 from gdn.layers.rotary import RotaryEmbedding as RotaryEmbedding
+from gdn.layers.step import StepMetadata as StepMetadata
