@@ -5,13 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.layers import loading
-from gdn.layers.config import HybridConfig
-from gdn.layers.model import HybridModel
 from tests.layers import hf
+from tests.layers.hf import TOLERANCE, error, model_of
 from tests.layers.serving import Server
 
-TOLERANCE = 2e-5  # of the largest logit, float32
 SMALLEST_MARGIN = 1e-5  # between experts, and between groups of the indexer: below, rounding may decide which one is selected
 STEPS = 32
 SEEDS = range(4)
@@ -56,19 +53,6 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         [2, 100],
     ),
 }  # fmt: skip
-
-
-def model_of(reference: Any) -> tuple[HybridModel, HybridConfig]:
-    """Our model with the tensors of a model of Transformers."""
-    config = HybridConfig.from_transformers(reference.config)
-    model = HybridModel(config, dtype=torch.float32)
-    loading.load(model, reference.state_dict(), config)
-    return model, config
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest logit."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 @pytest.mark.parametrize(
