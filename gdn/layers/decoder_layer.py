@@ -78,8 +78,8 @@ class DecoderLayer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
         if self.has_scale:
-            for name in ("attn_layer_scale", "mlp_layer_scale"):
-                self.register_parameter(name, nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False))
+            self.attn_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
+            self.mlp_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, positions: Tensor, step: Any, caches: Any
