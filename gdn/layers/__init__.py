@@ -3,6 +3,10 @@
 `import gdn.layers` touches neither CUDA nor a DSL, which load with the first kernel.
 """
 
+from gdn.layers.allocator import CacheAllocator as CacheAllocator
+from gdn.layers.allocator import CachedSequence as CachedSequence
+from gdn.layers.allocator import CacheFullError as CacheFullError
+from gdn.layers.allocator import Checkpoint as Checkpoint
 from gdn.layers.attention_metadata import AttentionMetadata as AttentionMetadata
 from gdn.layers.attention_metadata import AttentionMetadataBuilder as AttentionMetadataBuilder
 from gdn.layers.caches import GDNStateCache as GDNStateCache
