@@ -90,7 +90,7 @@ class Server:
             layers = range(config.num_full_layers)
             self.caches.indexer = SimpleNamespace(
                 keys=[stale(page[0], page[1] // ratio, *shape) for _ in layers],
-                rings=[stale(self.count + 1, size, *shape) for _ in layers] if ratio > 1 else None,
+                rings=[stale(self.count + 1, size, *shape) if ratio > 1 else None for _ in layers],
             )
         self.ring_slots = (torch.randperm(self.count, generator=generator) + 1).int()
 

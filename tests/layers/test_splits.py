@@ -67,7 +67,7 @@ def hybrid() -> tuple[HybridModel, HybridConfig]:
 
 @pytest.mark.parametrize("num_spec", [0, NUM_SPEC])
 def test_some_splits_equal_one_pass(hybrid: tuple[HybridModel, HybridConfig], num_spec: int) -> None:
-    run(*hybrid, [1, 2, 3, 63, 64, 65, 128, 150, 199, 200], num_spec, seed=11)
+    run(*hybrid, [1, 3, 64, 65, 150, 199], num_spec, seed=11)
 
 
 def test_splits_with_experts_and_an_indexer() -> None:

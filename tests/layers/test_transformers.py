@@ -11,7 +11,7 @@ from tests.layers.serving import Server
 
 SMALLEST_MARGIN = 1e-5  # between experts, and between groups of the indexer: below, rounding may decide which one is selected
 STEPS = 32
-SEEDS = range(4)
+SEEDS, SEEDS_OF_INDEXERS = range(4), range(1)  # Transformers' indexer is slow: a loop over the queries
 LEFT_OUT = {"next-gva2": (0,), "next-gva1-tied": (3,), "3.5-moe-gva2": (0,)}  # seeds whose margins are smaller
 
 ALTERNATING = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -56,7 +56,13 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "seed"), [(case, seed) for case in CASES for seed in SEEDS if seed not in LEFT_OUT.get(case, ())]
+    ("case", "seed"),
+    [
+        (case, seed)
+        for case, (kind, _, _) in CASES.items()
+        for seed in (SEEDS_OF_INDEXERS if kind == "qwen4_exp" else SEEDS)
+        if seed not in LEFT_OUT.get(case, ())
+    ],
 )
 def test_logits_and_greedy_tokens(case: str, seed: int) -> None:
     kind, changes, lengths = CASES[case]
