@@ -14,6 +14,11 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTex
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 
+from gdn.layers import loading
+from gdn.layers.config import HybridConfig
+from gdn.layers.model import HybridModel
+
+TOLERANCE = 2e-5  # of the largest logit, float32
 MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -118,3 +123,16 @@ class LeftPadded:
             yield
         finally:
             torch.Tensor.topk = original  # type: ignore[method-assign]
+
+
+def model_of(reference: Any) -> tuple[HybridModel, HybridConfig]:
+    """Our model with the tensors of a model of Transformers."""
+    config = HybridConfig.from_transformers(reference.config)
+    model = HybridModel(config, dtype=torch.float32)
+    loading.load(model, reference.state_dict(), config)
+    return model, config
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest logit."""
+    return float((found - wanted).abs().max() / wanted.abs().max())

@@ -90,45 +90,49 @@ class Server:
             layers = range(config.num_full_layers)
             self.caches.indexer = SimpleNamespace(
                 keys=[stale(page[0], page[1] // ratio, *shape) for _ in layers],
-                rings=[stale(self.count + 1, size, *shape) for _ in layers] if ratio > 1 else None,
+                rings=[stale(self.count + 1, size, *shape) if ratio > 1 else None for _ in layers],
             )
         self.ring_slots = (torch.randperm(self.count, generator=generator) + 1).int()
 
     def step(
         self, rows: list[list[int]], *, drafted: list[bool] | None = None, keep: list[int] | None = None, padding: int = 0
     ) -> list[Tensor]:
-        """Runs new tokens of every sequence; returns the logits of each [new tokens, vocab].
+        """Runs new tokens of sequences; returns the logits of each [new tokens, vocab].
 
-        drafted: rows with drafts after their first token. keep: tokens of each row that stay; the others were rejected.
-        padding: rows after the last token.
+        rows: new tokens; a sequence without any is not part of the step. drafted: rows with drafts after their first token.
+        keep: tokens of each row that stay; the others were rejected. padding: rows after the last token.
         """
-        queries = [len(row) for row in rows]
+        active = [i for i, row in enumerate(rows) if row]
         drafted = drafted or [False] * self.count
-        positions = [torch.arange(old, old + new) for old, new in zip(self.lengths, queries, strict=True)]
-        positions.append(torch.zeros(padding, dtype=torch.int64))
-        lengths = [old + new for old, new in zip(self.lengths, queries, strict=True)]
-        slots = [self.block_tables[i, at // self.block_size].long() * self.block_size for i, at in enumerate(positions[:-1])]
-        slots = [start + at % self.block_size for start, at in zip(slots, positions, strict=False)]
+        queries, contexts = [len(rows[i]) for i in active], [self.lengths[i] for i in active]
+        lengths = [old + new for old, new in zip(contexts, queries, strict=True)]
+        positions = [torch.arange(old, new) for old, new in zip(contexts, lengths, strict=True)]
+        tables = self.block_tables[active]
+        slots = [
+            table[at // self.block_size].long() * self.block_size + at % self.block_size
+            for table, at in zip(tables, positions, strict=True)
+        ]
         attention = SimpleNamespace(
             query_start_loc=torch.tensor([0, *queries]).cumsum(0).int(),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_tables=self.block_tables,
+            block_tables=tables,
             slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]),
-            sequence_slots=self.ring_slots,
+            sequence_slots=self.ring_slots[active],
             max_query_len=max(queries),
             max_seq_len=max(lengths),
             num_actual_tokens=sum(queries),
             seq_lens_host=tuple(lengths),
             query_lens_host=tuple(queries),
         )
-        states = gdn_metadata(queries, self.lengths, drafted, self.slots, self.accepted)
+        accepted = [self.accepted[i] for i in active]
+        states = gdn_metadata(queries, contexts, [drafted[i] for i in active], self.slots[active], accepted)
         step = SimpleNamespace(gdn=states, attention=attention)
         ids = torch.tensor([token for row in rows for token in row] + [0] * padding)
         with torch.inference_mode():
-            hidden = self.model(ids, torch.cat(positions), step, self.caches)
+            hidden = self.model(ids, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), step, self.caches)
             logits = self.model.compute_logits(hidden[: sum(queries)])
-        kept = queries if keep is None else keep
-        self.lengths = [old + new for old, new in zip(self.lengths, kept, strict=True)]
-        # Where a row is not speculative, its state is in the first slot.
-        self.accepted = [(kept[i] if drafted[i] else 1) if queries[i] else self.accepted[i] for i in range(self.count)]
-        return list(logits.split(queries))
+        for i in active:
+            kept = len(rows[i]) if keep is None else keep[i]
+            self.lengths[i] += kept
+            self.accepted[i] = kept if drafted[i] else 1  # the state of another row is in its first slot
+        return list(logits.split([len(row) for row in rows]))

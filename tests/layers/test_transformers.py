@@ -5,16 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.layers import loading
-from gdn.layers.config import HybridConfig
-from gdn.layers.model import HybridModel
 from tests.layers import hf
+from tests.layers.hf import TOLERANCE, error, model_of
 from tests.layers.serving import Server
 
-TOLERANCE = 2e-5  # of the largest logit, float32
 SMALLEST_MARGIN = 1e-5  # between experts, and between groups of the indexer: below, rounding may decide which one is selected
 STEPS = 32
-SEEDS = range(4)
+SEEDS, SEEDS_OF_INDEXERS = range(4), range(1)  # Transformers' indexer is slow: a loop over the queries
 LEFT_OUT = {"next-gva2": (0,), "next-gva1-tied": (3,), "3.5-moe-gva2": (0,)}  # seeds whose margins are smaller
 
 ALTERNATING = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -58,21 +55,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
 }  # fmt: skip
 
 
-def model_of(reference: Any) -> tuple[HybridModel, HybridConfig]:
-    """Our model with the tensors of a model of Transformers."""
-    config = HybridConfig.from_transformers(reference.config)
-    model = HybridModel(config, dtype=torch.float32)
-    loading.load(model, reference.state_dict(), config)
-    return model, config
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest logit."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
 @pytest.mark.parametrize(
-    ("case", "seed"), [(case, seed) for case in CASES for seed in SEEDS if seed not in LEFT_OUT.get(case, ())]
+    ("case", "seed"),
+    [
+        (case, seed)
+        for case, (kind, _, _) in CASES.items()
+        for seed in (SEEDS_OF_INDEXERS if kind == "qwen4_exp" else SEEDS)
+        if seed not in LEFT_OUT.get(case, ())
+    ],
 )
 def test_logits_and_greedy_tokens(case: str, seed: int) -> None:
     kind, changes, lengths = CASES[case]
