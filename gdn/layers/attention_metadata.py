@@ -37,6 +37,13 @@ class AttentionMetadata:
         Upper bounds of the new tokens and of all tokens of a sequence; tokens without padding.
     seq_lens_host, query_lens_host : tuple of int, optional
         Lengths on the host. None in batches for a captured graph, where they change from replay to replay.
+    index_ratio : int
+        Tokens of an indexer key, for which the following are; an indexer with another ratio computes them itself.
+    visible_keys : Tensor [tokens] of int32, optional
+        Indexer keys that each token sees: tokens, or whole groups of tokens, up to its own; 0 for padding.
+    group_slots, ring_slots : Tensor [tokens] of int64, Tensor [tokens] of int32, optional
+        Compressed indexer keys alone: row of each token's group in the indexer's pages, and slot of its sequence in the rings;
+        -1 = padding.
     """
 
     query_start_loc: Tensor
@@ -50,6 +57,10 @@ class AttentionMetadata:
     num_actual_tokens: int
     seq_lens_host: tuple[int, ...] | None = None
     query_lens_host: tuple[int, ...] | None = None
+    index_ratio: int = 1
+    visible_keys: Tensor | None = None
+    group_slots: Tensor | None = None
+    ring_slots: Tensor | None = None
 
 
 class AttentionMetadataBuilder:
@@ -63,6 +74,8 @@ class AttentionMetadataBuilder:
         Tokens of a block.
     max_seq_len : int
         Most tokens of a sequence: the width of padded block tables, and what a captured graph takes for the longest sequence.
+    index_ratio : int
+        Tokens of an indexer key.
     max_num_sequences, max_query_len : int
         Most rows and most new tokens of a row in batches for a captured graph: the sizes of the persistent buffers, which the
         first such batch makes.
@@ -79,15 +92,16 @@ class AttentionMetadataBuilder:
         *,
         block_size: int,
         max_seq_len: int,
+        index_ratio: int = 1,
         max_num_sequences: int = 256,
         max_query_len: int = 1,
     ) -> None:
-        sizes = {"block_size": block_size, "max_seq_len": max_seq_len}
+        sizes = {"block_size": block_size, "max_seq_len": max_seq_len, "index_ratio": index_ratio}
         for name, value in {**sizes, "max_num_sequences": max_num_sequences, "max_query_len": max_query_len}.items():
             if value < 1:
                 refuse(name, "at least 1", value)
         self.device = torch.device(device)
-        self.block_size, self.max_seq_len = block_size, max_seq_len
+        self.block_size, self.max_seq_len, self.index_ratio = block_size, max_seq_len, index_ratio
         self.max_num_sequences, self.max_query_len = max_num_sequences, max_query_len
         self._buffers = PersistentBuffers(self.device)
 
@@ -138,14 +152,18 @@ class AttentionMetadataBuilder:
         starts = np.concatenate(([0], np.cumsum(queries)))
         positions = (lengths - queries)[rows] + np.arange(rows.shape[0]) - starts[rows]
         blocks = tables[rows, positions // self.block_size] if rows.size else positions
+        slot_mapping = blocks * self.block_size + positions % self.block_size
         fields = {
             "query_start_loc": starts.astype(np.int32),
             "seq_lens": lengths.astype(np.int32),
             "block_tables": tables.astype(np.int32),
-            "slot_mapping": blocks * self.block_size + positions % self.block_size,
+            "slot_mapping": slot_mapping,
             "sequence_slots": slots.astype(np.int32),
             "token_sequences": rows,
+            "visible_keys": ((positions + 1) // self.index_ratio).astype(np.int32),
         }
+        if self.index_ratio > 1:
+            fields |= {"group_slots": slot_mapping // self.index_ratio, "ring_slots": slots[rows].astype(np.int32)}
         tokens = rows.shape[0]
         if pad_to is not None:
             longest_query = self.max_query_len if pad_query_len is None else pad_query_len
@@ -155,6 +173,7 @@ class AttentionMetadataBuilder:
             max_query_len=int(queries.max(initial=0)),
             max_seq_len=int(lengths.max(initial=0)),
             num_actual_tokens=tokens,
+            index_ratio=self.index_ratio,
             seq_lens_host=tuple(lengths.tolist()),
             query_lens_host=tuple(queries.tolist()),
         )
@@ -171,16 +190,21 @@ class AttentionMetadataBuilder:
         tables[:, : given.shape[1]] = given
         write, most = self._buffers.write, self.max_num_sequences
         padded, most_tokens = pad_to * query_len, most * self.max_query_len
+        fills = {"slot_mapping": -1, "token_sequences": max(0, pad_to - 1), "visible_keys": 0}
+        fills |= {"group_slots": -1, "ring_slots": -1}
+        of_tokens: dict[str, Any] = {
+            name: write(name, fields[name], padded, fill, most=most_tokens) for name, fill in fills.items() if name in fields
+        }
         return AttentionMetadata(
             query_start_loc=write("query_start_loc", fields["query_start_loc"], pad_to + 1, tokens, most=most + 1),
             seq_lens=write("seq_lens", fields["seq_lens"], pad_to, 0, most=most),
             block_tables=write("block_tables", tables, pad_to, 0, most=most),
-            slot_mapping=write("slot_mapping", fields["slot_mapping"], padded, -1, most=most_tokens),
             sequence_slots=write("sequence_slots", fields["sequence_slots"], pad_to, -1, most=most),
-            token_sequences=write("token_sequences", fields["token_sequences"], padded, max(0, pad_to - 1), most=most_tokens),
+            **of_tokens,
             max_query_len=query_len,
             max_seq_len=self.max_seq_len,
             num_actual_tokens=tokens,
+            index_ratio=self.index_ratio,
         )
 
 

@@ -1,5 +1,7 @@
 """Deals the sequences of a step to the forms of attention, and says what each token row is.
 
+What `AttentionMetadata` does not hold (an engine's own metadata may lack it) is computed on the device, layer by layer.
+
 Three forms:
 
     "paged"     few new tokens, or lengths that only the device knows: every row scores and reads the pages of its sequence
@@ -95,5 +97,18 @@ def token_sequences(metadata: Any, num_tokens: int) -> Tensor:
 
 def visible_keys(metadata: Any, positions: Tensor, ratio: int) -> Tensor:
     """Indexer keys that each token row sees, int32 [tokens]: whole groups of `ratio` tokens up to its own; 0 for padding."""
+    given: Tensor | None = getattr(metadata, "visible_keys", None)
+    if given is not None and metadata.index_ratio == ratio:
+        return given
     counts = torch.where(metadata.slot_mapping < 0, 0, positions + 1)
     return (counts if ratio == 1 else counts // ratio).int()
+
+
+def compressed_slots(metadata: Any, ratio: int) -> tuple[Tensor, Tensor]:
+    """Slot of each token row in the rings of raw keys, and row of its group in the indexer's pages; negative = padding."""
+    ring_slots, group_slots = getattr(metadata, "ring_slots", None), getattr(metadata, "group_slots", None)
+    if ring_slots is not None and group_slots is not None and metadata.index_ratio == ratio:
+        return ring_slots, group_slots
+    slots = metadata.slot_mapping
+    sequences = token_sequences(metadata, slots.shape[0])
+    return torch.where(slots < 0, -1, metadata.sequence_slots[sequences]), slots.div(ratio, rounding_mode="floor")

@@ -272,7 +272,7 @@ def _layers(read: _Reader, model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _rotary(read: _Reader) -> dict[str, float]:
+def _rotary(read: _Reader) -> dict[str, Any]:
     """Fields of the rotary embedding. The sections of mrope matter for image positions alone, which are not served."""
     parameters = read("rope_parameters", None) or read("rope_scaling", None) or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -285,7 +285,7 @@ def _rotary(read: _Reader) -> dict[str, float]:
     return {"rope_theta": float(theta), "partial_rotary_factor": float(factor)}
 
 
-def _indexer(read: _Reader, model_type: str) -> dict[str, int]:
+def _indexer(read: _Reader, model_type: str) -> dict[str, Any]:
     """Fields of the indexer. Token-wise ones, which Transformers lacks, have vLLM's names."""
     if model_type == "qwen4_exp_text":
         names = {

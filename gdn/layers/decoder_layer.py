@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, **placed)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, **placed)
-        self.is_hyper, self.has_scale = config.residual == "hyper", config.layer_scale
+        self.is_hyper, self.has_scale, self.has_indexer = config.residual == "hyper", config.layer_scale, config.index_topk > 0
         if self.is_hyper:
             self.attn_hyper_connection = HyperConnection(config, **placed)
             self.mlp_hyper_connection = HyperConnection(config, **placed)
@@ -78,8 +78,8 @@ class DecoderLayer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
         if self.has_scale:
-            for name in ("attn_layer_scale", "mlp_layer_scale"):
-                self.register_parameter(name, nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False))
+            self.attn_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
+            self.mlp_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, positions: Tensor, step: Any, caches: Any
@@ -125,9 +125,7 @@ class DecoderLayer(nn.Module):
             states = caches.gdn
             mixed: Tensor = self.linear_attn(hidden_states, step.gdn, states.conv_states[place], states.ssm_states[place])
         else:
-            indexer = caches.indexer
-            keys = None if indexer is None else indexer.keys[place]
-            ring = None if indexer is None or indexer.rings is None else indexer.rings[place]
+            keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
             mixed = self.self_attn(hidden_states, positions, step.attention, caches.kv.kv[place], keys, ring)
         return mixed if self.reduce is None else self.reduce(mixed)
 

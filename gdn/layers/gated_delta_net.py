@@ -89,7 +89,8 @@ class GatedDeltaNet(nn.Module):
         Tensor [tokens, hidden]
             On a tensor-parallel rank a summand of the output.
         """
-        parameters = self._parameters  # a plain dict: the attributes of a module are looked up in Python, step after step
+        # A plain dict: attributes of a module that are parameters are looked up in Python, in every step.
+        parameters: dict[str, Any] = self._parameters
         projected = linear(hidden_states, parameters["in_proj"])
         pools = (conv_states, ssm_states)
         if metadata.num_spec_decodes:
@@ -118,7 +119,7 @@ class GatedDeltaNet(nn.Module):
         accepted: Tensor | None,
     ) -> Tensor:
         """Decode rows, speculative ones with 2-D `slots`: everything between the projections in one operator."""
-        parameters = self._parameters
+        parameters: dict[str, Any] = self._parameters
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
         core: Tensor = gdn.fused_gdn_decode(
             mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
@@ -135,20 +136,20 @@ class GatedDeltaNet(nn.Module):
         if parents is None:
             return self._decode(projected, conv_states, ssm_states, slots, offsets, accepted)
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
-        tree = {"num_accepted_tokens": accepted, "parent_token": parents, "null_slot": self.null_slot}
+        tree: dict[str, Any] = {"num_accepted_tokens": accepted, "parent_token": parents, "null_slot": self.null_slot}
         mixed_qkv = gdn.causal_conv1d_update(
             mixed_qkv, conv_states, self.conv_weight, conv_state_indices=slots, query_start_loc=offsets, **tree
         )
+        q, k, v = self._heads(mixed_qkv)
         o, _ = gdn.fused_recurrent_gated_delta_rule(
-            *self._heads(mixed_qkv), **self._gates(a, b), **tree, initial_state=ssm_states, cu_seqlens=offsets,
-            ssm_state_indices=slots,
-        )  # fmt: skip
+            q, k, v, **self._gates(a, b), **tree, initial_state=ssm_states, cu_seqlens=offsets, ssm_state_indices=slots
+        )
         return self._norm(o, z)
 
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
         slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
-        shared = {
+        shared: dict[str, Any] = {
             "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
             "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
             "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
@@ -157,10 +158,10 @@ class GatedDeltaNet(nn.Module):
         mixed_qkv = gdn.causal_conv1d_fn(
             mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
         )
+        q, k, v = self._heads(mixed_qkv)
         o, _ = gdn.chunk_gated_delta_rule(
-            *self._heads(mixed_qkv), **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets,
-            state_indices=slots,
-        )  # fmt: skip
+            q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots
+        )
         return self._norm(o, z)
 
     def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
@@ -192,10 +193,11 @@ class GatedDeltaNet(nn.Module):
         return gdn.rms_norm_gated(o[0], gate, self.norm_weight, self.eps, self.gate_activation).flatten(1)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "GatedDeltaNet":
-        wide = {name: self._parameters[name].data for name in ("A_log", "dt_bias")}
-        super()._apply(fn, recurse)
+        parameters: dict[str, Any] = self._parameters
+        wide = {name: parameters[name].data for name in ("A_log", "dt_bias")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, was in wide.items():
-            now = self._parameters[name]
+            now = parameters[name]
             if now.dtype != was.dtype:  # a conversion of the model's dtype: decays keep their precision
                 now.data = was.to(now.device)
         return self

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gdn
-from gdn.layers.attention_runs import Run, deal, token_sequences, visible_keys
+from gdn.layers.attention_runs import Run, compressed_slots, deal, token_sequences, visible_keys
 from gdn.layers.config import HybridConfig
 from gdn.layers.norm import RMSNorm
 from gdn.layers.rotary import RotaryEmbedding, cos_sin_table
@@ -174,13 +174,8 @@ class Indexer(nn.Module):
         q, k = self.index_qk_proj(hidden_states).split([heads * dim, kv_heads * dim], dim=-1)
         q, k = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim))
         prepared, _ = gdn.prepare_indexer(q, None, None, positions, table, q_norm, None, None, None, fp8=self.use_fp8, **options)
-        sequences = token_sequences(metadata, hidden_states.shape[0])
-        ring_slots = torch.where(slots < 0, -1, metadata.sequence_slots[sequences])
-        ring_rows = ring if ring.dim() == 4 else ring.unsqueeze(2)
-        group_slots = slots.div(self.ratio, rounding_mode="floor")  # -1 stays negative
-        gdn.compress_indexer_keys(
-            k, ring_rows, cache, positions, table, k_norm, ring_slots, group_slots, ratio=self.ratio, **options
-        )
+        ring_slots, group_slots = compressed_slots(metadata, self.ratio)
+        gdn.compress_indexer_keys(k, ring, cache, positions, table, k_norm, ring_slots, group_slots, ratio=self.ratio, **options)
         return prepared, None, dim**-0.5
 
     def _select_paged(

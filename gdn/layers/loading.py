@@ -31,7 +31,7 @@ concatenation along dimension 0, in this order.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,11 @@ def to_transformers(parameters: Mapping[str, Tensor], config: HybridConfig) -> d
     """
     whole, found = Rank(config, 0, 1), {}
     for name, parts in table(config).items():
-        rows = [CUTS[cut].rows(whole, tensor) for tensor, cut in parts]
-        pieces = [parameters[name]] if len(parts) == 1 else parameters[name][: sum(rows)].split(rows)
+        value = parameters[name]
+        pieces: Sequence[Tensor] = (value,)
+        if len(parts) > 1 or name.endswith(".in_proj"):  # the rows of zeros after the last one are ours
+            rows = [CUTS[cut].rows(whole, tensor) or 0 for tensor, cut in parts]
+            pieces = value[: sum(rows)].split(rows)
         for (tensor, cut), piece in zip(parts, pieces, strict=True):
             place = tensor if tensor.startswith("lm_head") else f"model.{tensor}"
             found[place] = CUTS[cut].give(piece, whole)
@@ -205,8 +208,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         paths = sorted(Path(folder).glob("*.safetensors"))
         if not paths:
             raise FileNotFoundError(f"no *.safetensors in {folder}")
-        self._files = [safe_open(path, framework="pt") for path in paths]
-        self._file_of: dict[str, Any] = {name: file for file in self._files for name in file.keys()}
+        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}
 
     def __getitem__(self, name: str) -> Tensor:
         value: Tensor = self._file_of[name].get_tensor(name)
@@ -259,7 +262,7 @@ _MOE |= _below("shared_expert", _MLP)
 
 def _names(tensors: Mapping[str, Tensor], config: HybridConfig, only_first_layers: bool) -> dict[str, str]:
     """Name after the prefix -> name in the checkpoint, without what is skipped."""
-    found = {}
+    found: dict[str, str] = {}
     for name in tensors:
         short = name
         for prefix in _PREFIXES:

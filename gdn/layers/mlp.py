@@ -84,7 +84,7 @@ class MoE(nn.Module):
         weights, experts = self.route(hidden_states)
         is_grouped = hidden_states.is_cuda and hidden_states.dtype == torch.bfloat16
         routed = (self._grouped if is_grouped else self._every_expert)(hidden_states, weights, experts)
-        shared = self.shared_expert(hidden_states)
+        shared: Tensor = self.shared_expert(hidden_states)
         return routed + torch.sigmoid(linear(hidden_states, self.shared_expert_gate)) * shared
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "RotaryEmbedding":
         was = self.cos_sin
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos_sin.dtype != was.dtype or (was.is_meta and not self.cos_sin.is_meta):
             self.cos_sin = cos_sin_table(*self._shape, self.cos_sin.device)
         return self

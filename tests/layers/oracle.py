@@ -3,6 +3,7 @@
 The token-wise indexer and the ungated form, which Transformers lacks, have no other model to be compared with.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,22 @@ def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tenso
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., rotary_dim:]], dim=-1)
 
 
-def scores(weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig) -> Tensor:
-    """Scores [tokens, keys] of the indexer: of tokens (token-wise) or of whole groups."""
+def scaled_e4m3(x: Tensor) -> Tensor:
+    """Values of e4m3 rows with one float32 scale each."""
+    scale = (x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).float()
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
+
+
+def plain_e4m3(x: Tensor) -> Tensor:
+    """Values cast to e4m3."""
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).double()
+
+
+def scores(
+    weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig, rounded: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
+    """Scores [tokens, keys] of the indexer: of tokens (token-wise) or of whole groups. rounded: applied to queries and keys."""
+    weights, hidden = {name: value.double() for name, value in weights.items()}, hidden.double()
     heads, kv_heads, dim, ratio = config.index_n_heads, config.index_kv_heads, config.index_head_dim, config.index_ratio
     name = "index_qkw_proj" if ratio == 1 else "index_qk_proj"
     projected = hidden @ weights[f"indexer.{name}.weight"].T
@@ -47,7 +62,7 @@ def scores(weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig) -> 
     rotary = (config.index_rotary_dim, config.rope_theta)
     q = rotate(norm(q, weights["indexer.q_layernorm.weight"], config.rms_norm_eps), torch.arange(len(hidden)), *rotary)
     k = rotate(norm(k, weights["indexer.k_layernorm.weight"], config.rms_norm_eps), torch.arange(count) * ratio, *rotary)
-    k = k.repeat_interleave(heads // kv_heads, dim=1)
+    q, k = rounded(q), rounded(k).repeat_interleave(heads // kv_heads, dim=1)
     products = torch.einsum("thd,shd->ths", q, k).relu()
     return torch.einsum("ths,th->ts", products, w) * dim**-0.5
 
@@ -68,8 +83,11 @@ def select(score: Tensor, config: HybridConfig) -> tuple[Tensor, float]:
     return mask, margin
 
 
-def attention(weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig) -> Result:
-    """The whole layer on one sequence from its first token on: hidden [tokens, hidden], weights by the names of the layer."""
+def attention(weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig, selected: Tensor | None = None) -> Result:
+    """The whole layer on one sequence from its first token on: hidden [tokens, hidden], weights by the names of the layer.
+
+    selected: mask [tokens, tokens] to attend under, instead of the indexer's.
+    """
     weights = {name: value.double() for name, value in weights.items()}
     hidden = hidden.double()
     tokens, dim, heads, kv_heads = len(hidden), config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -81,7 +99,9 @@ def attention(weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig) 
     q = rotate(norm(q[..., :dim], weights["q_norm.weight"], config.rms_norm_eps), positions, *rotary)
     k = rotate(norm(k, weights["k_norm.weight"], config.rms_norm_eps), positions, *rotary)
     mask, margin = torch.ones(tokens, tokens, dtype=torch.bool).tril(), float("inf")
-    if config.index_topk:
+    if selected is not None:
+        mask = selected
+    elif config.index_topk:
         mask, margin = select(scores(weights, hidden, config), config)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     score = torch.einsum("thd,shd->hts", q, k) * dim**-0.5

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.ops.sparse_attention import _attend
+from gdn.ops.sparse_attention import attend
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
@@ -93,6 +93,7 @@ def _split(tokens: int) -> Arguments:
 BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "chunk_gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),
+    "gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_gdn_decode": arguments_of,
     "fused_gdn_gating": lambda n: {"A_log": _random(4), "a": _random(n, 4), "b": _random(n, 4), "dt_bias": _random(4)},
     "fused_qkvzba_split_reshape_cat": _split,
@@ -126,7 +127,7 @@ def of_schema(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
     """The registered operator, and its arguments: one that a call may write is another argument where this call does."""
     public: Any = getattr(gdn, name)
     if name == "sparse_attention":
-        public, (keys, values) = _attend, arguments["kv_cache"]
+        public, (keys, values) = attend, arguments["kv_cache"]
         missing = dict.fromkeys(("topk_length", "scale", "max_query_len", "out", "backend"))
         arguments = missing | {key: value for key, value in arguments.items() if key not in ("kv_cache", "return_lse")}
         arguments |= {"k_cache": keys, "v_cache": values}

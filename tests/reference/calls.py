@@ -34,6 +34,11 @@ def _recurrent() -> Arguments:
     return recurrent_inputs(recurrent_problem(index_dtype="int32", write_every_token=True, has_accepted=True), lengths=[3, 2])
 
 
+def _step() -> Arguments:
+    problem = chunk_problem(index_dtype="int32", has_mask=True, has_final_indices=True, has_checkpoints=True)
+    return chunk_inputs(problem, lengths=[3, 1, 70, 5]) | {"lengths_host": (3, 1, 70, 5)}
+
+
 def _conv() -> Arguments:
     return {
         "x": randn(9, 6), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2), "conv_states": randn(5, 6, 3, seed=3),
@@ -103,6 +108,7 @@ def _attention() -> Arguments:
 CALLS: dict[str, Callable[[], Arguments]] = {
     "chunk_gated_delta_rule": _chunk,
     "fused_recurrent_gated_delta_rule": _recurrent,
+    "gated_delta_rule": _step,
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
     "fused_gdn_decode": _decode,
