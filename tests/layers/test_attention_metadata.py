@@ -22,9 +22,17 @@ def flat(metadata: AttentionMetadata) -> dict[str, Any]:
     return {name: value.tolist() if torch.is_tensor(value) else value for name, value in vars(metadata).items()}
 
 
-def test_a_mixed_batch() -> None:
-    metadata = builder().build([2, 1, 0, 3], [18, 5, 7, 3], [[4, 2], [0], [9], [7, 6]], [3, 0, 1, 2])
-    assert flat(metadata) == {
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_a_mixed_batch(ratio: int) -> None:
+    metadata = builder(index_ratio=ratio).build([2, 1, 0, 3], [18, 5, 7, 3], [[4, 2], [0], [9], [7, 6]], [3, 0, 1, 2])
+    groups = {"visible_keys": [17, 18, 5, 1, 2, 3], "group_slots": None, "ring_slots": None}
+    if ratio == 4:
+        groups = {
+            "visible_keys": [4, 4, 1, 0, 0, 0],
+            "group_slots": [8, 8, 1, 28, 28, 28],
+            "ring_slots": [3, 3, 0, 2, 2, 2],
+        }
+    assert flat(metadata) == groups | {
         "query_start_loc": [0, 2, 3, 3, 6],
         "seq_lens": [18, 5, 7, 3],
         "block_tables": [[4, 2], [0, 0], [9, 0], [7, 0]],  # the last row's second block holds no token yet
@@ -36,15 +44,12 @@ def test_a_mixed_batch() -> None:
         "num_actual_tokens": 6,
         "seq_lens_host": (18, 5, 7, 3),
         "query_lens_host": (2, 1, 0, 3),
+        "index_ratio": ratio,
     }
-    assert {name: value.dtype for name, value in vars(metadata).items() if torch.is_tensor(value)} == {
-        "query_start_loc": torch.int32,
-        "seq_lens": torch.int32,
-        "block_tables": torch.int32,
-        "slot_mapping": torch.int64,
-        "sequence_slots": torch.int32,
-        "token_sequences": torch.int64,
-    }
+    int64 = {"slot_mapping", "token_sequences", "group_slots"}
+    for name, value in vars(metadata).items():
+        if torch.is_tensor(value):
+            assert value.dtype == (torch.int64 if name in int64 else torch.int32), name
 
 
 def test_an_empty_batch() -> None:
@@ -68,7 +73,7 @@ def test_padding_and_places(rows: list[tuple[int, int]], pad: int, seed: int) ->
         for position in range(before, before + new):
             places.append(tables[row][position // BLOCK] * BLOCK + position % BLOCK)
             owners.append(row)
-    made = builder()
+    made = builder(index_ratio=4)
     eager = made.build(queries, lengths, tables, range(len(rows)))
     assert (eager.slot_mapping.tolist(), eager.token_sequences.tolist()) == (places, owners)
     count = len(rows) + pad
@@ -78,6 +83,9 @@ def test_padding_and_places(rows: list[tuple[int, int]], pad: int, seed: int) ->
     assert padded.token_sequences.tolist() == owners + [count - 1] * missing
     assert padded.query_start_loc.tolist() == eager.query_start_loc.tolist() + [len(places)] * pad
     assert padded.seq_lens.tolist() == lengths + [0] * pad
+    assert padded.visible_keys.tolist() == eager.visible_keys.tolist() + [0] * missing
+    assert padded.group_slots.tolist() == [place // 4 for place in places] + [-1] * missing
+    assert padded.ring_slots.tolist() == owners + [-1] * missing
     assert padded.sequence_slots.tolist() == [*range(len(rows)), *[-1] * pad]
     assert padded.block_tables.tolist() == [table + [0] * (5 - len(table)) for table in [*tables, *[[]] * pad]]
     assert (padded.max_query_len, padded.max_seq_len, padded.num_actual_tokens) == (3, 80, len(places))
