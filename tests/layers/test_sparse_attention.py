@@ -139,6 +139,17 @@ def _in_order(batch: Batch, new: list[Tensor], order: list[int], **options: obje
     return [got[i] for i in back]
 
 
+@pytest.mark.parametrize("case", ["no indexer", "token-wise", "compressed"])
+def test_a_sequence_without_tokens_between_others(case: str) -> None:
+    """As many rows as sequences, one token at most each, and yet row 1 is not of sequence 1."""
+    _, rows, want = made(case)
+    batch = batch_of(case)
+    first = batch.step([one[:-1] if len(one) > 1 else one for one in rows])
+    assert len(rows[3]) == 1  # nothing is left of this one
+    last = batch.step([one[-1:] if len(one) > 1 else one[:0] for one in rows], padding=1)
+    check([torch.cat(parts) for parts in zip(first, last, strict=True)], want)
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("case", ["no indexer", "token-wise", "compressed"])
 def test_drafts_that_are_rejected_leave_no_trace(case: str, on_host: bool) -> None:
