@@ -82,6 +82,7 @@ def kernel(spec: Spec) -> Any:
                 gather(spec, own, tensors, (t + spec.stages - 1) % spec.stages)
                 attend(spec, own, tensors.scale, t % spec.stages)
 
+            T.ptx_wait_group(0)  # of rows after the last tile, which are zeros
             finish(spec, own, tensors, token, kv_head, split)
 
     return sparse_decode
@@ -92,6 +93,9 @@ def count_columns(spec, tensors, token, position, columns: T.Ref):
     """columns = the entries of the token's row that may count; dense: the positions that it sees."""
     if spec.dense:
         columns = position + 1
+        # A page count times the block size may pass 2**31 where the table is wide: compare in 64 bits.
+        if T.cast(columns, "int64") > T.cast(tensors.block_tables.shape[1], "int64") * spec.block_size:
+            columns = tensors.block_tables.shape[1] * spec.block_size
     else:
         columns = 0
         if position >= 0:
