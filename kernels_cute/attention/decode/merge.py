@@ -42,6 +42,7 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
                 ptx.store_one(block_part + (head * spec.dim + d + e) * 4, values[e])
 
     if cutlass.const_expr(spec.splits > 1):
+        cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         each = cutlass.const_expr(-(-units // spec.splits))
@@ -55,6 +56,7 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
             best, total, values = combined(places, load_pair_from_block, load_four_from_block)
             write(spec, params, work, head, d, best, total, values)
         # Others may still read this block's part.
+        cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
