@@ -14,6 +14,7 @@ kernels: kernel.py, merge.py; why: DESIGN.md.
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSp
     blocks = problem.num_tokens * problem.num_kv_heads * config.splits
     at_once = device.num_sms * _resident(problem, config, device)
     rounds, running = -(-blocks // at_once), min(blocks, at_once)
-    tiles = -(-(-(-problem.k // TILE)) // config.splits)
+    tiles = ceil(ceil(problem.k / TILE) / config.splits)
     tile_bytes = 2 * TILE * problem.head_dim * DTYPE_BYTES[problem.dtype]
     # An SM takes at most so many times its share of the bandwidth, and its blocks share that.
     per_sm = -(-running // device.num_sms)

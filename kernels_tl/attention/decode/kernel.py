@@ -116,7 +116,7 @@ def find_position(spec, tensors, token, position, columns, column, found: T.Ref)
             # In the index's own width: what does not fit int32 is no position either.
             index = tensors.topk_indices[token, column]
             if (index >= 0) & (index <= position):
-                found = T.cast(index, "int32")
+                found = T.cast(index, "int32")  # noqa: F841 - a reference
 
 
 @T.macro
@@ -124,7 +124,7 @@ def find_page(spec, tensors, sequence, found: T.Ref, page: T.Ref):
     """page = the block that holds a position."""
     page = 0
     if found >= 0:
-        page = tensors.block_tables[sequence, T.truncdiv(found, spec.block_size)]
+        page = tensors.block_tables[sequence, T.truncdiv(found, spec.block_size)]  # noqa: F841 - a reference
 
 
 def unit(cache: Any, page: Any, slot: Any, kv_head: Any) -> Any:

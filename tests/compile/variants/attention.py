@@ -34,8 +34,14 @@ def _decode(row: Row) -> Problem | None:
 
 
 def _code(problem: AttentionProblem, backend: str, entries: Collection[str]) -> Expectation:
-    """Products of 16 positions and 8 heads; keys and values by bulk copies, operands by wide loads of matrices."""
+    """CuTe: products of 16 positions and 8 heads; keys and values by bulk copies, operands by wide loads of matrices.
+
+    TileLang: products of 16 heads and 8 positions; keys and values by asynchronous copies of 16 bytes, before the loop and in it.
+    """
     products = problem.head_dim // 16
+    if backend == "tilelang":
+        copies = 64 * problem.head_dim * 2 // (16 * 128)  # of a thread for the keys or the values of a tile
+        return Expectation({"HMMA": 2 * products, "LDGSTS": 4 * copies, "LDSM": products}, none_of=("HGMMA",))
     return Expectation({"HMMA": 2 * products, "UBLKCP": 4, "LDSM": 2 * products}, none_of=("HGMMA",))
 
 
