@@ -5,7 +5,9 @@ import torch
 
 from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, add_rms_norm, rms_norm
 from gdn.layers.mlp import MoE
+from gdn.layers.random_weights import fill_randomly
 from tests.layers import hf
+from tests.layers.serving import Server
 
 
 def config_of(kind: str = "qwen3_next", **changes: int) -> HybridConfig:
@@ -75,3 +77,16 @@ def test_image_positions_are_refused() -> None:
         model(ids, ids.expand(3, 4), None, None)
     with pytest.raises(ValueError, match=r"input_ids: expected shape \[tokens\]"):
         model(ids[None], ids[None], None, None)
+
+
+def test_random_weights_keep_signals_and_states_near_one() -> None:
+    model = HybridModel(config_of(), dtype=torch.float32)
+    fill_randomly(model, seed=3)
+    again = HybridModel(config_of(), dtype=torch.float32)
+    fill_randomly(again, seed=3)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    server = Server(model, model.config, 1, 90)
+    logits = server.step([list(range(90))])[0]
+    assert 0.3 < float(logits.std()) < 3.0
+    states = server.caches.gdn.ssm_states[0][server.slots[0]]
+    assert 0.01 < float(states.abs().max()) < 10.0
