@@ -1,5 +1,7 @@
 """Norms, rotary embedding, MLPs, and what a model refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,3 +92,17 @@ def test_random_weights_keep_signals_and_states_near_one() -> None:
     assert 0.3 < float(logits.std()) < 3.0
     states = server.caches.gdn.ssm_states[0][server.slots[0]]
     assert 0.01 < float(states.abs().max()) < 10.0
+
+
+def test_layer_scale_is_a_factor_of_each_part() -> None:
+    config = replace(config_of("qwen3_5"), layer_scale=True)
+    scaled, folded = (HybridModel(one, dtype=torch.float32) for one in (config, replace(config, layer_scale=False)))
+    fill_randomly(scaled, seed=1)
+    folded.load_state_dict({name: value for name, value in scaled.state_dict().items() if "layer_scale" not in name})
+    with torch.no_grad():
+        for layer, other in zip(scaled.layers, folded.layers, strict=True):
+            mixer = other.linear_attn.out_proj if layer.layer_type == "linear_attention" else other.self_attn.o_proj.weight
+            mixer.mul_(1 + layer.attn_layer_scale[:, None])
+            other.mlp.down_proj.mul_(1 + layer.mlp_layer_scale[:, None])
+    found, wanted = (Server(one, one.config, 1, 30).step([list(range(30))])[0] for one in (scaled, folded))
+    assert hf.error(found, wanted) < hf.TOLERANCE
