@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, add_rms_norm, rms_norm
+from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, add_rms_norm, mlp, rms_norm
 from gdn.layers.mlp import MoE
 from gdn.layers.random_weights import fill_randomly
 from tests.layers import hf
@@ -57,7 +57,7 @@ def test_rotary_table_stays_float32() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 50])
-def test_experts_grouped_and_plain_are_the_same(tokens: int) -> None:
+def test_experts_grouped_and_plain_are_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(num_experts=11, num_experts_per_tok=3)
     moe = MoE(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -70,6 +70,8 @@ def test_experts_grouped_and_plain_are_the_same(tokens: int) -> None:
     moe, hidden, weights = moe.bfloat16(), hidden.bfloat16(), weights.bfloat16()
     grouped, plain = moe._grouped(hidden, weights, experts), moe._every_expert(hidden, weights, experts)
     torch.testing.assert_close(grouped, plain, rtol=3e-2, atol=3e-2)
+    monkeypatch.setattr(mlp, "_MOST_ELEMENTS", 7 * 11 * config.hidden_size)  # seven tokens at a time
+    torch.testing.assert_close(moe._every_expert(hidden, weights, experts), plain)
 
 
 def test_image_positions_are_refused() -> None:
