@@ -169,12 +169,26 @@ class CacheAllocator:
         CacheFullError
             The sequence is as it was then.
         """
-        self._check_live("sequence", sequence)
-        _check_count("num_tokens", num_tokens)
-        missing = self._blocks_of(sequence.num_tokens + num_tokens) - len(sequence.blocks)
-        self._make_room(missing, 0)
-        sequence.blocks += self._blocks.take(missing)
-        sequence.num_tokens += num_tokens
+        self.extend_all([sequence], [num_tokens])
+
+    def extend_all(self, sequences: Sequence[CachedSequence], num_tokens: Sequence[int]) -> None:
+        """Makes room for more tokens of several sequences: of all of them or of none.
+
+        Raises
+        ------
+        CacheFullError
+            All sequences are as they were then.
+        """
+        missing = []
+        for sequence, count in zip(sequences, num_tokens, strict=True):
+            self._check_live("sequence", sequence)
+            _check_count("num_tokens", count)
+            missing.append(self._blocks_of(sequence.num_tokens + count) - len(sequence.blocks))
+        self._make_room(sum(missing), 0)
+        taken = iter(self._blocks.take(sum(missing)))
+        for sequence, count, blocks in zip(sequences, num_tokens, missing, strict=True):
+            sequence.blocks += [next(taken) for _ in range(blocks)]
+            sequence.num_tokens += count
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Gives back the blocks after the first `num_tokens` tokens, for example after drafts were rejected.

@@ -220,7 +220,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.free_counts() == (BLOCKS, STATE_SLOTS, SEQUENCES, 0)
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
 
 
@@ -339,3 +339,44 @@ def test_checkpoints_are_at_multiples_of_64_within_the_sequence(allocator: Cache
     with pytest.raises(ValueError, match="num_tokens: expected"):
         allocator.checkpoint(sequence, count)
     assert allocator.num_free_state_slots == STATE_SLOTS - 2
+
+
+@pytest.mark.parametrize("holder", ["fork", "checkpoint"])
+def test_truncating_into_a_shared_block_copies_it(allocator: CacheAllocator, holder: str) -> None:
+    """Rejected drafts whose rows a fork, or a kept prefix, needs stay as they are when new tokens come in their place."""
+    contents, tokens = Contents(allocator.caches), [float(token) for token in range(192)]  # 192: whole blocks
+    sequence = allocator.add(192)
+    contents.write(sequence, tokens, 0)
+    other = allocator.fork(sequence) if holder == "fork" else allocator.checkpoint(sequence, 192)
+    allocator.truncate(sequence, 190)
+    allocator.extend(sequence, 2)
+    contents.write(sequence, [*tokens[:190], -1.0, -2.0], 190)
+    if holder == "checkpoint":
+        allocator.keep(other, tokens)
+        other = allocator.add_prompt([*tokens, 0.0])
+        assert other.num_cached_tokens == 192
+        allocator.truncate(other, 192)
+    assert contents.read(other)[0] == tokens
+    assert contents.read(sequence)[0] == [*tokens[:190], -1.0, -2.0]
+    assert sequence.blocks[:-1] == list(other.blocks[:-1]) and sequence.blocks[-1] != other.blocks[-1]
+
+
+def test_no_prefix_is_dropped_where_that_would_not_make_room() -> None:
+    caches = HybridCaches(small_config(), BLOCKS, BLOCK, 2, num_checkpoints=1, dtype=torch.float32)
+    allocator = CacheAllocator(caches)
+    prompt = list(range(64))
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 64), prompt)
+    reserved = allocator.checkpoint(sequence, 64)  # the third and last slot, neither kept nor dropped
+    assert (allocator.num_free_state_slots, allocator.num_kept) == (0, 1)
+    with pytest.raises(CacheFullError):
+        allocator.add((BLOCKS - 2) * BLOCK)  # too many blocks, whatever happens to the prefix
+    assert allocator.num_kept == 1
+    last = allocator.checkpoint(sequence, 64)  # takes the prefix's slot
+    assert allocator.num_kept == 0
+    with pytest.raises(CacheFullError) as caught:
+        allocator.add(0)
+    assert (caught.value.resource, caught.value.free) == ("state slots", 0)
+    allocator.drop(last)
+    allocator.drop(reserved)
+    assert allocator.num_free_state_slots == 2
