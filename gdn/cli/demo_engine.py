@@ -237,7 +237,8 @@ class Engine:
             drafts = 0 if self.sizes.num_spec else -1
             works = [Work(stream, [-1], drafts) for stream in streams]  # the token is on the device
             logits = self._run(works, current) if fixed is None else self._run_fixed(works, current, fixed, rows, 1)
-            chosen[step] = logits[:count].argmax(dim=-1) if given is None else given[step]
+            best = logits.argmax(dim=-1) if fixed is None else fixed.next_ids[:count]
+            chosen[step] = best if given is None else given[step]
             current = chosen[step]
             self._tell(works, logits[:count])
             for stream in streams:
