@@ -179,6 +179,8 @@ class CacheAllocator:
         CacheFullError
             All sequences are as they were then.
         """
+        if len(set(sequences)) != len(sequences):
+            refuse("sequences", "each sequence once", f"{len(sequences)} sequences, {len(set(sequences))} different")
         missing = []
         for sequence, count in zip(sequences, num_tokens, strict=True):
             self._check_live("sequence", sequence)

@@ -12,6 +12,7 @@ from gdn.layers.config import HybridConfig
 from gdn.layers.host_arrays import refuse
 from gdn.runtime import env
 
+PAGE_MULTIPLE = 4  # rows: what the operators take as the size of an indexer page
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -147,7 +148,7 @@ class IndexerCache:
     config : HybridConfig
         Sizes; without an indexer (index_topk 0) the cache has no layers.
     num_blocks, block_size : int
-        Blocks, and tokens of a block: a multiple of `index_ratio`.
+        Blocks, and tokens of a block: a multiple of 4 * `index_ratio`.
     num_sequences : int
         Sequence slots: rows of the rings.
     num_spec : int
@@ -184,8 +185,8 @@ class IndexerCache:
         _at_least("num_sequences", num_sequences, 0)
         _at_least("num_spec", num_spec, 0)
         self.ratio = config.index_ratio
-        if block_size % self.ratio:
-            refuse("block_size", f"a multiple of index_ratio {self.ratio}", block_size)
+        if config.index_topk and block_size % (PAGE_MULTIPLE * self.ratio):
+            refuse("block_size", f"a multiple of {PAGE_MULTIPLE} * index_ratio = {PAGE_MULTIPLE * self.ratio}", block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.page_size = block_size // self.ratio
         self.use_fp8 = env.current().qsa_use_fp8_indexer if use_fp8 is None else use_fp8

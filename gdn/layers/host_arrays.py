@@ -66,7 +66,8 @@ class PersistentBuffers:
         host = torch.from_numpy(padded)
         buffer = self._tensors.get(name)
         if buffer is None:
-            buffer = torch.empty((most, *padded.shape[1:]), dtype=host.dtype, device=self._device)
+            with torch.inference_mode(False):  # else no later batch could be written outside of inference mode
+                buffer = torch.empty((most, *padded.shape[1:]), dtype=host.dtype, device=self._device)
             self._tensors[name] = buffer
         view = buffer[:rows]
         view.copy_(host.pin_memory() if self._device.type == "cuda" else host, non_blocking=True)

@@ -14,12 +14,13 @@ from tests.layers.small import small_config
 
 BLOCK = 24  # shares no multiple with the 64 tokens of a checkpoint below 192
 BLOCKS, SEQUENCES, NUM_SPEC, CHECKPOINTS, NULL_SLOT = 14, 4, 1, 2, 0
+RATIO = 2  # tokens of an indexer key
 STATE_SLOTS = SEQUENCES * (1 + NUM_SPEC) + CHECKPOINTS
 
 
 def make_caches(**changes: Any) -> HybridCaches:
     sizes: dict[str, Any] = {"num_checkpoints": CHECKPOINTS, "num_spec": NUM_SPEC, "null_slot": NULL_SLOT, "dtype": torch.float32}
-    return HybridCaches(small_config(index_ratio=4), BLOCKS, BLOCK, SEQUENCES, **{**sizes, **changes})
+    return HybridCaches(small_config(index_ratio=RATIO), BLOCKS, BLOCK, SEQUENCES, **{**sizes, **changes})
 
 
 def rows_of(sequence: CachedSequence, first: int = 0) -> torch.Tensor:
@@ -38,14 +39,16 @@ class Contents:
         for cache in self.caches.kv.kv[0]:
             cache.view(BLOCKS * BLOCK, -1)[rows] = torch.tensor(tokens)[first:, None]
         positions = torch.arange(first, sequence.num_tokens)
-        whole = positions % 4 == 3
-        self.caches.indexer.keys[0].view(BLOCKS * BLOCK // 4, -1)[rows[whole] // 4] = torch.tensor(tokens)[first:][whole, None]
+        whole = positions % RATIO == RATIO - 1
+        self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[rows[whole] // RATIO] = torch.tensor(tokens)[first:][
+            whole, None
+        ]
 
     def read(self, sequence: CachedSequence) -> list[list[float]]:
         rows = rows_of(sequence)
         found = [cache.view(BLOCKS * BLOCK, -1)[rows, -1].tolist() for cache in self.caches.kv.kv[0]]
-        groups = rows[3::4] // 4
-        return [*found, self.caches.indexer.keys[0].view(BLOCKS * BLOCK // 4, -1)[groups, -1].tolist()]
+        groups = rows[RATIO - 1 :: RATIO] // RATIO
+        return [*found, self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[groups, -1].tolist()]
 
     def write_states(self, sequence: CachedSequence, values: list[float], ring: float) -> None:
         for slot, value in zip(sequence.state_slots, values, strict=True):
@@ -120,8 +123,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         hits = [len(prefix) for prefix in kept if len(prefix) < length and list(prefix) == tokens[: len(prefix)]]
         assert cached in (0, max(hits, default=0))
         if cached:
-            found = [row[: cached // (4 if groups else 1)] for groups, row in enumerate_reads(self.contents.read(sequence))]
-            assert found == [tokens[:cached], tokens[:cached], tokens[3:cached:4]]
+            found = [row[: cached // (RATIO if groups else 1)] for groups, row in enumerate_reads(self.contents.read(sequence))]
+            assert found == [tokens[:cached], tokens[:cached], tokens[RATIO - 1 : cached : RATIO]]
             state = self.caches.gdn.ssm_states[0][sequence.state_slots[0]].unique().tolist()
             window = self.caches.gdn.conv_states[0][sequence.state_slots[0]].unique().tolist()
             assert state == window == [kept[tuple(tokens[:cached])]]
@@ -206,7 +209,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for sequence, model in self.live:
             tokens = model["tokens"]
             assert sequence.num_tokens == len(tokens) and len(sequence.blocks) == -(-len(tokens) // BLOCK)
-            assert self.contents.read(sequence) == [tokens, tokens, tokens[3::4]]
+            assert self.contents.read(sequence) == [tokens, tokens, tokens[RATIO - 1 :: RATIO]]
             assert self.contents.read_states(sequence) == (model["states"], model["ring"])
 
     def teardown(self) -> None:
@@ -230,7 +233,7 @@ def prompt_tokens(prompt: int, length: int) -> list[float]:
 
 
 def enumerate_reads(reads: list[list[float]]) -> list[tuple[bool, list[float]]]:
-    """Each list with whether it counts groups of 4 tokens."""
+    """Each list with whether it counts groups of tokens."""
     return [(place == 2, row) for place, row in enumerate(reads)]
 
 
@@ -309,7 +312,7 @@ def test_kept_prefixes_make_room_the_longest_unused_first(allocator: CacheAlloca
 
 def test_a_prefix_that_is_in_its_own_way_is_dropped() -> None:
     """Without room for a copy of the prefix's last block, the prompt is computed from its start."""
-    config = small_config(index_ratio=4)
+    config = small_config(index_ratio=RATIO)
     caches = HybridCaches(config, 3, BLOCK, 1, num_checkpoints=1, dtype=torch.float32)
     allocator = CacheAllocator(caches)
     prompt = list(range(65))
