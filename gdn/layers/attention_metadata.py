@@ -185,6 +185,9 @@ class AttentionMetadataBuilder:
             refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
         if not longest <= query_len <= self.max_query_len:
             refuse("pad_query_len", f"{longest} (longest row) to {self.max_query_len} (max_query_len)", query_len)
+        if query_len == 1 and (np.diff(fields["token_sequences"], prepend=-1) > 1).any():
+            # With one token per row, the layers take token i for that of row i.
+            refuse("query_lens", "rows without tokens last in a padded batch", np.diff(fields["query_start_loc"]).tolist())
         columns = -(-self.max_seq_len // self.block_size)
         tables = np.zeros((count, columns), np.int32)
         given = fields["block_tables"][:, :columns]

@@ -107,7 +107,7 @@ class Indexer(nn.Module):
         positions : Tensor [tokens]
             Position of each token in its sequence, int32 or int64; a position within the table at padding.
         metadata : AttentionMetadata
-            Lengths, block tables and slots of the step. Sequences without new tokens come last.
+            Lengths, block tables and slots of the step. Without lengths on the host, sequences without new tokens come last.
         cache : Tensor
             Pages of this layer, updated in place; a page holds block_size / index_ratio rows.
         ring : Tensor [slots, size, index_kv_heads, D], optional
@@ -194,7 +194,8 @@ class Indexer(nn.Module):
         part, count = run.tokens, run.tokens.stop - run.tokens.start
         tables = metadata.block_tables[run.sequences]
         drafts = run.drafts or 1
-        if run.max_query_len > 1 and run.drafts is None or tables.shape[0] * drafts != count:
+        in_order = run.drafts is not None or (run.query_lens is None and run.max_query_len <= 1)
+        if not in_order or tables.shape[0] * drafts != count:  # row i is not of sequence i // drafts
             tables, drafts = metadata.block_tables[token_sequences(metadata, out.shape[0])[part]], 1
         gdn.paged_indexer_topk(
             queries[part].unflatten(0, (-1, drafts)), cache, None if weights is None else weights[part],

@@ -6,6 +6,9 @@ from torch.nn.functional import linear, silu
 
 from gdn.layers.config import HybridConfig
 
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)  # public from torch 2.10 on
+_MOST_ELEMENTS = 2**26  # of an intermediate tensor where every expert sees every token
+
 
 class MLP(nn.Module):
     """Dense MLP: `down_proj(silu(gate) * up)`.
@@ -98,21 +101,26 @@ class MoE(nn.Module):
     def _grouped(self, hidden_states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Rows sorted by expert, one grouped product each way, rows back in the order of the tokens."""
         tokens, hidden = hidden_states.shape
+        if tokens == 0:
+            return hidden_states.clone()
         expert_of_row, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(self.num_experts, device=experts.device)
         ends = torch.searchsorted(expert_of_row, numbers, right=True).to(torch.int32)
         rows = hidden_states.index_select(0, order // self.top_k)
-        inner = _gated(torch._grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
-        outputs = torch._grouped_mm(inner, self.down_proj.mT, offs=ends)
+        inner = _gated(_grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
+        outputs = _grouped_mm(inner, self.down_proj.mT, offs=ends)
         unsorted = torch.empty_like(outputs).index_copy_(0, order, outputs)
         return (unsorted.view(tokens, self.top_k, hidden) * weights[..., None]).sum(dim=1)
 
     def _every_expert(self, hidden_states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """All experts on all tokens, weighted with zero where an expert was not selected."""
+        """All experts on all tokens, weighted with zero where an expert was not selected; in parts of bounded memory."""
         shares = weights.new_zeros(weights.shape[0], self.num_experts).scatter_(1, experts, weights)
-        inner = _gated(torch.einsum("th,eih->tei", hidden_states, self.gate_up_proj))
-        outputs = torch.einsum("tei,ehi->teh", inner, self.down_proj)
-        return (outputs * shares[..., None]).sum(dim=1)
+        widest = self.num_experts * max(self.gate_up_proj.shape[1], self.gate_up_proj.shape[2])
+        parts = []
+        for tokens, share in zip(*(x.split(max(1, _MOST_ELEMENTS // widest)) for x in (hidden_states, shares)), strict=True):
+            inner = _gated(torch.einsum("th,eih->tei", tokens, self.gate_up_proj))
+            parts.append((torch.einsum("tei,ehi->teh", inner, self.down_proj) * share[..., None]).sum(dim=1))
+        return torch.cat(parts)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gdn
-from gdn.layers.attention_runs import deal, token_sequences
+from gdn.layers.attention_runs import deal
 from gdn.layers.config import HybridConfig
 from gdn.layers.indexer import Indexer
 from gdn.layers.norm import RMSNorm
@@ -90,8 +90,8 @@ class SparseAttention(nn.Module):
         hidden_states, positions : Tensor [tokens, hidden], Tensor [tokens]
             Packed rows of all sequences, and the position of each in its sequence, int32 or int64.
         metadata : AttentionMetadata
-            Lengths, block tables and slots of the step. Sequences without new tokens come last. Without lengths on the host, and
-            in decode, nothing is read back from the device.
+            Lengths, block tables and slots of the step. Without lengths on the host, sequences without new tokens come last.
+            Nothing is read back from the device.
         kv_cache : tuple of Tensor
             Pages of keys and values of this layer, each [num_blocks, block_size, kv_heads, D], contiguous inside a block; the
             rows of new tokens are written.
@@ -123,7 +123,11 @@ class SparseAttention(nn.Module):
         gdn.write_indexer_cache(v.unflatten(-1, (self.num_kv_heads, -1)), v_cache, slots)
         out = heads[..., : self.head_dim]  # the raw queries are done with: their place, next to the gates, takes the result
         if self.indexer is None:
-            _attend_densely(q, kv_cache, metadata, slice(None), slice(None), out)
+            gdn.attention(
+                q, kv_cache, metadata.block_tables, metadata.query_start_loc, metadata.seq_lens,
+                seq_lens_host=metadata.seq_lens_host, query_lens_host=metadata.query_lens_host,
+                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, out=out,
+            )  # fmt: skip
         else:
             assert indexer_cache is not None
             selected = self.indexer(hidden_states, positions, metadata, indexer_cache, indexer_ring)
@@ -142,28 +146,14 @@ class SparseAttention(nn.Module):
             out[stop:] = 0
         for run in runs:
             part, sequences = run.tokens, run.sequences
-            if run.form == "dense" or selected is None:
-                _attend_densely(q, kv_cache, metadata, part, sequences, out)
-                continue
-            whole = part == slice(0, tokens)
             starts = metadata.query_start_loc
-            if not whole:
+            if part != slice(0, tokens):
                 starts = starts[sequences.start : sequences.stop + 1] - part.start
-            gdn.sparse_attention(
-                q[part], kv_cache, selected[part], metadata.block_tables[sequences], starts, metadata.seq_lens[sequences],
-                max_query_len=run.max_query_len, out=out[part],
-            )  # fmt: skip
-
-
-def _attend_densely(
-    q: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: Any, part: slice, sequences: slice, out: Tensor
-) -> None:
-    """Attention of some sequences' rows to all positions up to their own, into out[part]."""
-    starts = metadata.query_start_loc
-    tables, lengths = metadata.block_tables[sequences], metadata.seq_lens[sequences]
-    if part != slice(None):
-        starts = starts[sequences.start : sequences.stop + 1] - part.start
-    columns = torch.arange(metadata.max_seq_len, dtype=torch.int32, device=q.device)
-    ends = metadata.seq_lens[token_sequences(metadata, q.shape[0])[part]]
-    every = torch.where(columns < ends[:, None], columns, -1)
-    gdn.sparse_attention(q[part], kv_cache, every, tables, starts, lengths, max_query_len=metadata.max_query_len, out=out[part])
+            step = (metadata.block_tables[sequences], starts, metadata.seq_lens[sequences])
+            if run.form == "dense" or selected is None:
+                gdn.attention(
+                    q[part], kv_cache, *step, seq_lens_host=run.seq_lens, query_lens_host=run.query_lens,
+                    max_query_len=run.max_query_len, max_seq_len=run.max_seq_len, out=out[part],
+                )  # fmt: skip
+            else:
+                gdn.sparse_attention(q[part], kv_cache, selected[part], *step, max_query_len=run.max_query_len, out=out[part])

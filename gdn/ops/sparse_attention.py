@@ -89,7 +89,7 @@ def sparse_attention(
     ----------
     .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
-    k_cache, v_cache = _pair(kv_cache)
+    k_cache, v_cache = split_pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
     if topk_indices is None:
         bad_type("topk_indices", "a torch.Tensor", "NoneType")
@@ -119,22 +119,16 @@ def attend(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on two caches, with its log-sum-exp; topk_indices None: all positions, by the kernel of decode."""
-    check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
-    _check_caches(q, k_cache, v_cache)
+    check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, out)
     tokens, heads, dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     device = q.device
     check.optional("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
-    check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=device)
     sequences = seq_lens.shape[0]
-    check.tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=device)
-    check.tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=device)
     check.optional("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     if topk_indices is None and topk_length is not None:
         bad_value("topk_length", "None without topk_indices", "a tensor")
-    check.at_least("max_query_len", max_query_len)
-    check.out(out, [tokens, heads, dim], q.dtype, device)
-    _check_values(q, k_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length)
+    check_values(q, k_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length)
 
     most = block_tables.shape[1] * block_size
     k = most if topk_indices is None else topk_indices.shape[1]
@@ -184,6 +178,21 @@ def _is_decode(tokens: int, sequences: int, max_query_len: int | None) -> bool:
     return max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
 
 
+def check_call(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    max_query_len: int | None, out: Tensor | None,
+) -> None:  # fmt: skip
+    """Checks what sparse and dense attention share."""
+    check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
+    _check_caches(q, k_cache, v_cache)
+    check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=q.device)
+    sequences = seq_lens.shape[0]
+    check.tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=q.device)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=q.device)
+    check.at_least("max_query_len", max_query_len)
+    check.out(out, q.shape, q.dtype, q.device)
+
+
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Checks both caches against the queries."""
     heads, dim = q.shape[1:]
@@ -200,7 +209,7 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         bad_value("q", f"a number of heads that is a multiple of the {kv_heads} key heads", f"{heads} heads")
 
 
-def _check_values(
+def check_values(
     q: Tensor, k_cache: Tensor, topk_indices: Tensor | None, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
     topk_length: Tensor | None,
 ) -> None:  # fmt: skip
@@ -219,7 +228,7 @@ def _check_values(
             _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)
 
 
-def _pair(kv_cache: Any) -> tuple[Tensor, Tensor]:
+def split_pair(kv_cache: Any) -> tuple[Tensor, Tensor]:
     """Splits kv_cache into the caches of keys and values, which the operator checks."""
     if isinstance(kv_cache, Tensor):
         check.layout("kv_cache", kv_cache)

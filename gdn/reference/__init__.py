@@ -1,5 +1,6 @@
 """Reference of every operator in plain torch, on any device: the public names and arguments without `backend`."""
 
+from gdn.reference.attention import attention as attention
 from gdn.reference.attention import sparse_attention as sparse_attention
 from gdn.reference.conv import causal_conv1d_fn as causal_conv1d_fn
 from gdn.reference.conv import causal_conv1d_update as causal_conv1d_update

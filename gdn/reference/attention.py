@@ -87,3 +87,21 @@ def sparse_attention(
         out[part] = torch.einsum("mgrk,mkgd->mgrd", share, values).flatten(1, 2).to(out.dtype)
         lse[part] = row_lse.flatten(1, 2)
     return (out, lse.float()) if return_lse else out
+
+
+@inference_only
+def attention(
+    q: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`gdn.attention`: J is all positions up to the query's own."""
+    return sparse_attention(
+        q, kv_cache, None, block_tables, query_start_loc, seq_lens, scale=scale, return_lse=return_lse, out=out
+    )

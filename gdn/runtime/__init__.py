@@ -147,6 +147,12 @@ def explaining() -> contextlib.AbstractContextManager[Asked]:
     return _within(_explaining, Asked())
 
 
+def record(choice: Choice) -> None:
+    """Inside `explaining()`, records a part that no kernel of this package runs."""
+    if (asked := _explaining.get()) is not None:
+        asked.answers.append((choice, None))
+
+
 def ordering(switch: str | None) -> contextlib.AbstractContextManager[None]:
     """Inside, the `backend` of `prepare` comes from this switch; None = from the argument."""
     return _within(_ordered_by, switch)

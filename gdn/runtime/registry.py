@@ -123,6 +123,7 @@ _OPERATORS = (
         "sparse_attention_decode", _ATTENTION, ("sparse_attention",), _modules("attention.decode"),
         (Preference("VLLM_QSA_DECODE_ATTN_BACKEND", _ANY_BACKEND),),
     ),
+    Operator("attention", None, ("attention",), composed_of=("sparse_attention_decode",)),
 )  # fmt: skip
 
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _OPERATORS}

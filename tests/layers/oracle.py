@@ -29,7 +29,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
     """x [tokens, heads, D]: dimension i turns with dimension i + rotary_dim / 2."""
     half = rotary_dim // 2
-    angle = positions.double()[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = positions.double()[:, None] * theta ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     x1, x2 = x[..., :half], x[..., half:rotary_dim]
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., rotary_dim:]], dim=-1)
@@ -60,8 +60,9 @@ def scores(
     count = len(hidden) // ratio
     k = k[: count * ratio].unflatten(0, (count, ratio)).mean(1)
     rotary = (config.index_rotary_dim, config.rope_theta)
-    q = rotate(norm(q, weights["indexer.q_layernorm.weight"], config.rms_norm_eps), torch.arange(len(hidden)), *rotary)
-    k = rotate(norm(k, weights["indexer.k_layernorm.weight"], config.rms_norm_eps), torch.arange(count) * ratio, *rotary)
+    places = torch.arange(len(hidden), device=hidden.device)
+    q = rotate(norm(q, weights["indexer.q_layernorm.weight"], config.rms_norm_eps), places, *rotary)
+    k = rotate(norm(k, weights["indexer.k_layernorm.weight"], config.rms_norm_eps), places[:count] * ratio, *rotary)
     q, k = rounded(q), rounded(k).repeat_interleave(heads // kv_heads, dim=1)
     products = torch.einsum("thd,shd->ths", q, k).relu()
     return torch.einsum("ths,th->ts", products, w) * dim**-0.5
@@ -95,10 +96,10 @@ def attention(weights: dict[str, Tensor], hidden: Tensor, config: HybridConfig, 
     q, k, v = (hidden @ weights["qkv_proj.weight"].T).split([q_width, kv_heads * dim, kv_heads * dim], dim=-1)
     q, k, v = q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, dim))
     gate = q[..., dim:]
-    positions, rotary = torch.arange(tokens), (config.rotary_dim, config.rope_theta)
+    positions, rotary = torch.arange(tokens, device=hidden.device), (config.rotary_dim, config.rope_theta)
     q = rotate(norm(q[..., :dim], weights["q_norm.weight"], config.rms_norm_eps), positions, *rotary)
     k = rotate(norm(k, weights["k_norm.weight"], config.rms_norm_eps), positions, *rotary)
-    mask, margin = torch.ones(tokens, tokens, dtype=torch.bool).tril(), float("inf")
+    mask, margin = torch.ones(tokens, tokens, dtype=torch.bool, device=hidden.device).tril(), float("inf")
     if selected is not None:
         mask = selected
     elif config.index_topk:

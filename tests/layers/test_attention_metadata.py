@@ -125,6 +125,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_one_token_per_row_is_the_token_of_its_row() -> None:
+    with pytest.raises(ValueError, match=r"^query_lens: expected rows without tokens last in a padded batch, got \[1, 0, 1\]"):
+        builder().build([1, 0, 1], [5, 6, 7], [[0], [1], [2]], [0, 1, 2], pad_to=4, pad_query_len=1)
+    made = builder().build([1, 1, 0], [5, 6, 7], [[0], [1], [2]], [0, 1, 2], pad_to=4, pad_query_len=1)
+    assert made.token_sequences.tolist() == [0, 1, 3, 3]
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name: str) -> None:
     changes, message = BAD[name]

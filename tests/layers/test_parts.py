@@ -1,11 +1,15 @@
 """Norms, rotary embedding, MLPs, and what a model refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, add_rms_norm, rms_norm
+from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, add_rms_norm, mlp, rms_norm
 from gdn.layers.mlp import MoE
+from gdn.layers.random_weights import fill_randomly
 from tests.layers import hf
+from tests.layers.serving import Server
 
 
 def config_of(kind: str = "qwen3_next", **changes: int) -> HybridConfig:
@@ -53,7 +57,7 @@ def test_rotary_table_stays_float32() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 50])
-def test_experts_grouped_and_plain_are_the_same(tokens: int) -> None:
+def test_experts_grouped_and_plain_are_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(num_experts=11, num_experts_per_tok=3)
     moe = MoE(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -66,6 +70,8 @@ def test_experts_grouped_and_plain_are_the_same(tokens: int) -> None:
     moe, hidden, weights = moe.bfloat16(), hidden.bfloat16(), weights.bfloat16()
     grouped, plain = moe._grouped(hidden, weights, experts), moe._every_expert(hidden, weights, experts)
     torch.testing.assert_close(grouped, plain, rtol=3e-2, atol=3e-2)
+    monkeypatch.setattr(mlp, "_MOST_ELEMENTS", 7 * 11 * config.hidden_size)  # seven tokens at a time
+    torch.testing.assert_close(moe._every_expert(hidden, weights, experts), plain)
 
 
 def test_image_positions_are_refused() -> None:
@@ -75,3 +81,30 @@ def test_image_positions_are_refused() -> None:
         model(ids, ids.expand(3, 4), None, None)
     with pytest.raises(ValueError, match=r"input_ids: expected shape \[tokens\]"):
         model(ids[None], ids[None], None, None)
+
+
+def test_random_weights_keep_signals_and_states_near_one() -> None:
+    model = HybridModel(config_of(), dtype=torch.float32)
+    fill_randomly(model, seed=3)
+    again = HybridModel(config_of(), dtype=torch.float32)
+    fill_randomly(again, seed=3)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    server = Server(model, model.config, 1, 90)
+    logits = server.step([list(range(90))])[0]
+    assert 0.3 < float(logits.std()) < 3.0
+    states = server.caches.gdn.ssm_states[0][server.slots[0]]
+    assert 0.01 < float(states.abs().max()) < 10.0
+
+
+def test_layer_scale_is_a_factor_of_each_part() -> None:
+    config = replace(config_of("qwen3_5"), layer_scale=True)
+    scaled, folded = (HybridModel(one, dtype=torch.float32) for one in (config, replace(config, layer_scale=False)))
+    fill_randomly(scaled, seed=1)
+    folded.load_state_dict({name: value for name, value in scaled.state_dict().items() if "layer_scale" not in name})
+    with torch.no_grad():
+        for layer, other in zip(scaled.layers, folded.layers, strict=True):
+            mixer = other.linear_attn.out_proj if layer.layer_type == "linear_attention" else other.self_attn.o_proj.weight
+            mixer.mul_(1 + layer.attn_layer_scale[:, None])
+            other.mlp.down_proj.mul_(1 + layer.mlp_layer_scale[:, None])
+    found, wanted = (Server(one, one.config, 1, 30).step([list(range(30))])[0] for one in (scaled, folded))
+    assert hf.error(found, wanted) < hf.TOLERANCE

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gdn.layers.attention_runs import MOST_DECODE_TOKENS
 from gdn.layers.sparse_attention import SparseAttention
 from tests.layers import oracle
 from tests.layers.attention_cases import CASES, config, deviation, layer_of, prompts
@@ -77,11 +78,33 @@ def test_dense_threshold(case: str, threshold: int, switch) -> None:
     order = [0, 2, 4, 1, 3]
     switch(VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD=str(threshold))
     batch = batch_of(case)
-    got = batch.step([rows[i] for i in order])
-    check(got, [want[i] for i in order])
     assert layer.indexer is not None
-    assert layer.indexer.dense_below() == min(threshold, config(case).index_topk)
+    below = layer.indexer.dense_below()
+    assert below == min(threshold, config(case).index_topk)
+    seen: list[Tensor] = []
+    hook = layer.indexer.register_forward_hook(lambda module, arguments, result: seen.append(result))
+    got = batch.step([rows[i] for i in order])
+    hook.remove()
+    check(got, [want[i] for i in order])
+    for one, selected in zip(got, seen[0].split([len(one) for one in got]), strict=True):
+        is_dense = MOST_DECODE_TOKENS < len(one) < below
+        assert bool((selected < 0).all() if is_dense else (selected[:, 0] >= 0).all())
     check(batch.step([rows[i][:0] for i in order]), [dataclasses.replace(want[i], out=want[i].out[:0]) for i in order])
+
+
+@pytest.mark.parametrize("case", ["token-wise", "compressed"])
+def test_dense_sequences_alone_select_nothing_and_write_their_keys(case: str) -> None:
+    layer, rows, want = made(case)
+    batch = Batch(layer, config(case), 2, 48)
+    assert layer.indexer is not None
+    seen: list[Tensor | None] = []
+    hook = layer.indexer.register_forward_hook(lambda module, arguments, result: seen.append(result))
+    first = batch.step([rows[0][:10], rows[2][:12]])
+    second = batch.step([rows[0][10:40], rows[2][12:40]])
+    hook.remove()
+    assert seen[0] is None and seen[1] is not None
+    for i, one, other in zip((0, 2), first, second, strict=True):
+        assert deviation(torch.cat([one, other]).double(), want[i].out[:40]) < LIMIT
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -114,6 +137,17 @@ def _in_order(batch: Batch, new: list[Tensor], order: list[int], **options: obje
     back = [order.index(i) for i in range(len(order))]
     batch.block_tables, batch.slots, batch.lengths = tables, slots, [batch.lengths[i] for i in back]
     return [got[i] for i in back]
+
+
+@pytest.mark.parametrize("case", ["no indexer", "token-wise", "compressed"])
+def test_a_sequence_without_tokens_between_others(case: str) -> None:
+    """As many rows as sequences, one token at most each, and yet row 1 is not of sequence 1."""
+    _, rows, want = made(case)
+    batch = batch_of(case)
+    first = batch.step([one[:-1] if len(one) > 1 else one for one in rows])
+    assert len(rows[3]) == 1  # nothing is left of this one
+    last = batch.step([one[-1:] if len(one) > 1 else one[:0] for one in rows], padding=1)
+    check([torch.cat(parts) for parts in zip(first, last, strict=True)], want)
 
 
 @pytest.mark.parametrize("on_host", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import gdn
+from gdn.ops.attention import _dense
 from gdn.ops.sparse_attention import attend
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.spoiling.call import Call
@@ -111,6 +112,7 @@ BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "topk_indices": lambda n: {"logits": _random(n, 40), "k": 8},
     "indexer_topk": lambda n: _logits(n) | {"topk": 4},
     "paged_indexer_topk": lambda n: _pages(n) | {"topk": 4},
+    "attention": lambda n: {key: value for key, value in _attention(n).items() if key != "topk_indices"},
     "sparse_attention": _attention,
 }
 
@@ -126,10 +128,11 @@ def seeded(name: str, seed: int) -> Call:
 def of_schema(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
     """The registered operator, and its arguments: one that a call may write is another argument where this call does."""
     public: Any = getattr(gdn, name)
-    if name == "sparse_attention":
-        public, (keys, values) = attend, arguments["kv_cache"]
-        missing = dict.fromkeys(("topk_length", "scale", "max_query_len", "out", "backend"))
-        arguments = missing | {key: value for key, value in arguments.items() if key not in ("kv_cache", "return_lse")}
+    if name in ("sparse_attention", "attention"):
+        public, (keys, values) = attend if name == "sparse_attention" else _dense, arguments["kv_cache"]
+        missing = dict.fromkeys(public.operator.signature.parameters) | {"return_lse": False, **arguments}
+        unknown = ("kv_cache", "return_lse") if name == "sparse_attention" else ("kv_cache",)
+        arguments = {key: value for key, value in missing.items() if key not in unknown}
         arguments |= {"k_cache": keys, "v_cache": values}
     bound = public.operator.signature.bind(**arguments)
     bound.apply_defaults()

@@ -134,6 +134,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "paged_indexer_topk": lambda: {**_paged(), "topk": 5},
     "topk_indices": lambda: {"logits": randn(3, 20), "k": 4},
     "expand_topk_groups": lambda: {"group_indices": torch.tensor([[2, 0], [1, -1]]), "positions": torch.tensor([13, 6])},
+    "attention": lambda: {key: value for key, value in _attention().items() if key != "topk_indices"},
     "sparse_attention": _attention,
 }  # fmt: skip
 

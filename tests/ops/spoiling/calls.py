@@ -28,6 +28,7 @@ OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "topk_indices": calls_indexer.topk_indices,
     "indexer_topk": calls_indexer.indexer_topk,
     "paged_indexer_topk": calls_indexer.paged_indexer_topk,
+    "attention": calls_indexer.attention,
     "sparse_attention": calls_indexer.sparse_attention,
 }
 

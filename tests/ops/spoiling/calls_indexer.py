@@ -339,17 +339,7 @@ def sparse_attention(draw: Draw) -> Call:
     dtype = draw.any_float()
     totals = [length + draw.random.randint(0, 2 * block_size - length) for length in lengths]
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=dtype), lead=1), "T H D")
-    both = draw.floats(2, blocks, block_size, kv_heads, dim, dtype=dtype)
-    form = draw.pick("one", "pair", "packed")
-    if form == "one":
-        call.give("kv_cache", both, "two ~ ~ ~ D")
-        call.ties["two"] = ("kv_cache",)
-    else:
-        # K and V of a head in one row, as some engines keep them.
-        rows = torch.cat([both[0], both[1]], dim=-1)
-        pair = (both[0].clone(), both[1].clone()) if form == "pair" else (rows[..., :dim], rows[..., dim:])
-        call.give("kv_cache[0]", pair[0], "blocks block_size KH D")
-        call.give("kv_cache[1]", pair[1], "blocks block_size KH D")
+    _kv_cache(draw, call, (blocks, block_size, kv_heads, dim), dtype)
     positions = [[draw.random.randint(-1, totals[0]) - 1 for _ in range(k)] for _ in range(tokens)]
     for n, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         for token in range(start, end):
@@ -362,8 +352,53 @@ def sparse_attention(draw: Draw) -> Call:
     call.give("seq_lens", draw.indices(totals), "N")
     if draw.maybe():
         call.give("topk_length", draw.indices([draw.random.randint(0, k) for _ in range(tokens)]), "T")
+    _attention_options(draw, call, (tokens, heads, dim), dtype)
+    return call
+
+
+def attention(draw: Draw) -> Call:
+    """Dense attention: decode rows, then prefill rows of which some have equal lengths."""
+    call = Call("attention")
+    kv_heads, dim, block_size, blocks = draw.pick(1, 2), draw.pick(8, 16), draw.pick(4, 8), 9
+    heads = kv_heads * draw.pick(1, 2, 4)
+    lengths = draw.lengths(4, sequences=2) + [draw.pick(9, 12)] * draw.pick(0, 1, 2) + draw.lengths(3, sequences=1)
+    offsets = draw.offsets(lengths)
+    tokens = offsets[-1] + draw.pick(0, 1)
+    dtype = draw.any_float()
+    cached = draw.pick(0, 3)
+    totals = [length + cached for length in lengths]
+    call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=dtype), lead=1), "T H D")
+    _kv_cache(draw, call, (blocks, block_size, kv_heads, dim), dtype)
+    call.give("block_tables", _tables(draw, totals, block_size, blocks, columns=4), "N ~")
+    call.give("query_start_loc", draw.indices(offsets), "N")
+    call.give("seq_lens", draw.indices(totals), "N")
+    call.ties["N"] = ("seq_lens_host", "query_lens_host")
+    if draw.maybe(0.7):
+        call.arguments |= {"query_lens_host": lengths, "seq_lens_host": tuple(totals)}
+    if draw.maybe(0.3):
+        call.arguments |= {"max_query_len": max(lengths), "max_seq_len": max(totals) + draw.pick(0, 5)}
+    _attention_options(draw, call, (tokens, heads, dim), dtype)
+    return call
+
+
+def _attention_options(draw: Draw, call: Call, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     if draw.maybe(0.4):
         call.arguments |= {"scale": draw.pick(1, 0.25), "return_lse": draw.maybe()}
     if draw.maybe(0.4):
-        call.give("out", draw.rows(draw.floats(tokens, heads, dim, dtype=dtype), lead=1), "T H D")
-    return call
+        call.give("out", draw.rows(draw.floats(*shape, dtype=dtype), lead=1), "T H D")
+
+
+def _kv_cache(draw: Draw, call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Keys and values [blocks, block_size, kv_heads, D], in one of three layouts."""
+    dim = shape[-1]
+    both = draw.floats(2, *shape, dtype=dtype)
+    form = draw.pick("one", "pair", "packed")
+    if form == "one":
+        call.give("kv_cache", both, "two ~ ~ ~ D")
+        call.ties["two"] = ("kv_cache",)
+    else:
+        # K and V of a head in one row, as some engines keep them.
+        rows = torch.cat([both[0], both[1]], dim=-1)
+        pair = (both[0].clone(), both[1].clone()) if form == "pair" else (rows[..., :dim], rows[..., dim:])
+        call.give("kv_cache[0]", pair[0], "blocks block_size KH D")
+        call.give("kv_cache[1]", pair[1], "blocks block_size KH D")

@@ -71,7 +71,7 @@ def _lengths(name: str, change: Callable[[list[int]], list[int]]) -> None:
     """Registers: other lengths on the host than those of cu_seqlens."""
 
     def spoil(call: Call, path: str, _: random.Random) -> Spoiled | None:
-        found = lengths(call)
+        found = lengths(call) if path != "seq_lens_host" else call.index("seq_lens")
         return Spoiled(call.with_values({path: change(found)})) if found else None
 
     SPOILINGS[name] = spoil

@@ -429,6 +429,32 @@ TABLE: dict[str, dict[str, Kind]] = {
         "backend": BACKEND,
         "*": FLOAT_CALL,
     },
+    "attention": {
+        "q": _QUERY | {"another 16-bit dtype": TYPE},
+        "kv_cache": {
+            "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": ERROR, "three entries": ERROR,
+            "the pair as a list": SAME,
+            "two dims more": VALUE, "0-d": VALUE, "dtype float64": TYPE, "last dim not contiguous": VALUE,
+            "part of a larger tensor": SAME,
+        },
+        "kv_cache[0], kv_cache[1]": REQUIRED | but(ROWS, "misaligned base", "misaligned rows", "reversed in memory order",
+            "rows of one element each", "part of a larger tensor", "an nn.Parameter") | {
+            "last dim not contiguous": VALUE, "all rows in one place": VALUE, "overlapping rows": VALUE,
+            "another 16-bit dtype": TYPE, "part of a larger tensor": SAME,
+        },
+        "block_tables": _TABLES,
+        "query_start_loc": REQUIRED | OFFSETS,
+        "seq_lens": REQUIRED | INDEX | {
+            "fewer than the new tokens": VALUE, "longer than its block table": VALUE, "a length of 2**33 + 1": VALUE,
+        },
+        "seq_lens_host, query_lens_host": LENGTHS,
+        "max_query_len, max_seq_len": OPTIONAL_COUNT,
+        "scale": OPTIONAL_NUMBER,
+        "return_lse": FLAG,
+        "out": FLOAT_OUT,
+        "backend": but(BACKEND, "'reference'"),  # prefill rows take torch's own attention otherwise
+        "*": FLOAT_CALL,
+    },
 }  # fmt: skip
 
 
