@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, object]] = {
     "token-wise, few rotated dims": _TOKEN_WISE | dict(index_head_dim=8, index_n_heads=8, index_topk=48),
     "compressed": _COMPRESSED,
     "compressed, no gate": _COMPRESSED | dict(attn_output_gate=False, index_topk=16, index_n_heads=2),
+    "compressed, two key heads": _COMPRESSED | dict(index_kv_heads=2),
     "compressed, groups of 2": _COMPRESSED | dict(index_ratio=2, index_topk=48),
 }
 

@@ -70,6 +70,17 @@ def test_one_pass(case: str, on_host: bool) -> None:
     check(batch_of(case).step(rows, on_host=on_host, padding=3), want)
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("block_size", [48, 272])
+@pytest.mark.parametrize("case", ["no indexer", "token-wise", "compressed"])
+def test_block_sizes_of_hybrid_caches(case: str, block_size: int, on_host: bool) -> None:
+    _, rows, want = made(case)
+    batch = batch_of(case, block_size=block_size)
+    first = batch.step([one[: len(one) // 3] for one in rows], on_host=on_host)
+    last = batch.step([one[len(one) // 3 :] for one in rows], on_host=on_host)
+    check([torch.cat(parts) for parts in zip(first, last, strict=True)], want)
+
+
 @pytest.mark.parametrize("threshold", [0, 10, 40, 2048])
 @pytest.mark.parametrize("case", ["token-wise, no gate", "compressed"])
 def test_dense_threshold(case: str, threshold: int, switch) -> None:
