@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.cli.demo_drafts import accept_greedily
@@ -80,6 +81,13 @@ class Stream:
     num_prompt_tokens: int
     num_computed: int
     accepted: int = 1
+    _table: tuple[list[int], NDArray[Any]] | None = None
+
+    def table(self) -> NDArray[Any]:
+        """Block table as an array; made anew where it changed."""
+        if self._table is None or self._table[0] != self.cached.blocks:
+            self._table = list(self.cached.blocks), np.array(self.cached.blocks, dtype=np.int64)
+        return self._table[1]
 
 
 @dataclass(frozen=True)
@@ -379,7 +387,10 @@ class Engine:
             num_draft_tokens=[work.drafts for work in works], num_accepted_tokens=[stream.accepted for stream in streams],
             is_prefilling=[work.is_prompt for work in works], pad_to=pad_to, **checkpoints,
         )  # fmt: skip
-        tables, slots = [stream.cached.blocks for stream in streams], [stream.cached.slot for stream in streams]
+        tables = np.full((len(works), -(-self.sizes.max_seq_len // self.sizes.block_size)), -1)
+        for row, stream in enumerate(streams):
+            tables[row, : len(stream.cached.blocks)] = stream.table()
+        slots = [stream.cached.slot for stream in streams]
         attention = self._attention.build(queries, lengths, tables, slots, pad_to=pad_to, pad_query_len=query_len)
         return StepMetadata(gdn, attention)
 

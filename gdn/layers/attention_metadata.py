@@ -109,7 +109,7 @@ class AttentionMetadataBuilder:
         self,
         query_lens: Ints,
         seq_lens: Ints,
-        block_tables: Sequence[Sequence[int]] | Tensor,
+        block_tables: Sequence[Sequence[int]] | Tensor | Array,
         sequence_slots: Ints,
         *,
         pad_to: int | None = None,
@@ -121,8 +121,9 @@ class AttentionMetadataBuilder:
         ----------
         query_lens, seq_lens : sequence of int or CPU tensor [N]
             New tokens of each row, and all its tokens, the new ones included.
-        block_tables : sequence of sequences of int, or CPU tensor [N, blocks]
-            Blocks of each sequence, in order, enough for all its tokens.
+        block_tables : sequence of sequences of int, or CPU tensor or array [N, blocks]
+            Blocks of each sequence, in order, enough for all its tokens; what comes after these is not read. An array is much
+            faster than lists.
         sequence_slots : [N]
             Slot of each sequence, from the allocator.
         pad_to, pad_query_len : int, optional
@@ -212,15 +213,25 @@ class AttentionMetadataBuilder:
 
 
 def _tables(block_tables: Any, needed: Array) -> Array:
-    """Block tables as one array [N, most blocks of a row], 0 after the last block of a row."""
-    rows = [as_array(f"block_tables[{row}]", table) for row, table in enumerate(block_tables)]
-    if len(rows) != needed.shape[0]:
-        refuse("block_tables", f"{needed.shape[0]} rows", f"{len(rows)} rows")
-    found = np.zeros((len(rows), max((row.shape[0] for row in rows), default=0)), np.int64)
-    for row, table in enumerate(rows):
-        if table.shape[0] < needed[row]:
-            refuse(f"block_tables[{row}]", f"at least {needed[row]} blocks", f"{table.shape[0]} blocks")
-        if (table[: needed[row]] < 0).any():
-            refuse(f"block_tables[{row}]", "no negative block", table.tolist())
-        found[row, : needed[row]] = table[: needed[row]]
+    """Block tables as one array [N, most blocks of a row], 0 after the last block that a row needs."""
+    count = needed.shape[0]
+    if not isinstance(block_tables, Tensor | np.ndarray):  # rows of different lengths
+        block_tables = _padded_rows([as_array(f"block_tables[{row}]", table) for row, table in enumerate(block_tables)])
+    tables = as_array("block_tables", block_tables, count, ranks=(2,))
+    columns = int(needed.max(initial=0))
+    if columns > tables.shape[1]:
+        row = int(needed.argmax())
+        refuse(f"block_tables[{row}]", f"at least {columns} blocks", f"{tables.shape[1]} blocks")
+    found = np.where(np.arange(columns) < needed[:, None], tables[:, :columns], 0)
+    if (found < 0).any():
+        row = int((found < 0).any(axis=1).argmax())
+        refuse(f"block_tables[{row}]", f"{needed[row]} blocks, none of them negative", tables[row].tolist())
+    return found
+
+
+def _padded_rows(rows: list[Array]) -> Array:
+    """Rows in one array, -1 after the last of each: no block."""
+    found = np.full((len(rows), max((row.shape[0] for row in rows), default=0)), -1, np.int64)
+    for row, values in enumerate(rows):
+        found[row, : values.shape[0]] = values
     return found

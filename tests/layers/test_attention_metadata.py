@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -92,6 +93,15 @@ def test_padding_and_places(rows: list[tuple[int, int]], pad: int, seed: int) ->
     assert padded.seq_lens_host is None and padded.query_lens_host is None
 
 
+@pytest.mark.parametrize("convert", [np.asarray, torch.tensor], ids=["array", "tensor"])
+def test_block_tables_in_one_array(convert: Any) -> None:
+    """With whatever is after the blocks that a row needs."""
+    rows = [[4, 2, -1], [0, -1, 99]]
+    metadata = builder().build([2, 1], [18, 5], convert(rows), [0, 1])
+    assert metadata.block_tables.tolist() == [[4, 2], [0, 0]]
+    assert metadata.slot_mapping.tolist() == [32, 33, 4]
+
+
 def test_padded_batches_keep_their_addresses() -> None:
     made = builder()
     first = made.build([1, 1], [5, 6], [[0], [1]], [0, 1], pad_to=4, pad_query_len=1)
@@ -105,9 +115,10 @@ def test_padded_batches_keep_their_addresses() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"seq_lens": [81, 2]}, r"seq_lens: expected at most 80 tokens \(max_seq_len\), got 81"),
-    "few blocks": ({"block_tables": [[0], []]}, r"block_tables\[1\]: expected at least 1 blocks, got 0 blocks"),
-    "few rows": ({"block_tables": [[0]]}, "block_tables: expected 2 rows, got 1 rows"),
-    "negative block": ({"block_tables": [[0], [-1]]}, r"block_tables\[1\]: expected no negative block"),
+    "few blocks": ({"block_tables": [[0], []]}, r"block_tables\[1\]: expected 1 blocks, none of them negative, got \[-1\]"),
+    "few rows": ({"block_tables": [[0]]}, "block_tables: expected 2 rows, got shape"),
+    "few columns": ({"seq_lens": [5, 17]}, r"block_tables\[1\]: expected at least 2 blocks, got 1 blocks"),
+    "negative block": ({"block_tables": [[0], [-1]]}, r"block_tables\[1\]: expected 1 blocks, none of them neg"),
     "slots": ({"sequence_slots": [0]}, "sequence_slots: expected 2 rows"),
     "padding": ({"pad_to": 7}, r"pad_to: expected 2 \(rows\) to 6"),
     "tokens per row": ({"pad_to": 2, "pad_query_len": 4}, r"pad_query_len: expected 1 \(longest row\) to 3"),
