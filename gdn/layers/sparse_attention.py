@@ -106,10 +106,10 @@ class SparseAttention(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            Named after the argument.
+            Named after the argument. Wrong caches of the indexer are refused before anything is written.
         """
-        if self.indexer is not None and indexer_cache is None:
-            raise ValueError("indexer_cache: expected the pages of a layer with an indexer, got None")
+        if self.indexer is not None:
+            self.indexer.check_caches(indexer_cache, indexer_ring)
         qkv = self.qkv_proj(hidden_states)
         heads, k, v = qkv.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         heads = heads.unflatten(-1, (self.num_heads, -1))  # per head: query, then gate

@@ -222,12 +222,14 @@ def test_tensor_parallel_shards_sum_to_the_whole() -> None:
         assert deviation(one, expected) < 1e-5
 
 
+E4M3 = torch.float8_e4m3fn
 BAD: list[tuple[str, dict[str, object], type[Exception], str]] = [
-    ("token-wise", {"keys": None}, ValueError, "indexer_cache:"),
-    ("compressed", {"ring": None}, ValueError, "ring:"),
-    ("compressed", {"keys": torch.zeros(62, 4, 1, 36, dtype=torch.uint8)}, TypeError, "cache:"),
-    ("compressed", {"keys": torch.zeros(62, 4, 1, 32, dtype=torch.float8_e4m3fn)}, TypeError, "cache:"),
-    ("token-wise", {"keys": torch.zeros(62, 16, 1, 36, dtype=torch.uint8)}, ValueError, "fp8:"),
+    ("token-wise", {"keys": None}, ValueError, "indexer_cache: expected the pages of a layer with an indexer, got None"),
+    ("compressed", {"ring": None}, ValueError, "indexer_ring: expected the ring of raw keys with index_ratio 4, got None"),
+    ("compressed", {"keys": torch.zeros(62, 4, 1, 36, dtype=torch.uint8)}, TypeError, "indexer_cache: .*, got torch.uint8"),
+    ("compressed", {"keys": torch.zeros(62, 4, 1, 32, dtype=E4M3)}, TypeError, "indexer_cache: .*, got torch.float8_e4m3fn"),
+    ("token-wise", {"keys": torch.zeros(62, 16, 1, 36, dtype=torch.uint8)}, TypeError, "indexer_cache: .*, got torch.uint8"),
+    ("token-wise", {"keys": torch.zeros(62, 16, 1, 32, dtype=E4M3)}, TypeError, "indexer_cache: .*, got torch.float8_e4m3fn"),
 ]
 
 
@@ -237,5 +239,15 @@ def test_refusals(case: str, changes: dict[str, object], error: type[Exception],
     batch = batch_of(case)
     for name, value in changes.items():
         setattr(batch, name, value)
+    before = batch.kv[0].clone()
     with pytest.raises(error, match=f"^{message}"):
         batch.step(rows)
+    assert torch.equal(batch.kv[0], before)
+
+
+@pytest.mark.parametrize(("case", "wrong"), [("token-wise", torch.float32), ("token-wise", E4M3), ("compressed", torch.uint8)])
+def test_caches_of_another_form_are_refused_with_fp8(case: str, wrong: torch.dtype) -> None:
+    layer = layer_of(config(case), use_fp8=True)
+    batch = Batch(layer, config(case), 1, 16, cache_dtype=wrong)
+    with pytest.raises(TypeError, match=r"^indexer_cache: expected torch\.\w+ \(use_fp8=True\), got"):
+        batch.step(prompts([5], 48))
