@@ -36,7 +36,7 @@ def _decode(row: Row) -> Problem | None:
 def _code(problem: AttentionProblem, backend: str, entries: Collection[str]) -> Expectation:
     """Products of 16 positions and 8 heads; keys and values by bulk copies, operands by wide loads of matrices."""
     products = problem.head_dim // 16
-    return Expectation({"HMMA": 2 * products, "UBLKCP": 4, "LDSM": 2 * products}, none_of=("HGMMA",))
+    return Expectation({"HMMA": 2 * products, "UBLKCP": 1, "LDSM": 2 * products}, none_of=("HGMMA",))
 
 
 sparse_attention_decode = Variants(
