@@ -151,6 +151,6 @@ def _fakes(problem: SparseDecodeProblem) -> Any:
         # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
         fake(p.dtype, None, p.num_heads, p.head_dim, last=1, align=16), k_cache, v_cache,
         fake(p.index_dtype, None, None, last=1), fake("int32", None, None, last=1), fake("int32", None), fake("int32", None),
-        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads),
+        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads), None,
         cutlass.Float32(1.0),
     )  # fmt: skip
