@@ -33,6 +33,7 @@ MOST_GROUP = 16  # query heads of a key head: two math warps share its tiles
 # Clusters of so many blocks that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
 CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14, 16: 7}
 MOST_STAGES = 16
+NEAR = 1.15  # times the least expected time: what the tuner measures
 WARPS = (1, 2, 3, 4, 6, 8)  # readers, and copy warps
 MIN_POSITIONS = 64  # of a block, where a row of indices is split
 ROW_OVERHEAD_BYTES = 64  # short rows take longer than their bytes
@@ -92,10 +93,11 @@ def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) ->
 
 
 def configs(problem: SparseDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """For each shape of block the most stages."""
-    space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), WARPS, WARPS, (1, 2))
-    found = [_stages(problem, Config(*values), device) for values in space]
-    return [config for config in found if config is not None and (config.splits == 1 or _positions(problem, config) >= 32)]
+    """For each shape of block the most stages, where the expected time is near the least."""
+    space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4), (1, 2, 4), (1, 2))
+    found = [config for values in space if (config := _stages(problem, Config(*values), device)) is not None]
+    expected = [_microseconds(problem, config, device) for config in found]
+    return [config for config, us in zip(found, expected, strict=True) if us <= NEAR * min(expected)]
 
 
 def _positions(problem: SparseDecodeProblem, config: Config) -> int:
@@ -149,6 +151,6 @@ def _fakes(problem: SparseDecodeProblem) -> Any:
         # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
         fake(p.dtype, None, p.num_heads, p.head_dim, last=1, align=16), k_cache, v_cache,
         fake(p.index_dtype, None, None, last=1), fake("int32", None, None, last=1), fake("int32", None), fake("int32", None),
-        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads),
+        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads), None,
         cutlass.Float32(1.0),
     )  # fmt: skip
