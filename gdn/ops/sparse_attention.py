@@ -160,12 +160,11 @@ def attend(
         "block_tables": block_tables, "query_start_loc": make(contiguous_int32, query_start_loc),
         "seq_lens": make(contiguous_int32, seq_lens), "out": out, "lse": lse,
         "topk_length": None if topk_length is None else make(contiguous_int32, topk_length),
+        "workspace": new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None,
         "scale": dim**-0.5 if scale is None else scale,
     }  # fmt: skip
-    workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
-    kind = SparseDecodeParams if isinstance(problem, SparseDecodeProblem) else SparsePrefillParams
-    params: SparseDecodeParams | SparsePrefillParams = kind(**values, workspace=workspace)
-    launch(prepared, params, (out, lse), aligned=(q, k_cache, v_cache))
+    kind: Any = SparseDecodeParams if isinstance(problem, SparseDecodeProblem) else SparsePrefillParams
+    launch(prepared, kind(**values), (out, lse), aligned=(q, k_cache, v_cache))
     return out, lse
 
 

@@ -10,7 +10,6 @@ from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 
 TILE = 16  # positions of a product, and of a stage
-WINDOW = 32  # positions whose indices a copy warp reads at a time, one a lane
 COLUMNS = 8  # query heads of one product
 _PADDING = 16  # bytes of a row in shared memory: 8 rows of an ldmatrix are then in different banks
 _PART_PADDING = 4  # floats of a head's part of O

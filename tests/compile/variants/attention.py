@@ -42,7 +42,7 @@ def _code(problem: AttentionProblem, backend: str, entries: Collection[str]) -> 
     if backend == "tilelang":
         copies = 64 * problem.head_dim * 2 // (16 * 128)  # of a thread for the keys or the values of a tile
         return Expectation({"HMMA": 2 * products, "LDGSTS": 4 * copies, "LDSM": products}, none_of=("HGMMA",))
-    return Expectation({"HMMA": 2 * products, "UBLKCP": 4, "LDSM": 2 * products}, none_of=("HGMMA",))
+    return Expectation({"HMMA": 2 * products, "UBLKCP": 1, "LDSM": 2 * products}, none_of=("HGMMA",))
 
 
 sparse_attention_decode = Variants(
