@@ -21,6 +21,7 @@ from gdn.ops.indexer_topk import indexer_topk as indexer_topk
 from gdn.ops.indexer_topk import paged_indexer_topk as paged_indexer_topk
 from gdn.ops.mqa_logits import fp8_mqa_logits as fp8_mqa_logits
 from gdn.ops.mqa_logits import mqa_logits as mqa_logits
+from gdn.ops.norm import add_rms_norm as add_rms_norm
 from gdn.ops.norm import rms_norm_gated as rms_norm_gated
 from gdn.ops.paged_mqa_logits import fp8_paged_mqa_logits as fp8_paged_mqa_logits
 from gdn.ops.paged_mqa_logits import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata

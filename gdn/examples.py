@@ -107,6 +107,12 @@ def rms_norm_gated(model: ModelShape, fp8: bool = False) -> problems.RmsNormGate
     return problems.RmsNormGatedProblem(num_heads=1, head_dim=model.head_v_dim, **dtypes, sigmoid=False, num_tokens=num_tokens)
 
 
+def add_rms_norm(model: ModelShape, fp8: bool = False) -> problems.AddRmsNormProblem:
+    """Residual stream of a prompt."""
+    dtypes = {"dtype": _BF16, "weight_dtype": _BF16}
+    return problems.AddRmsNormProblem(model.hidden_size, **dtypes, zero_centred=True, num_tokens=_TOKENS)
+
+
 def mqa_logits(model: ModelShape, fp8: bool = False) -> problems.MqaLogitsProblem:
     """The last 4096 queries of a prompt of 32768 tokens."""
     return problems.MqaLogitsProblem(**_logits(model, fp8), packed=False, num_queries=4096, num_keys=32768, num_columns=32768)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+import gdn
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = True) -> Tensor:
     """RMS norm over the last dimension, in float32 inside.
@@ -22,27 +24,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = True) -
     wide = x.float()
     gain = 1.0 + weight.float() if zero_centred else weight.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Residual sum and its zero-centred RMS norm.
-
-    Every layer calls this one function twice, so that a kernel that reads and writes each row once can take its place.
-
-    Parameters
-    ----------
-    x, residual : Tensor [tokens, D]
-        Output of a layer's part, and the residual stream before it.
-    weight, eps : Tensor [D], float
-        Gain less 1, and what is added to the mean square.
-
-    Returns
-    -------
-    normed, residual : Tensor [tokens, D]
-        The norm of the sum, and the sum itself, both in the dtype of `residual`.
-    """
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
 
 
 class RMSNorm(nn.Module):
@@ -68,4 +49,4 @@ class RMSNorm(nn.Module):
         """Norm of x + residual, and that sum; of `x` itself before the first layer, where the residual is None."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return gdn.add_rms_norm(x, residual, self.weight, self.eps)

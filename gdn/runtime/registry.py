@@ -96,6 +96,7 @@ _OPERATORS = (
     Operator("split", _STEPS, ("fused_qkvzba_split_reshape_cat",), _modules("gdn_steps.split", "cute")),
     Operator("conv1d", _STEPS, ("causal_conv1d_fn",), _modules("conv1d.prefill", "cute")),
     Operator("conv1d_update", _STEPS, ("causal_conv1d_update",), _modules("conv1d.update", "cute")),
+    Operator("add_rms_norm", _STEPS, ("add_rms_norm",), _modules("gdn_steps.add_rms_norm", "cute")),
     Operator("rms_norm_gated", _STEPS, ("rms_norm_gated",), _modules("gdn_steps.rms_norm_gated", "cute")),
     Operator("quantize_fp8", _INDEXER, ("quantize_fp8",), _modules("indexer.quantize_fp8", "cute")),
     Operator("write_indexer_cache", _INDEXER, ("write_indexer_cache",), _modules("indexer.write_indexer_cache", "cute")),

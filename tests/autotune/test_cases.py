@@ -120,6 +120,12 @@ def _rms_norm_gated(tensors: tuple[Any, ...], problem: Any) -> None:
     out.copy_(reference.rms_norm_gated(x, z, weight, eps))
 
 
+def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
+    x, residual, weight, normed, total, eps = tensors
+    for out, part in zip((normed, total), reference.add_rms_norm(x, residual, weight, eps), strict=True):
+        out.copy_(part)
+
+
 def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
     *given, slots, accepted, offsets, _, out, scale, eps, null_slot = tensors
     # As the kernel: nothing between the steps is rounded.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, add_rms_norm, mlp, rms_norm
+from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, mlp, rms_norm
 from gdn.layers.mlp import MoE
 from gdn.layers.random_weights import fill_randomly
 from tests.layers import hf
@@ -21,7 +21,9 @@ def test_norm_of_the_sum() -> None:
     x, residual, weight = (torch.randn(*shape, generator=generator) for shape in ((5, 64), (5, 64), (64,)))
     total = (x + residual).double()
     wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
-    normed, found = add_rms_norm(x, residual, weight, 1e-6)
+    norm = RMSNorm(64)
+    norm.weight.copy_(weight)
+    normed, found = norm.add(x, residual)
     torch.testing.assert_close(found, x + residual)
     torch.testing.assert_close(normed, wanted.float())
     torch.testing.assert_close(rms_norm(x, weight, 1e-6, zero_centred=False), rms_norm(x, weight - 1, 1e-6))

@@ -100,6 +100,7 @@ BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "fused_qkvzba_split_reshape_cat": _split,
     "causal_conv1d_fn": _conv_fn,
     "causal_conv1d_update": _conv_update,
+    "add_rms_norm": lambda n: {"x": _random(n, 16), "residual": _random(n, 16), "weight": _random(16)},
     "rms_norm_gated": lambda n: {"x": _random(n, 4, 16), "z": _random(n, 4, 16), "weight": _random(16)},
     "quantize_fp8": lambda n: {"x": _random(n, 128)},
     "write_indexer_cache": lambda n: {"k": _random(n, 16), "cache": _bytes(99), "slot_mapping": torch.arange(n)},

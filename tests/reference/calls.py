@@ -117,6 +117,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         "mixed_qkvz": randn(3, 88), "mixed_ba": randn(3, 8, seed=1), "num_heads_qk": 2, "num_heads_v": 4, "head_qk": 6,
         "head_v": 8,
     },
+    "add_rms_norm": lambda: {"x": randn(3, 4, 8), "residual": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
     "rms_norm_gated": lambda: {"x": randn(3, 4, 8), "z": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
     "quantize_fp8": lambda: {"x": randn(3, 4, 64), "group_size": 32},
     "write_indexer_cache": lambda: {

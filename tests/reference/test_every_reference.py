@@ -58,7 +58,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 # Taken in place or by pages: their layout is the caller's.
 POOLS = ("cache", "conv_states", "conv_state", "initial_state", "ssm_state", "ring", "kv_cache")
-PER_TOKEN = ("fused_qkvzba_split_reshape_cat", "fused_gdn_gating", "rms_norm_gated", "quantize_fp8")
+PER_TOKEN = ("fused_qkvzba_split_reshape_cat", "fused_gdn_gating", "add_rms_norm", "rms_norm_gated", "quantize_fp8")
 WITH_RESULTS = [name for name in NAMES if tensors_of(run(name, CALLS[name]()))]
 
 

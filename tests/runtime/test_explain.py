@@ -122,6 +122,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "causal_conv1d_fn": lambda: {"x": ones(T, D), "weight": ones(D, 4)},
     "causal_conv1d_update": lambda: {"x": ones(2, D), "conv_state": ones(2, D, 3), "weight": ones(D, 4)},
+    "add_rms_norm": lambda: {"x": ones(T, D), "residual": ones(T, D), "weight": ones(D)},
     "rms_norm_gated": lambda: {"x": ones(T, D), "z": ones(T, D), "weight": ones(D)},
     "quantize_fp8": lambda: {"x": ones(T, 128)},
     "write_indexer_cache": lambda: {"k": ones(T, D), "cache": ones(SLOTS, PAGE, 1, D), "slot_mapping": arange(T)},

@@ -14,6 +14,7 @@ OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "fused_qkvzba_split_reshape_cat": calls_steps.split,
     "causal_conv1d_fn": calls_steps.conv_fn,
     "causal_conv1d_update": calls_steps.conv_update,
+    "add_rms_norm": calls_steps.add_norm,
     "rms_norm_gated": calls_steps.norm,
     "quantize_fp8": calls_indexer.quantize,
     "write_indexer_cache": calls_indexer.write,

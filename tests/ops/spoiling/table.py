@@ -288,6 +288,14 @@ TABLE: dict[str, dict[str, Kind]] = {
         "parent_token": _PARENTS,
         "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
     },
+    "add_rms_norm": {
+        "x, residual": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "weight": REQUIRED | PARAMETER,
+        "eps": EPS,
+        "zero_centred": FLAG,
+        "backend": BACKEND,
+        "*": FLOAT_CALL,
+    },
     "rms_norm_gated": {
         "x, z": REQUIRED | ROWS | {"one tensor for two read-only arguments": SAME},
         "weight": REQUIRED | PARAMETER,
