@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from gdn import runtime
@@ -228,6 +227,8 @@ def _prefill(
 def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
     """The mask of queries that are the last tokens. torch's own object reaches the fused kernels of a GPU without a matrix."""
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # it loads torch's compiler, a second that only a GPU needs
+
         return causal_lower_right(query_len, seq_len)
     return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril(seq_len - query_len)
 

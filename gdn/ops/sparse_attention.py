@@ -162,12 +162,9 @@ def attend(
         "topk_length": None if topk_length is None else make(contiguous_int32, topk_length),
         "scale": dim**-0.5 if scale is None else scale,
     }  # fmt: skip
-    params: SparseDecodeParams | SparsePrefillParams
-    if isinstance(problem, SparseDecodeProblem):
-        params = SparseDecodeParams(**values)
-    else:
-        workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
-        params = SparsePrefillParams(**values, workspace=workspace)
+    workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
+    kind = SparseDecodeParams if isinstance(problem, SparseDecodeProblem) else SparsePrefillParams
+    params: SparseDecodeParams | SparsePrefillParams = kind(**values, workspace=workspace)
     launch(prepared, params, (out, lse), aligned=(q, k_cache, v_cache))
     return out, lse
 

@@ -87,6 +87,7 @@ class SparseDecodeParams(NamedTuple):
     out: Tensor  # [tokens, heads, D] of dtype, any token and head stride, last dim contiguous
     lse: Tensor  # [tokens, heads] float32, contiguous: natural logarithm
     scale: float
+    workspace: Tensor | None = None  # [workspace_bytes] uint8, at a multiple of 16 bytes; None where it is 0
 
 
 class SparsePrefillParams(NamedTuple):

@@ -29,10 +29,12 @@ launch, workspace_bytes = build.launch, build.no_workspace
 
 ENTRY = "gdn_cute_sparse_attention_decode"
 HEAD_DIMS = (128, 256)
-MOST_GROUP = 16  # query heads of a key head: columns of two products
+MOST_GROUP = 16  # query heads of a key head: two math warps share its tiles
 # Clusters of so many blocks that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
 CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14, 16: 7}
+MOST_STAGES = 16
 MIN_POSITIONS = 64  # of a block, where a row of indices is split
+ROW_OVERHEAD_BYTES = 64  # short rows take longer than their bytes
 START_US = 5.0  # of a block, before the first and after the last byte
 MOST_SHARES = 1.5  # of the bandwidth of all SMs that one SM takes
 
@@ -42,7 +44,7 @@ class Config:
     splits: int  # blocks of a cluster: they share the positions of a query token
     kv_heads: int  # key heads of a block
     stages: int  # tiles of 16 positions in shared memory
-    readers: int  # math warps of a key head: they take tiles in turns
+    readers: int  # math warps of 8 query heads of a key head: they take tiles in turns
     copy_warps: int  # they take windows of 32 positions in turns
     blocks_per_sm: int  # resident on a multiprocessor at the same time
 
@@ -76,8 +78,8 @@ def fits(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> bo
 
 
 def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> Config | None:
-    """The configuration with as many stages as fit, 12 at most; None where not even four do."""
-    for stages in range(12, 3, -1):
+    """The configuration with as many stages as fit; None where not even four do."""
+    for stages in range(MOST_STAGES, 3, -1):
         deeper = Config(config.splits, config.kv_heads, stages, config.readers, config.copy_warps, config.blocks_per_sm)
         if fits(problem, deeper, device):
             return deeper
@@ -102,7 +104,7 @@ def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSp
     at_once = CLUSTERS_AT_ONCE[config.splits] * config.blocks_per_sm * device.num_sms // H100.num_sms
     rounds = -(-clusters // at_once)
     running = min(clusters, at_once) * config.splits  # blocks
-    row_bytes = Spec(problem, config).row_bytes
+    row_bytes = Spec(problem, config).row_bytes + ROW_OVERHEAD_BYTES
     # An SM takes at most so many times its share of the bandwidth.
     gbps = min(device.copy_gbps / running, MOST_SHARES * device.copy_gbps / device.num_sms / config.blocks_per_sm)
     moved_us = 2 * row_bytes * _positions(problem, config) / gbps / 1e3
@@ -116,7 +118,7 @@ def default_config(problem: SparseDecodeProblem, device: DeviceSpec) -> Config:
     for splits, kv_heads, blocks in product(CLUSTERS_AT_ONCE, (4, 2, 1), (1, 2)):
         if splits > 1 and problem.k < splits * MIN_POSITIONS:
             continue
-        readers = max(1, (2 if blocks == 2 else 4) // kv_heads)
+        readers = max(1, (4 // blocks) // kv_heads)
         found = _stages(problem, Config(splits, kv_heads, 0, readers, 2 if blocks == 2 else 4, blocks), device)
         if found is not None:
             space.append(found)
