@@ -128,7 +128,7 @@ class AttentionMetadataBuilder:
             Slot of each sequence, from the allocator.
         pad_to, pad_query_len : int, optional
             Rows of the captured graph's batch, and its tokens per row (None = the builder's max_query_len): the batch has
-            pad_to * pad_query_len token rows.
+            pad_to * pad_query_len token rows. Rows without tokens are left out.
 
         Returns
         -------
@@ -149,6 +149,10 @@ class AttentionMetadataBuilder:
         slots = as_array("sequence_slots", sequence_slots, count)
         needed = -(-lengths // self.block_size)
         tables = _tables(block_tables, needed)
+        if pad_to is not None:  # rows without tokens are padding: token i of a decode step is then that of row i
+            has_tokens = queries > 0
+            queries, lengths, slots, tables = (values[has_tokens] for values in (queries, lengths, slots, tables))
+            count = queries.shape[0]
         rows = np.repeat(np.arange(count), queries)
         starts = np.concatenate(([0], np.cumsum(queries)))
         positions = (lengths - queries)[rows] + np.arange(rows.shape[0]) - starts[rows]
@@ -185,9 +189,6 @@ class AttentionMetadataBuilder:
             refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
         if not longest <= query_len <= self.max_query_len:
             refuse("pad_query_len", f"{longest} (longest row) to {self.max_query_len} (max_query_len)", query_len)
-        if query_len == 1 and (np.diff(fields["token_sequences"], prepend=-1) > 1).any():
-            # With one token per row, the layers take token i for that of row i.
-            refuse("query_lens", "rows without tokens last in a padded batch", np.diff(fields["query_start_loc"]).tolist())
         columns = -(-self.max_seq_len // self.block_size)
         tables = np.zeros((count, columns), np.int32)
         given = fields["block_tables"][:, :columns]

@@ -20,7 +20,8 @@ class GDNMetadata:
     """Sequences of one step as the Gated DeltaNet layers see them; field names are those of vLLM.
 
     A row is one sequence of the step. Speculative rows (draft count >= 0) and the others take different operators. Batches
-    without speculative rows have the decode rows first; with speculative rows every other row counts as prefill.
+    without speculative rows have the decode rows first; with speculative rows every other row counts as prefill. Rows without
+    tokens are not counted: a batch of decode rows alone leaves them out, other batches keep their places.
 
     Parameters
     ----------

@@ -9,8 +9,8 @@ import torch
 
 from gdn.cli.demo_drafts import accept_greedily, ngram_drafts, random_drafts
 from gdn.cli.demo_engine import Engine, EngineSizes, Stream
-from gdn.cli.demo_weights import randomise
 from gdn.layers import CacheFullError, HybridModel
+from gdn.layers.random_weights import fill_randomly
 from tests.layers.serving import Server
 from tests.layers.small import small_config
 
@@ -27,7 +27,7 @@ LAYERS = ("linear_attention", "full_attention", "linear_attention")
 def make_model(form: str = "token-wise", seed: int = 0, null_slot: int = -1) -> HybridModel:
     shared = {"num_hidden_layers": 3, "layer_types": LAYERS, "intermediate_size": 24, "shared_expert_intermediate_size": 8}
     model = HybridModel(small_config(**shared, vocab_size=61, **FORMS[form]), null_slot=null_slot, dtype=torch.float32)
-    randomise(model, seed)
+    fill_randomly(model, seed)
     return model
 
 
