@@ -4,11 +4,13 @@
 first kernel.
 """
 
+from gdn.ops.attention import attention as attention
 from gdn.ops.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
 from gdn.ops.conv import causal_conv1d_fn as causal_conv1d_fn
 from gdn.ops.conv import causal_conv1d_update as causal_conv1d_update
 from gdn.ops.decode import fused_gdn_decode as fused_gdn_decode
 from gdn.ops.explain import explain as explain
+from gdn.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from gdn.ops.gating import fused_gdn_gating as fused_gdn_gating
 from gdn.ops.indexer import compress_indexer_keys as compress_indexer_keys
 from gdn.ops.indexer import prepare_indexer as prepare_indexer
@@ -19,6 +21,7 @@ from gdn.ops.indexer_topk import indexer_topk as indexer_topk
 from gdn.ops.indexer_topk import paged_indexer_topk as paged_indexer_topk
 from gdn.ops.mqa_logits import fp8_mqa_logits as fp8_mqa_logits
 from gdn.ops.mqa_logits import mqa_logits as mqa_logits
+from gdn.ops.norm import add_rms_norm as add_rms_norm
 from gdn.ops.norm import rms_norm_gated as rms_norm_gated
 from gdn.ops.paged_mqa_logits import fp8_paged_mqa_logits as fp8_paged_mqa_logits
 from gdn.ops.paged_mqa_logits import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata

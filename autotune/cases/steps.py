@@ -104,6 +104,15 @@ def _rms_norm_gated(make: base.Maker, problem: problems.RmsNormGatedProblem, len
     return base.Work("rms_norm_gated", arguments, problems.RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))
 
 
+def _add_rms_norm(make: base.Maker, problem: problems.AddRmsNormProblem, lengths: Sequence[int]) -> base.Work:
+    x, residual = [make.normal(problem.num_tokens, problem.dim, dtype=problem.dtype) for _ in range(2)]
+    weight = make.normal(problem.dim, dtype=problem.weight_dtype)
+    normed, total = [make.poisoned(problem.num_tokens, problem.dim, dtype=problem.dtype) for _ in range(2)]
+    arguments = {"x": x, "residual": residual, "weight": weight, "zero_centred": problem.zero_centred}
+    params = problems.AddRmsNormParams(x, residual, weight, normed, total, 1e-6)
+    return base.Work("add_rms_norm", arguments, params, (normed, total))
+
+
 def _prompts(heads: tuple[int, int], lengths: Sequence[int]) -> base.Shape:
     return base.packed("conv1d", f"{heads[0]}/{heads[1]} {{}}", lengths, base.heads_of(*heads))
 
@@ -128,6 +137,11 @@ def _norm(num_tokens: int, num_heads: int, strided: bool = False) -> base.Shape:
     heads, rows = (num_heads, num_tokens) if strided else (1, num_tokens * num_heads)
     problem = base.example("rms_norm_gated", base.heads_of(num_heads, num_heads), num_heads=heads, num_tokens=rows)
     return base.Shape(f"{num_tokens} x {num_heads} x 128" + (", gate in its projection" if strided else ""), problem)
+
+
+def _residual(num_tokens: int, dim: int) -> base.Shape:
+    problem = base.example("add_rms_norm", base.heads_of(16, 32), dim=dim, num_tokens=num_tokens)
+    return base.Shape(f"{num_tokens} x {dim}", problem)
 
 
 conv1d = base.Tunable(
@@ -155,5 +169,10 @@ gating = base.Tunable(
 rms_norm_gated = base.Tunable(
     partial(base.StepCase, _rms_norm_gated, verdict="close"),
     shapes=(_norm(8192, 32), _norm(128, 32), _norm(8192, 32, strided=True), _norm(128, 32, strided=True)),
+    small=lambda shape: base.resized(shape, num_tokens=5),
+)
+add_rms_norm = base.Tunable(
+    partial(base.StepCase, _add_rms_norm, verdict="close"),
+    shapes=tuple(_residual(num_tokens, dim) for dim in (2048, 4096) for num_tokens in (8192, 128, 1)),
     small=lambda shape: base.resized(shape, num_tokens=5),
 )

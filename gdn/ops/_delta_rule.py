@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gdn.ops import _check as check
+from gdn.ops import _values
 from gdn.ops._call import make, new
 from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import address
@@ -31,6 +32,19 @@ class Tokens(NamedTuple):
     A_log: Tensor | None  # [HS]
     dt_bias: Tensor | None  # [HS]
     use_beta_sigmoid: bool  # use_beta_sigmoid_in_kernel
+
+
+class States(NamedTuple):
+    """Arguments of `chunk_gated_delta_rule` about states, under their public names."""
+
+    initial_state: Tensor | None
+    state_indices: Tensor | None  # [>= N]
+    has_initial_state: Tensor | None  # [>= N]
+    final_state_indices: Tensor | None  # [>= N]
+    checkpoint_offsets: Tensor | None  # [>= N, C]
+    checkpoint_slots: Tensor | None  # [>= N, C]
+    state_v_first: bool
+    null_slot: int
 
 
 @dataclass(slots=True)
@@ -106,6 +120,40 @@ def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
         check.optional("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
     if tokens.use_beta_sigmoid and tokens.beta is None:
         bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
+
+
+def check_states(states: States, sizes: Sizes, q: Tensor, indices_name: str = "state_indices") -> None:
+    """Checks the states of prefill. indices_name: the public name of state_indices."""
+    count, device = sizes.num_sequences, q.device
+    if states.state_indices is not None:
+        check.indices(indices_name, states.state_indices, count, device, ranks=(1,))
+        check_pool("initial_state", states.initial_state, sizes, states.state_v_first, q)
+    elif states.initial_state is not None:
+        check_state("initial_state", states.initial_state, sizes, states.state_v_first, q)
+    check.per_sequence("has_initial_state", states.has_initial_state, count, device, (torch.bool,))
+    if states.final_state_indices is not None:
+        if states.state_indices is None:
+            bad_value("final_state_indices", f"None without {indices_name}", "a tensor")
+        check.indices("final_state_indices", states.final_state_indices, count, device, ranks=(1,))
+    pool = (indices_name, states.state_indices)
+    check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count)
+
+
+def check_state_values(
+    states: States, cu_seqlens: Tensor | None, sizes: Sizes, device: torch.device, indices_name: str = "state_indices"
+) -> None:
+    """Checks the values of the offsets, slots and checkpoints of prefill."""
+    bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
+    if states.state_indices is None or states.initial_state is None:
+        return
+    touched = _values.prefill_slots(
+        indices_name, bounds, states.state_indices, states.null_slot, has_initial_state=states.has_initial_state,
+        final_indices=states.final_state_indices, checkpoint_offsets=states.checkpoint_offsets,
+        checkpoint_slots=states.checkpoint_slots,
+    )  # fmt: skip
+    if states.checkpoint_offsets is not None:
+        _values.check_checkpoint_offsets("checkpoint_offsets", states.checkpoint_offsets, touched.is_live, multiple=64)
+    _values.check_touched(touched, states.initial_state, states.null_slot)
 
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:

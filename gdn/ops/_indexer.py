@@ -13,6 +13,7 @@ from gdn.ops._tensors import ALIGNMENT
 
 QUERY_DTYPES = (FP8, *INPUT_DTYPES)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
+CACHE_DTYPES = (torch.uint8, FP8, *INPUT_DTYPES)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
@@ -82,15 +83,15 @@ def check_rope(positions: Tensor, cos_sin: Tensor, rotary_dim: int, tokens: int,
 
 def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None) -> tuple[int, int]:
     """Checks an indexer cache against head_dim and, if given, the query's dtype; returns its page_size and kv_heads."""
-    check.tensor("cache", cache, dtypes=(torch.uint8, FP8, torch.bfloat16), device=device)
+    check.tensor("cache", cache, dtypes=CACHE_DTYPES, device=device)
     assert isinstance(cache, Tensor)
+    if q_dtype is not None and (cache.dtype in INPUT_DTYPES) == (q_dtype == FP8):
+        wanted = "uint8 or float8_e4m3fn" if q_dtype == FP8 else "bfloat16, float16 or float32"
+        bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
     row = head_dim + 4 if cache.dtype == torch.uint8 else head_dim
     if cache.dim() not in (3, 4) or cache.shape[-1] != row:
         shapes = f"[pages, page_size, kv_heads, {row}] or [pages, page_size, {row}]"
         bad_value("cache", f"shape {shapes} ({cache.dtype} with head_dim {head_dim})", f"shape {list(cache.shape)}")
-    if q_dtype is not None and (cache.dtype == torch.bfloat16) == (q_dtype == FP8):
-        wanted = "uint8 or float8_e4m3fn" if q_dtype == FP8 else "bfloat16"
-        bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
     page_size = cache.shape[1]
     kv_heads = cache.shape[2] if cache.dim() == 4 else 1
     if page_size < 4 or page_size % 4:

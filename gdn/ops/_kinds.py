@@ -2,7 +2,7 @@
 
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
@@ -19,7 +19,7 @@ from gdn.ops._check import bad_type, bad_value
 class Kind:
     """Type that an annotation asks for, and whether None is allowed."""
 
-    type: Any  # torch.Tensor, bool, int, float, str or torch.dtype
+    type: Any  # torch.Tensor, bool, int, float, str, torch.dtype, or tuple: numbers on the host
     is_optional: bool
 
     def key_source(self, name: str) -> str:
@@ -29,6 +29,8 @@ class Kind:
         """
         if self.type is bool:
             return f"{name} is False or type({name})"
+        if self.type is tuple:
+            return f"{name} if {name} is None else tuple({name})"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
@@ -49,13 +51,15 @@ class Kind:
             return value
         if self.type is int:
             return int(value)
+        if self.type is tuple:
+            return tuple(value)
         return _finite(name, value) if self.type is float else value
 
 
 def kind_of(annotation: Any) -> Kind:
     """Kind of an annotation `X` or `X | None`."""
     arguments = typing.get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    types = [one for one in arguments if one is not NoneType]
+    types = [tuple if one == Sequence[int] else one for one in arguments if one is not NoneType]
     if len(types) != 1 or types[0] not in (torch.Tensor, *_TYPES):
         raise TypeError(f"expected an annotation of one kind, got {annotation}")
     return Kind(types[0], NoneType in arguments)
@@ -75,6 +79,10 @@ def _is(*types: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types) and not isinstance(value, but)
 
 
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(_TYPES[int][0](one) for one in value)
+
+
 # Type, except tensors -> whether a value has it, and the name of the type in errors.
 _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (_is(bool), "a bool"),
@@ -82,4 +90,5 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     float: (_is(torch.SymFloat, torch.SymInt, Real, but=(bool, Fraction)), "a number"),
     str: (_is(str), "a str"),
     torch.dtype: (_is(torch.dtype), "a torch.dtype"),
+    tuple: (_are_ints, "a tuple or list of int"),
 }

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _delta_rule, _values
+from gdn.ops import _delta_rule
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
@@ -155,27 +154,13 @@ def chunk_gated_delta_rule(
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(given, null_slot, out)
     count, device, is_pooled = sizes.num_sequences, q.device, state_indices is not None
-    if state_indices is not None:
-        check.indices("state_indices", state_indices, count, device, ranks=(1,))
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
-    elif initial_state is not None:
-        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    if final_state_indices is not None:
-        if state_indices is None:
-            bad_value("final_state_indices", "None without state_indices", "a tensor")
-        check.indices("final_state_indices", final_state_indices, count, device, ranks=(1,))
-    check.checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
+    states = _delta_rule.States(
+        initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
+        null_slot,
+    )  # fmt: skip
+    _delta_rule.check_states(states, sizes, q)
     if reads_values(device):
-        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
-        if state_indices is not None and initial_state is not None:
-            touched = _values.prefill_slots(
-                "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
-                final_indices=final_state_indices, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
-            )  # fmt: skip
-            if checkpoint_offsets is not None:
-                _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=64)
-            _values.check_touched(touched, initial_state, null_slot)
+        _delta_rule.check_state_values(states, cu_seqlens, sizes, device)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 

@@ -147,8 +147,8 @@ def prepare_indexer(
     Returns
     -------
     q : Tensor [tokens, H, D]
-        Queries for the logits operators: in their own dtype with a bfloat16 cache, quantised to e4m3 with a uint8 cache,
-        plainly cast to e4m3 with a float8_e4m3fn cache.
+        Queries for the logits operators: in their own dtype with a cache of bfloat16 (float16, float32), quantised to e4m3 with
+        a uint8 cache, plainly cast to e4m3 with a float8_e4m3fn cache.
     weights : Tensor [tokens, H] or None
         Weights for the logits operators. uint8 cache: weights * q_scale / sqrt(D) in float32 (also where `weights` is None), to
         be used with scale = 1. Other caches: `weights` itself, to be used with scale = D**-0.5.

@@ -24,7 +24,7 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
         Keys, bfloat16, float16 or float32, any row stride; a last dimension that is not contiguous is copied, logged once.
     cache : Tensor [pages, page_size, kv_heads, D + 4 or D]
         Pages as for `paged_mqa_logits`, updated in place. uint8: e4m3 values and one float32 scale per (row, kv head),
-        scale = max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16: a cast.
+        scale = max(amax, 1e-4) / 448; float8_e4m3fn: plain saturating casts; bfloat16 (float16, float32): a cast.
     slot_mapping : Tensor [tokens]
         Cache row of each token, page * page_size + offset, int64 (or int32); negative = skip. The caller makes sure that slots
         lie in the cache and are distinct (always checked on the CPU, on a GPU with ``GDN_VALIDATE=1``, which waits for the
@@ -82,7 +82,8 @@ def gather_indexer_cache(
     Returns
     -------
     k : Tensor [rows, kv_heads, D]
-        New tensor, float8_e4m3fn or bfloat16 as the cache; without the kv_heads axis where the cache has none.
+        New tensor, float8_e4m3fn for a uint8 cache, else of the cache's dtype; without the kv_heads axis where the cache has
+        none.
     k_scale : Tensor [rows, kv_heads] of float32 or None
         Scales of a uint8 cache, without the kv_heads axis where the cache has none.
 

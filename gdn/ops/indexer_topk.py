@@ -5,23 +5,22 @@ its rows of the result. The logits leave out rows with at most topk visible keys
 scores. Both take the ranges unchanged; no value is read back to the host.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gdn import runtime
 from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import always, check_memory, operator, validates
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty, is_tracing
+from gdn.ops._ordered import ordered
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import select_rows
-from gdn.runtime import env, registry
+from gdn.runtime import env
 
 
 @operator(writes={"out": always}, contiguous=("q", "k", "weights"))
@@ -94,7 +93,7 @@ def indexer_topk(
     step = units_per_block(workspace_bytes, 4 * width, num_rows)
     if validates(device):  # all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
-    with _ordered(backend, "indexer_topk") as backend:
+    with ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
         chosen = "reference" if backend == "reference" else None  # a kernel backend is requested for the logits only
@@ -172,7 +171,7 @@ def paged_indexer_topk(
         return out
     step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
-    with _ordered(backend, "paged_indexer_topk") as backend:
+    with ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
         chosen = "reference" if backend == "reference" else None  # as in `indexer_topk`
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
@@ -225,12 +224,3 @@ def units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) ->
     step = workspace_bytes // max(1, unit_bytes)
     step = step // 128 * 128 if step > 128 else step
     return max(1, min(step, units))
-
-
-@contextlib.contextmanager
-def _ordered(backend: str | None, op: str) -> Iterator[str | None]:
-    """Yields the backend for the parts: the argument, or GDN_BACKEND_<OP> of the combined operator, which the parts report."""
-    own = env.current().backend_of.get(op, "auto")
-    is_switch = backend is None and own != "auto"
-    with runtime.ordering(registry.operator(op).switch if is_switch else None):
-        yield own if is_switch else backend

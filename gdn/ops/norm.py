@@ -1,4 +1,4 @@
-"""Public operator `rms_norm_gated`: the gated RMS norm after the recurrence."""
+"""Public operators `rms_norm_gated`, the norm after the recurrence, and `add_rms_norm`, the residual sum and its norm."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from gdn.ops import _check as check
-from gdn.ops._call import launch, operator, prepare
+from gdn.ops._call import NEW, launch, make, operator, prepare
 from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of
-from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
+from gdn.problems import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
 
 
 @operator(contiguous=("x", "z"))
@@ -70,3 +70,67 @@ def rms_norm_gated(
 
         launch(prepared, RmsNormGatedParams(rows("x", x), rows("z", z), constant(weight), out.view(-1, heads, dim), eps))
     return out
+
+
+@operator(returns=lambda _: (NEW, NEW), varies=("x", "residual"), contiguous=("x", "residual"))
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    zero_centred: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual sum, and its RMS norm, over the last dimension.
+
+        s = x + residual;   normed = s / sqrt(mean(s * s) + eps) * (1 + weight)
+
+    computed in float32 (float64 where `x` is float64); s is rounded to the dtype of `x` before the norm.
+
+    Parameters
+    ----------
+    x, residual : Tensor [..., D]
+        Output of a layer's part, and the residual stream before it; one float dtype, any strides. A last dimension that is not
+        contiguous is copied, logged once.
+    weight : Tensor [D]
+        Gain less 1, any float dtype.
+    eps, zero_centred : float, bool
+        Added to the mean square, finite, >= 0; False = the gain is `weight` itself.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
+
+    Returns
+    -------
+    normed, s : Tensor [..., D]
+        New contiguous tensors in the dtype of `x`: input of the next part, and the residual stream after the sum.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is launched.
+
+    References
+    ----------
+    .. [1] B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    """
+    check.tensor("x", x, dtypes=FLOAT_DTYPES)
+    if x.dim() == 0:
+        bad_value("x", "shape [..., D]", "shape []")
+    check.tensor("residual", residual, shape=x.shape, dtypes=(x.dtype,), device=x.device)
+    check.tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
+    check.not_negative("eps", eps)
+    dim = x.shape[-1]
+    dtypes: dict[str, Any] = {"dtype": dtype_name(x.dtype), **dtypes_of(weight=weight)}
+    problem = AddRmsNormProblem(dim, **dtypes, zero_centred=zero_centred, num_tokens=x.numel() // max(dim, 1))
+    prepared = prepare(problem, x.device, backend)
+    normed, total = make(_like, x), make(_like, x)
+    if not is_empty(*x.shape):
+        rows, others = aligned("x", x.reshape(-1, dim)), aligned("residual", residual.reshape(-1, dim))
+        params = AddRmsNormParams(rows, others, constant(weight), normed.view(-1, dim), total.view(-1, dim), eps)
+        launch(prepared, params, (normed, total), aligned=(x, residual, weight))
+    return normed, total
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

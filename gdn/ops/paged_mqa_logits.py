@@ -47,7 +47,8 @@ def paged_mqa_logits(
         - uint8 [pages, page_size, kv_heads, D + 4]: a page holds its page_size * kv_heads * D e4m3 values first, then its
           page_size * kv_heads float32 scales;
         - float8_e4m3fn [pages, page_size, kv_heads, D]: no scales;
-        - bfloat16 [pages, page_size, kv_heads, D]: for a `q` of any dtype other than float8_e4m3fn.
+        - bfloat16 (float16, float32: reference only) [pages, page_size, kv_heads, D]: for a `q` of any dtype other than
+          float8_e4m3fn.
 
         Contiguous inside a page, page stride any multiple of 16 bytes; page_size a multiple of 4 (kernels: of 16).
     weights : Tensor [B * next_n, H] or None

@@ -1,5 +1,10 @@
 """What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
+from gdn.problems.attention import AttentionProblem as AttentionProblem
+from gdn.problems.attention import SparseDecodeParams as SparseDecodeParams
+from gdn.problems.attention import SparseDecodeProblem as SparseDecodeProblem
+from gdn.problems.attention import SparsePrefillParams as SparsePrefillParams
+from gdn.problems.attention import SparsePrefillProblem as SparsePrefillProblem
 from gdn.problems.base import COMPILES as COMPILES
 from gdn.problems.base import DTYPE_BYTES as DTYPE_BYTES
 from gdn.problems.base import TUNES as TUNES
@@ -33,6 +38,8 @@ from gdn.problems.logits import PagedMqaLogitsParams as PagedMqaLogitsParams
 from gdn.problems.logits import PagedMqaLogitsProblem as PagedMqaLogitsProblem
 from gdn.problems.logits import TopkParams as TopkParams
 from gdn.problems.logits import TopkProblem as TopkProblem
+from gdn.problems.steps import AddRmsNormParams as AddRmsNormParams
+from gdn.problems.steps import AddRmsNormProblem as AddRmsNormProblem
 from gdn.problems.steps import Conv1dParams as Conv1dParams
 from gdn.problems.steps import Conv1dProblem as Conv1dProblem
 from gdn.problems.steps import Conv1dUpdateParams as Conv1dUpdateParams

@@ -37,7 +37,7 @@ class IndexerCacheProblem(Problem):
 
     num_kv_heads: int = field(metadata=TUNES)  # 0: no keys and no cache (the query alone is prepared)
     head_dim: int = field(metadata=TUNES)
-    cache_dtype: str | None = field(metadata=TUNES)  # uint8 (scaled e4m3) | float8_e4m3fn | bfloat16; None without keys
+    cache_dtype: str | None = field(metadata=TUNES)  # uint8 (scaled e4m3) | float8_e4m3fn | a float dtype; None without keys
 
     @property
     def scaled(self) -> bool:

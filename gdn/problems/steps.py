@@ -207,3 +207,31 @@ class RmsNormGatedParams(NamedTuple):
     weight: Tensor  # [V] of weight_dtype, contiguous
     out: Tensor  # [L, HV, V] like x, contiguous
     eps: float
+
+
+@dataclass(frozen=True)
+class AddRmsNormProblem(Problem, op="add_rms_norm"):
+    """`gdn.add_rms_norm`."""
+
+    dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of x, residual and both results
+    weight_dtype: str = field(metadata=COMPILES)
+    zero_centred: bool = field(metadata=COMPILES)  # the gain: 1 + weight, else weight
+    num_tokens: int = size()
+
+    def bytes_moved(self) -> int:
+        return self.num_tokens * self.dim * 4 * DTYPE_BYTES[self.dtype]
+
+
+class AddRmsNormParams(NamedTuple):
+    """Arguments of the launch, in order. L tokens of D elements.
+
+    Bases and strides of x, residual and weight are multiples of 8 elements.
+    """
+
+    x: Tensor  # [L, D] of the problem's dtype, last dim contiguous
+    residual: Tensor  # [L, D] likewise
+    weight: Tensor  # [D] of weight_dtype, contiguous
+    normed: Tensor  # [L, D] like x, contiguous
+    total: Tensor  # [L, D] like x, contiguous
+    eps: float

@@ -51,6 +51,19 @@ def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, acti
 
 
 @inference_only
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centred: bool = True
+) -> tuple[Tensor, Tensor]:
+    """s = x + residual, rounded to their dtype, and s / sqrt(mean(s^2) + eps) * (1 + weight); contiguous."""
+    dtype = compute_dtype(x)
+    total = (x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()
+    wide, gain = total.to(dtype), weight.to(dtype)
+    if zero_centred:
+        gain = gain + 1
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * gain).to(x.dtype), total
+
+
+@inference_only
 def fused_gdn_decode(
     mixed_qkv: Tensor,
     z: Tensor | None,

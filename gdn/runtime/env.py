@@ -107,7 +107,7 @@ class Switches:
     )  # fmt: skip
     dsa_dense_prefill_threshold: int = _switch(
         "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "int", 2048,
-        "tokens: sequences (context + new) shorter than this attend densely", awaits="gdn.layers.SparseAttention",
+        "tokens: in prefill, sequences (context + new) shorter than this and than the top-k attend densely",
     )  # fmt: skip
     sparse_indexer_max_logits_mb: int = _switch(
         "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "int", 512,

@@ -107,6 +107,7 @@ def steps() -> None:
     test_steps.test_split(7, (2, 6), (60, 100), torch.bfloat16, device)
     test_steps.test_gating(9, 6, device)
     test_steps.test_rms_norm_gated(100, "silu", device)
+    test_steps.test_add_rms_norm(40, True, device)
 
 
 def indexer_steps() -> None:

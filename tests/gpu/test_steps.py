@@ -624,6 +624,26 @@ def test_rms_norm_gated(dim: int, activation: str, device: torch.device) -> None
     check(flat, exact[:, 0])
 
 
+@pytest.mark.parametrize("zero_centred", [True, False])
+@pytest.mark.parametrize("dim", [2048, 4096, 40, 8, 5120, 16384])
+def test_add_rms_norm(dim: int, zero_centred: bool, device: torch.device) -> None:
+    make = Maker(Case(), device)
+    for length in (1, 3, 33, 4500):
+        for dtype, weight_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+            x, residual = make.normal(length, dim, dtype=dtype), make.normal(length, dim, dtype=dtype)
+            weight = make.normal(dim, dtype=weight_dtype)
+            x[0], residual[0] = 0.0, 0.0
+            total = (x.float() + residual.float()).to(dtype)
+            wide = total.cpu().double()
+            zero, gain = torch.zeros_like(wide), weight.cpu().double()
+            exact = reference.add_rms_norm(wide, zero, gain, 1e-5, zero_centred=zero_centred)[0]
+            for rows in (x, make.framed(x), make.framed(x, left=1, right=2)):
+                normed, found = gdn.add_rms_norm(rows, residual, weight, 1e-5, zero_centred=zero_centred, backend="cute")
+                assert normed.is_contiguous() and found.is_contiguous() and normed.dtype == found.dtype == dtype
+                assert torch.equal(found, total)
+                check(normed, exact)
+
+
 def test_norm_of_nothing(device: torch.device) -> None:
     x = torch.empty(0, 4, 128, dtype=torch.bfloat16, device=device)
     assert gdn.rms_norm_gated(x, x, torch.ones(128, device=device)).shape == x.shape

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.ops.sparse_attention import _attend
+from gdn.ops.attention import _dense
+from gdn.ops.sparse_attention import attend
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
@@ -93,11 +94,13 @@ def _split(tokens: int) -> Arguments:
 BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "chunk_gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),
+    "gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_gdn_decode": arguments_of,
     "fused_gdn_gating": lambda n: {"A_log": _random(4), "a": _random(n, 4), "b": _random(n, 4), "dt_bias": _random(4)},
     "fused_qkvzba_split_reshape_cat": _split,
     "causal_conv1d_fn": _conv_fn,
     "causal_conv1d_update": _conv_update,
+    "add_rms_norm": lambda n: {"x": _random(n, 16), "residual": _random(n, 16), "weight": _random(16)},
     "rms_norm_gated": lambda n: {"x": _random(n, 4, 16), "z": _random(n, 4, 16), "weight": _random(16)},
     "quantize_fp8": lambda n: {"x": _random(n, 128)},
     "write_indexer_cache": lambda n: {"k": _random(n, 16), "cache": _bytes(99), "slot_mapping": torch.arange(n)},
@@ -110,6 +113,7 @@ BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "topk_indices": lambda n: {"logits": _random(n, 40), "k": 8},
     "indexer_topk": lambda n: _logits(n) | {"topk": 4},
     "paged_indexer_topk": lambda n: _pages(n) | {"topk": 4},
+    "attention": lambda n: {key: value for key, value in _attention(n).items() if key != "topk_indices"},
     "sparse_attention": _attention,
 }
 
@@ -125,10 +129,11 @@ def seeded(name: str, seed: int) -> Call:
 def of_schema(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
     """The registered operator, and its arguments: one that a call may write is another argument where this call does."""
     public: Any = getattr(gdn, name)
-    if name == "sparse_attention":
-        public, (keys, values) = _attend, arguments["kv_cache"]
-        missing = dict.fromkeys(("topk_length", "scale", "max_query_len", "out", "backend"))
-        arguments = missing | {key: value for key, value in arguments.items() if key not in ("kv_cache", "return_lse")}
+    if name in ("sparse_attention", "attention"):
+        public, (keys, values) = attend if name == "sparse_attention" else _dense, arguments["kv_cache"]
+        missing = dict.fromkeys(public.operator.signature.parameters) | {"return_lse": False, **arguments}
+        unknown = ("kv_cache", "return_lse") if name == "sparse_attention" else ("kv_cache",)
+        arguments = {key: value for key, value in missing.items() if key not in unknown}
         arguments |= {"k_cache": keys, "v_cache": values}
     bound = public.operator.signature.bind(**arguments)
     bound.apply_defaults()

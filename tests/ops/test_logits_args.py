@@ -357,7 +357,7 @@ OTHER_REFUSALS = [
     ("quantize_fp8", {"x": torch.zeros(2, 64).int()}, TypeError, "x:"),
     (
         "write_indexer_cache",
-        {"k": torch.zeros(2, 32), "cache": torch.zeros(2, 16, 32), "slot_mapping": torch.zeros(2).long()},
+        {"k": torch.zeros(2, 32), "cache": torch.zeros(2, 16, 32).double(), "slot_mapping": torch.zeros(2).long()},
         TypeError,
         "cache:",
     ),

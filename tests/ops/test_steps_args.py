@@ -41,6 +41,10 @@ def split() -> Arguments:
     }  # fmt: skip
 
 
+def add_norm() -> Arguments:
+    return {"x": torch.randn(3, V), "residual": torch.randn(3, V), "weight": torch.randn(V)}
+
+
 def norm() -> Arguments:
     return {"x": torch.randn(3, HV, V), "z": torch.randn(3, HV, V), "weight": torch.randn(V)}
 
@@ -184,6 +188,18 @@ CALLS: list[tuple[str, Callable[[], Arguments], Bad]] = [
         split,
         Bad("heads", lambda a: {"num_heads_v": 3}, ValueError, r"^num_heads_v: expected a mul"),
     ),
+    (
+        "add_rms_norm",
+        add_norm,
+        Bad("residual", lambda a: {"residual": a["residual"][1:]}, ValueError, r"^residual: expected shape \[3, 8\]"),
+    ),
+    (
+        "add_rms_norm",
+        add_norm,
+        Bad("dtype", lambda a: {"residual": a["residual"].bfloat16()}, TypeError, r"^residual: expected dtype float32"),
+    ),
+    ("add_rms_norm", add_norm, Bad("gain", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^weight: expected shape \[8\]")),
+    ("add_rms_norm", add_norm, Bad("flag", lambda a: {"zero_centred": 1}, TypeError, r"^zero_centred: expected a bool")),
     ("rms_norm_gated", norm, Bad("z", lambda a: {"z": a["z"][1:]}, ValueError, r"^z: expected shape \[3, 4, 8\]")),
     ("rms_norm_gated", norm, Bad("weight", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^weight: expected shape \[8\]")),
     ("rms_norm_gated", norm, Bad("eps", lambda a: {"eps": -1.0}, ValueError, r"^eps: expected a number >= 0, got -1")),

@@ -34,6 +34,11 @@ def _recurrent() -> Arguments:
     return recurrent_inputs(recurrent_problem(index_dtype="int32", write_every_token=True, has_accepted=True), lengths=[3, 2])
 
 
+def _step() -> Arguments:
+    problem = chunk_problem(index_dtype="int32", has_mask=True, has_final_indices=True, has_checkpoints=True)
+    return chunk_inputs(problem, lengths=[3, 1, 70, 5]) | {"lengths_host": (3, 1, 70, 5)}
+
+
 def _conv() -> Arguments:
     return {
         "x": randn(9, 6), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2), "conv_states": randn(5, 6, 3, seed=3),
@@ -103,6 +108,7 @@ def _attention() -> Arguments:
 CALLS: dict[str, Callable[[], Arguments]] = {
     "chunk_gated_delta_rule": _chunk,
     "fused_recurrent_gated_delta_rule": _recurrent,
+    "gated_delta_rule": _step,
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
     "fused_gdn_decode": _decode,
@@ -111,6 +117,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         "mixed_qkvz": randn(3, 88), "mixed_ba": randn(3, 8, seed=1), "num_heads_qk": 2, "num_heads_v": 4, "head_qk": 6,
         "head_v": 8,
     },
+    "add_rms_norm": lambda: {"x": randn(3, 4, 8), "residual": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
     "rms_norm_gated": lambda: {"x": randn(3, 4, 8), "z": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
     "quantize_fp8": lambda: {"x": randn(3, 4, 64), "group_size": 32},
     "write_indexer_cache": lambda: {
@@ -128,6 +135,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "paged_indexer_topk": lambda: {**_paged(), "topk": 5},
     "topk_indices": lambda: {"logits": randn(3, 20), "k": 4},
     "expand_topk_groups": lambda: {"group_indices": torch.tensor([[2, 0], [1, -1]]), "positions": torch.tensor([13, 6])},
+    "attention": lambda: {key: value for key, value in _attention().items() if key != "topk_indices"},
     "sparse_attention": _attention,
 }  # fmt: skip
 

@@ -1,12 +1,14 @@
 """Sparse attention against dense attention of each query alone, in float64."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
 from gdn import reference
-from gdn.reference import attention as reference_attention
+
+reference_attention = importlib.import_module("gdn.reference.attention")  # the package has a function of this name
 
 
 @pytest.fixture(autouse=True, scope="module")

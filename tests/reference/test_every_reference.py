@@ -47,7 +47,7 @@ def test_signature_is_that_of_the_operator_less_hints(name: str) -> None:
 
 
 # What says how a call is to run and does not change its result, where that is specified.
-HINTS = ("backend", "skip_rows_up_to", "max_query_len")
+HINTS = ("backend", "skip_rows_up_to", "max_query_len", "max_seq_len", "seq_lens_host", "query_lens_host")
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 # Taken in place or by pages: their layout is the caller's.
 POOLS = ("cache", "conv_states", "conv_state", "initial_state", "ssm_state", "ring", "kv_cache")
-PER_TOKEN = ("fused_qkvzba_split_reshape_cat", "fused_gdn_gating", "rms_norm_gated", "quantize_fp8")
+PER_TOKEN = ("fused_qkvzba_split_reshape_cat", "fused_gdn_gating", "add_rms_norm", "rms_norm_gated", "quantize_fp8")
 WITH_RESULTS = [name for name in NAMES if tensors_of(run(name, CALLS[name]()))]
 
 

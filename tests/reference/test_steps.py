@@ -70,6 +70,18 @@ def test_gated_norm_by_its_formula(activation: str) -> None:
     assert half.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("zero_centred", [True, False])
+def test_norm_of_the_residual_sum_by_its_formula(zero_centred: bool) -> None:
+    x, residual, weight = randn(5, HV, V), randn(5, HV, V, seed=1), randn(V, seed=2)
+    normed, total = reference.add_rms_norm(x, residual, weight, 1e-3, zero_centred=zero_centred)
+    expected = (x + residual) / ((x + residual).square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + zero_centred)
+    assert torch.equal(total, x + residual) and error(normed, expected, groups=2).within(1e-13)
+    half = reference.add_rms_norm(x.bfloat16(), residual.bfloat16(), weight, 1e-3, zero_centred=zero_centred)
+    assert torch.equal(half[1], (x.bfloat16().float() + residual.bfloat16().float()).bfloat16())
+    again = reference.add_rms_norm(half[1], torch.zeros_like(half[1]), weight, 1e-3, zero_centred=zero_centred)
+    assert torch.equal(half[0], again[0])  # the norm is that of the rounded sum
+
+
 def decode_arguments(tokens: int, columns: int = 0, dtype: torch.dtype = F64) -> dict[str, Any]:
     slots = 9
     indices = torch.tensor([5, 3, 7, 1], dtype=torch.int32)

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import ConvolutionProblem, GatingProblem, Problem, RmsNormGatedProblem, SplitProblem
-from tests.compile.expectations import NO_REUSE, Expectation
+from gdn.problems import AddRmsNormProblem, ConvolutionProblem, GatingProblem, Problem, RmsNormGatedProblem, SplitProblem
+from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Row, Variants, example
 
 _CONVOLUTION_AXES: dict[str, Sequence[Any]] = {
@@ -70,6 +70,11 @@ def _norm_code(problem: RmsNormGatedProblem, backend: str, entries: Collection[s
     return Expectation({f"LDG.{wide}": 1, f"STG.{wide}": 1}, none_of=NO_REUSE)
 
 
+def _add_norm_code(problem: AddRmsNormProblem, backend: str, entries: Collection[str]) -> Expectation:
+    # Shared memory holds the sums of the warps.
+    return Expectation({"LDG.128": 2, "STG.128": 2, "LDS": 1, "STS": 1}, none_of=TENSOR_CORES)
+
+
 def _gating_code(problem: GatingProblem, backend: str, entries: Collection[str]) -> Expectation:
     return Expectation({"LDG": 4, "STG": 2}, none_of=NO_REUSE)
 
@@ -131,4 +136,15 @@ rms_norm_gated = Variants(
     },
     lambda row: example("rms_norm_gated", **row),
     _norm_code,
+)
+add_rms_norm = Variants(
+    {
+        "dim": [2048, 4096, 2560, 40, 16384],
+        "dtype": ["bfloat16", "float16"],
+        "weight_dtype": ["bfloat16", "float32"],
+        "zero_centred": [True, False],
+        "num_tokens": [8, 8192],
+    },
+    lambda row: example("add_rms_norm", **row),
+    _add_norm_code,
 )

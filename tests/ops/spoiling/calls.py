@@ -8,11 +8,13 @@ from tests.ops.spoiling.call import Call, Draw
 OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "chunk_gated_delta_rule": calls_delta_rule.chunk,
     "fused_recurrent_gated_delta_rule": calls_delta_rule.recurrent,
+    "gated_delta_rule": calls_delta_rule.step,
     "fused_gdn_decode": calls_delta_rule.decode,
     "fused_gdn_gating": calls_steps.gating,
     "fused_qkvzba_split_reshape_cat": calls_steps.split,
     "causal_conv1d_fn": calls_steps.conv_fn,
     "causal_conv1d_update": calls_steps.conv_update,
+    "add_rms_norm": calls_steps.add_norm,
     "rms_norm_gated": calls_steps.norm,
     "quantize_fp8": calls_indexer.quantize,
     "write_indexer_cache": calls_indexer.write,
@@ -27,6 +29,7 @@ OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "topk_indices": calls_indexer.topk_indices,
     "indexer_topk": calls_indexer.indexer_topk,
     "paged_indexer_topk": calls_indexer.paged_indexer_topk,
+    "attention": calls_indexer.attention,
     "sparse_attention": calls_indexer.sparse_attention,
 }
 

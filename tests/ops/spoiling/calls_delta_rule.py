@@ -96,22 +96,7 @@ def chunk(draw: Draw) -> Call:
     if kind == "states":
         _state(draw, call, "initial_state", count, inner, is_pool=False)
     if kind == "pool":
-        slots, size = _slots(draw, call, count, columns=4)
-        null_slot = call.arguments.get("null_slot", -1)
-        _state(draw, call, "initial_state", size, inner, is_pool=True)
-        extra = draw.pick(0, 2)
-        dtype = draw.pick(torch.int32, torch.int64)
-        reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
-        call.give("state_indices", draw.indices(reads + [1] * extra, dtype), "N+")
-        if draw.maybe(0.3):
-            final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count : 2 * count]]
-            call.give("final_state_indices", draw.indices(final), "N+")
-        if has_checkpoints:
-            offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
-            offsets[0][0] = 64
-            saved = [list(slots[2 * count + 2 * n :][:2]) for n in range(count)]
-            call.give("checkpoint_offsets", draw.indices(offsets), "N+ C")
-            call.give("checkpoint_slots", draw.indices(saved), "N+ C")
+        _prefill_pool(draw, call, inner, count, has_checkpoints)
     if kind != "none" and draw.maybe(0.4):
         call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
     return call
@@ -141,6 +126,68 @@ def recurrent(draw: Draw) -> Call:
     if draw.maybe(0.15):
         call.arguments["disable_state_update"] = True
     return call
+
+
+def step(draw: Draw) -> Call:
+    """gated_delta_rule: short rows before, between and after long ones, of the chunk form, or drafts."""
+    call = Call("gated_delta_rule")
+    kind = draw.pick("none", "states", "in place", "pool", "pool", "pool", "2-D", "tree")
+    has_checkpoints = kind == "pool" and draw.maybe(0.4)
+    lengths = draw.lengths(4)
+    if kind not in ("2-D", "tree"):
+        lengths += [draw.pick(8, 65, 130)] * draw.pick(0, 1) + draw.lengths(4, sequences=1) * draw.pick(0, 1)
+    if has_checkpoints:
+        lengths[-1] = 65
+    offsets = draw.offsets(lengths)
+    call.give("cu_seqlens", draw.indices(offsets), "~")
+    call.ties["N"] = call.ties["T"] = ("cu_seqlens", "lengths_host")
+    count = call.sizes["N"] = len(lengths)
+    length = offsets[-1] + draw.pick(0, 2)
+    inner = _tokens(draw, call, 1, length)
+    if draw.maybe(0.7):
+        call.arguments["lengths_host"] = draw.pick(list, tuple)(lengths)
+    if draw.maybe():
+        call.arguments["output_final_state"] = True
+    if kind == "states":
+        _state(draw, call, "initial_state", count, inner, is_pool=False)
+    if kind == "in place":
+        _state(draw, call, "initial_state", count, inner, is_pool=True)
+        call.dims["initial_state"] = ("N", *call.dims["initial_state"][1:])
+        call.arguments["inplace_final_state"] = True
+    if kind in ("2-D", "tree"):
+        _pooled(draw, call, kind, inner, length, count, length)
+    if kind == "pool":
+        _prefill_pool(draw, call, inner, count, has_checkpoints, draw.pick("state_indices", "ssm_state_indices"))
+    if kind in ("states", "in place", "pool") and draw.maybe(0.4):
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
+    if kind in ("in place", "pool") and draw.maybe(0.3):
+        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+        call.ties["one"] = ("rounding_seed",)
+    if not has_checkpoints and draw.maybe(0.15):
+        call.arguments["disable_state_update"] = True
+    return call
+
+
+def _prefill_pool(
+    draw: Draw, call: Call, inner: tuple[int, ...], count: int, has_checkpoints: bool, name: str = "state_indices"
+) -> None:
+    """A pool with the slots of prefill."""
+    slots, size = _slots(draw, call, count, columns=4)
+    null_slot = call.arguments.get("null_slot", -1)
+    _state(draw, call, "initial_state", size, inner, is_pool=True)
+    extra = draw.pick(0, 2)
+    dtype = draw.pick(torch.int32, torch.int64)
+    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+    call.give(name, draw.indices(reads + [1] * extra, dtype), "N+")
+    if draw.maybe(0.3):
+        final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count : 2 * count]]
+        call.give("final_state_indices", draw.indices(final), "N+")
+    if has_checkpoints:
+        offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
+        offsets[0][0] = 64
+        saved = [list(slots[2 * count + 2 * n :][:2]) for n in range(count)]
+        call.give("checkpoint_offsets", draw.indices(offsets), "N+ C")
+        call.give("checkpoint_slots", draw.indices(saved), "N+ C")
 
 
 def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_tokens: int, count: int, length: int) -> None:

@@ -5,6 +5,7 @@ import torch
 from tests.ops.spoiling.call import Call, Draw
 
 FP8 = torch.float8_e4m3fn
+CACHE_DTYPES = (torch.uint8, FP8, torch.bfloat16, torch.float16, torch.float32)
 TIES_OF_PAGES = ("block_tables", "context_lens")
 
 
@@ -43,7 +44,7 @@ def quantize(draw: Draw) -> Call:
 def write(draw: Draw) -> Call:
     call = Call("write_indexer_cache")
     tokens, kv_heads, dim, page_size = draw.pick(0, 1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
-    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
     call.give("k", k, k_dims)
     call.give("cache", cache, dims)
@@ -73,7 +74,7 @@ def prepare(draw: Draw) -> Call:
     _rope(draw, call, tokens, dim, [draw.random.randrange(12) for _ in range(tokens)], 12)
     call.give("q_norm", draw.floats(dim, dtype=draw.any_float()), "D")
     if has_cache:
-        cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+        cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
         k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
         call.give("k", k, k_dims)
         call.give("k_norm", draw.floats(dim, dtype=draw.any_float()), "D")
@@ -81,7 +82,7 @@ def prepare(draw: Draw) -> Call:
         call.give("slot_mapping", _slot_mapping(draw, tokens, 3 * page_size), "T")
         call.ties["KH"] = ("k", "cache")
         if draw.maybe(0.3):
-            call.arguments["fp8"] = cache.dtype != torch.bfloat16
+            call.arguments["fp8"] = cache.dtype in (torch.uint8, FP8)
     elif draw.maybe():
         call.arguments["fp8"] = draw.maybe()
     return call
@@ -109,7 +110,7 @@ def compress(draw: Draw) -> Call:
     flat = kv_heads == 1 and draw.maybe()
     raw_k, k_dims = _keys(draw, tokens, kv_heads, dim, dtype, flat=flat)
     ring = draw.floats(sequences + 2, size, kv_heads, dim, dtype=dtype)
-    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+    cache, dims = _cache(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     call.give("raw_k", raw_k, k_dims)
     call.give("ring", draw.pool(ring[:, :, 0].contiguous() if flat else ring), "~ ring D" if flat else "~ ring KH D")
     call.give("cache", cache, dims)
@@ -129,7 +130,7 @@ def _without_repeats(slots: list[int]) -> list[int]:
 def gather(draw: Draw) -> Call:
     call = Call("gather_indexer_cache")
     kv_heads, dim, page_size, pages = draw.pick(1, 2), 8, draw.pick(4, 16), 6
-    cache, dims = _cache(draw, pages, page_size, kv_heads, dim, draw.pick(torch.uint8, FP8, torch.bfloat16))
+    cache, dims = _cache(draw, pages, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     lengths = [draw.random.randint(0, 2 * page_size) for _ in range(draw.pick(1, 2, 3))]
     call.give("cache", cache, dims)
     call.give("block_tables", _tables(draw, lengths, page_size, pages, columns=2), "N ~")
@@ -221,7 +222,7 @@ def _paged(draw: Draw, operator: str, dtypes: tuple[torch.dtype, ...], next_ns: 
     batch, next_n, kv_heads, dim = draw.pick(1, 2, 3), draw.pick(*next_ns), draw.pick(1, 2), draw.pick(8, 16)
     heads, page_size, pages, columns = kv_heads * draw.pick(2, 4), draw.pick(4, 16), 6, 2
     cache_dtype = draw.pick(*dtypes)
-    dtype = torch.bfloat16 if cache_dtype == torch.bfloat16 else FP8
+    dtype = FP8 if cache_dtype in (torch.uint8, FP8) else cache_dtype
     cache, dims = _cache(draw, pages, page_size, kv_heads, dim, cache_dtype)
     call.give("q", draw.rows(draw.floats(batch, next_n, heads, dim).to(dtype), lead=2), "B next H D")
     call.give("cache", cache, dims)
@@ -240,7 +241,7 @@ def _paged(draw: Draw, operator: str, dtypes: tuple[torch.dtype, ...], next_ns: 
 
 
 def paged_mqa_logits(draw: Draw) -> Call:
-    call, addressed = _paged(draw, "paged_mqa_logits", (torch.uint8, FP8, torch.bfloat16))
+    call, addressed = _paged(draw, "paged_mqa_logits", CACHE_DTYPES)
     rows, columns = call.arguments["q"].shape[:2].numel(), addressed + draw.pick(0, 3)
     call.arguments["max_context_len"] = columns
     dtype = draw.pick(torch.float32, torch.bfloat16)
@@ -302,7 +303,7 @@ def indexer_topk(draw: Draw) -> Call:
 
 
 def paged_indexer_topk(draw: Draw) -> Call:
-    call, addressed = _paged(draw, "paged_indexer_topk", (torch.uint8, FP8, torch.bfloat16))
+    call, addressed = _paged(draw, "paged_indexer_topk", CACHE_DTYPES)
     rows = call.arguments["q"].shape[:2].numel()
     call.arguments["topk"] = draw.pick(1, 3, 8)
     if draw.maybe(0.4):
@@ -338,17 +339,7 @@ def sparse_attention(draw: Draw) -> Call:
     dtype = draw.any_float()
     totals = [length + draw.random.randint(0, 2 * block_size - length) for length in lengths]
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=dtype), lead=1), "T H D")
-    both = draw.floats(2, blocks, block_size, kv_heads, dim, dtype=dtype)
-    form = draw.pick("one", "pair", "packed")
-    if form == "one":
-        call.give("kv_cache", both, "two ~ ~ ~ D")
-        call.ties["two"] = ("kv_cache",)
-    else:
-        # K and V of a head in one row, as some engines keep them.
-        rows = torch.cat([both[0], both[1]], dim=-1)
-        pair = (both[0].clone(), both[1].clone()) if form == "pair" else (rows[..., :dim], rows[..., dim:])
-        call.give("kv_cache[0]", pair[0], "blocks block_size KH D")
-        call.give("kv_cache[1]", pair[1], "blocks block_size KH D")
+    _kv_cache(draw, call, (blocks, block_size, kv_heads, dim), dtype)
     positions = [[draw.random.randint(-1, totals[0]) - 1 for _ in range(k)] for _ in range(tokens)]
     for n, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         for token in range(start, end):
@@ -361,8 +352,53 @@ def sparse_attention(draw: Draw) -> Call:
     call.give("seq_lens", draw.indices(totals), "N")
     if draw.maybe():
         call.give("topk_length", draw.indices([draw.random.randint(0, k) for _ in range(tokens)]), "T")
+    _attention_options(draw, call, (tokens, heads, dim), dtype)
+    return call
+
+
+def attention(draw: Draw) -> Call:
+    """Dense attention: decode rows, then prefill rows of which some have equal lengths."""
+    call = Call("attention")
+    kv_heads, dim, block_size, blocks = draw.pick(1, 2), draw.pick(8, 16), draw.pick(4, 8), 9
+    heads = kv_heads * draw.pick(1, 2, 4)
+    lengths = draw.lengths(4, sequences=2) + [draw.pick(9, 12)] * draw.pick(0, 1, 2) + draw.lengths(3, sequences=1)
+    offsets = draw.offsets(lengths)
+    tokens = offsets[-1] + draw.pick(0, 1)
+    dtype = draw.any_float()
+    cached = draw.pick(0, 3)
+    totals = [length + cached for length in lengths]
+    call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=dtype), lead=1), "T H D")
+    _kv_cache(draw, call, (blocks, block_size, kv_heads, dim), dtype)
+    call.give("block_tables", _tables(draw, totals, block_size, blocks, columns=4), "N ~")
+    call.give("query_start_loc", draw.indices(offsets), "N")
+    call.give("seq_lens", draw.indices(totals), "N")
+    call.ties["N"] = ("seq_lens_host", "query_lens_host")
+    if draw.maybe(0.7):
+        call.arguments |= {"query_lens_host": lengths, "seq_lens_host": tuple(totals)}
+    if draw.maybe(0.3):
+        call.arguments |= {"max_query_len": max(lengths), "max_seq_len": max(totals) + draw.pick(0, 5)}
+    _attention_options(draw, call, (tokens, heads, dim), dtype)
+    return call
+
+
+def _attention_options(draw: Draw, call: Call, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     if draw.maybe(0.4):
         call.arguments |= {"scale": draw.pick(1, 0.25), "return_lse": draw.maybe()}
     if draw.maybe(0.4):
-        call.give("out", draw.rows(draw.floats(tokens, heads, dim, dtype=dtype), lead=1), "T H D")
-    return call
+        call.give("out", draw.rows(draw.floats(*shape, dtype=dtype), lead=1), "T H D")
+
+
+def _kv_cache(draw: Draw, call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Keys and values [blocks, block_size, kv_heads, D], in one of three layouts."""
+    dim = shape[-1]
+    both = draw.floats(2, *shape, dtype=dtype)
+    form = draw.pick("one", "pair", "packed")
+    if form == "one":
+        call.give("kv_cache", both, "two ~ ~ ~ D")
+        call.ties["two"] = ("kv_cache",)
+    else:
+        # K and V of a head in one row, as some engines keep them.
+        rows = torch.cat([both[0], both[1]], dim=-1)
+        pair = (both[0].clone(), both[1].clone()) if form == "pair" else (rows[..., :dim], rows[..., dim:])
+        call.give("kv_cache[0]", pair[0], "blocks block_size KH D")
+        call.give("kv_cache[1]", pair[1], "blocks block_size KH D")

@@ -151,7 +151,7 @@ LOGITS_OUT: Kind = OUT | MATRIX | {
 
 _CACHE: Kind = _TENSOR | {
     "dtype int32": TYPE,
-    "dtype float32": TYPE,
+    "dtype float64": TYPE,
     "all rows in one place": VALUE,
     "overlapping rows": VALUE,
     "last dim not contiguous": VALUE,
@@ -200,6 +200,10 @@ EPS: Kind = NUMBER | {"-1.0": VALUE, "-1": VALUE}
 POSITIVE: Kind = EPS | {"0": VALUE}
 OPTIONAL_COUNT: Kind = _NO_SCALAR | {"True": TYPE, "1.0": TYPE, "a str": TYPE, "nan": TYPE, "-1": VALUE}
 COUNT: Kind = OPTIONAL_COUNT | {"None": TYPE}
+# Lengths of the sequences on the host.
+LENGTHS: Kind = but(_NO_SCALAR, "a list") | {
+    "1": TYPE, "1.0": TYPE, "a str": TYPE, "one length more": VALUE, "a length of -1": VALUE, "a longer first sequence": VALUE,
+}  # fmt: skip
 AT_LEAST_ONE: Kind = COUNT | {"0": VALUE}
 NULL_SLOT: Kind = but(COUNT, "-1") | {"-2": VALUE, "-2**40": VALUE}
 OPTIONAL_WORD: Kind = _NO_SCALAR | {

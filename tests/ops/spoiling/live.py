@@ -177,6 +177,7 @@ def _compress(call: Call) -> dict[str, Tensor]:
 _POOLS = {
     "chunk_gated_delta_rule": _delta_rule,
     "fused_recurrent_gated_delta_rule": _delta_rule,
+    "gated_delta_rule": _delta_rule,
     "fused_gdn_decode": _decode,
     "causal_conv1d_fn": _conv_fn,
     "causal_conv1d_update": _conv_update,

@@ -56,7 +56,7 @@ def _visible(call: Call) -> list[int]:
     """Rows (keys, positions) that each sequence of a paged call looks at."""
     if call.operator == "gather_indexer_cache":
         return lengths(call)
-    if call.operator == "sparse_attention":
+    if call.operator in ("sparse_attention", "attention"):
         return [rows if new else 0 for rows, new in zip(call.index("seq_lens"), lengths(call), strict=True)]
     values = call.index("context_lens")
     rows = [max(row) if isinstance(row, list) else row for row in values]

@@ -67,6 +67,21 @@ def _no_offset(call: Call, path: str, _: random.Random) -> Spoiled | None:
     return None if offsets is None else with_value(call, path, offsets[:0], "seq_lens", "block_tables")
 
 
+def _lengths(name: str, change: Callable[[list[int]], list[int]]) -> None:
+    """Registers: other lengths on the host than those of cu_seqlens."""
+
+    def spoil(call: Call, path: str, _: random.Random) -> Spoiled | None:
+        found = lengths(call) if path != "seq_lens_host" else call.index("seq_lens")
+        return Spoiled(call.with_values({path: change(found)})) if found else None
+
+    SPOILINGS[name] = spoil
+
+
+_lengths("one length more", lambda found: [*found, 0])
+_lengths("a length of -1", lambda found: [-1, *found[1:]])
+_lengths("a longer first sequence", lambda found: [found[0] + 1, *found[1:]])
+
+
 def _pool_size(call: Call, _: str) -> int | None:
     sizes = [call.get(name).shape[0] for name in POOLS if isinstance(call.get(name), Tensor)]
     return min(sizes) if sizes else None

@@ -74,7 +74,10 @@ def _not_in_place(call: Call, path: str, _: random.Random) -> Spoiled | None:
 def _against_cache(call: Call, path: str, _: random.Random) -> Spoiled | None:
     """fp8: the opposite of what the cache's dtype says."""
     cache = call.get("cache")
-    return None if cache is None else Spoiled(call.with_values({path: cache.dtype == torch.bfloat16}), names={"cache"})
+    if cache is None:
+        return None
+    fp8 = cache.dtype in (torch.uint8, torch.float8_e4m3fn)
+    return Spoiled(call.with_values({path: not fp8}), names={"cache"})
 
 
 @spoiling("no multiple of the heads")

@@ -1,0 +1,238 @@
+"""Metadata of the full attention layers of one step, built on the host without a wait for the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, refuse, to_device
+
+Ints = Sequence[int] | Tensor | NDArray[Any]
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Sequences of one step as the full attention layers and their indexers see them.
+
+    Parameters
+    ----------
+    query_start_loc : Tensor [N + 1] of int32
+        Token offsets of the rows. Padded rows have an empty range.
+    seq_lens : Tensor [N] of int32
+        Tokens of each sequence, the new ones included; 0 in padded rows.
+    block_tables : Tensor [N, max_blocks] of int32
+        Block of each block_size positions; all caches of attention share it. Places after the last block hold 0.
+    slot_mapping : Tensor [tokens] of int64
+        Row of each new token in the paged caches: block * block_size + offset; -1 = padding.
+    sequence_slots : Tensor [N] of int32
+        Slot of each sequence in the rings of raw indexer keys; -1 in padded rows.
+    token_sequences : Tensor [tokens] of int64
+        Row of each token; the last row for padding.
+    max_query_len, max_seq_len, num_actual_tokens : int
+        Upper bounds of the new tokens and of all tokens of a sequence; tokens without padding.
+    seq_lens_host, query_lens_host : tuple of int, optional
+        Lengths on the host. None in batches for a captured graph, where they change from replay to replay.
+    index_ratio : int
+        Tokens of an indexer key, for which the following are; an indexer with another ratio computes them itself.
+    visible_keys : Tensor [tokens] of int32, optional
+        Indexer keys that each token sees: tokens, or whole groups of tokens, up to its own; 0 for padding.
+    group_slots, ring_slots : Tensor [tokens] of int64, Tensor [tokens] of int32, optional
+        Compressed indexer keys alone: row of each token's group in the indexer's pages, and slot of its sequence in the rings;
+        -1 = padding.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    sequence_slots: Tensor
+    token_sequences: Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    seq_lens_host: tuple[int, ...] | None = None
+    query_lens_host: tuple[int, ...] | None = None
+    index_ratio: int = 1
+    visible_keys: Tensor | None = None
+    group_slots: Tensor | None = None
+    ring_slots: Tensor | None = None
+
+
+class AttentionMetadataBuilder:
+    """Builds `AttentionMetadata` from what the host knows of a step.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the tensors go; on a CUDA device from pinned memory, without a wait.
+    block_size : int
+        Tokens of a block.
+    max_seq_len : int
+        Most tokens of a sequence: the width of padded block tables, and what a captured graph takes for the longest sequence.
+    index_ratio : int
+        Tokens of an indexer key.
+    max_num_sequences, max_query_len : int
+        Most rows and most new tokens of a row in batches for a captured graph: the sizes of the persistent buffers, which the
+        first such batch makes.
+
+    Notes
+    -----
+    Tensors of a batch built with `pad_to` are views of the builder's persistent buffers: they keep their addresses, and the
+    next such batch of the same builder overwrites them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        block_size: int,
+        max_seq_len: int,
+        index_ratio: int = 1,
+        max_num_sequences: int = 256,
+        max_query_len: int = 1,
+    ) -> None:
+        sizes = {"block_size": block_size, "max_seq_len": max_seq_len, "index_ratio": index_ratio}
+        for name, value in {**sizes, "max_num_sequences": max_num_sequences, "max_query_len": max_query_len}.items():
+            if value < 1:
+                refuse(name, "at least 1", value)
+        self.device = torch.device(device)
+        self.block_size, self.max_seq_len, self.index_ratio = block_size, max_seq_len, index_ratio
+        self.max_num_sequences, self.max_query_len = max_num_sequences, max_query_len
+        self._buffers = PersistentBuffers(self.device)
+
+    def build(
+        self,
+        query_lens: Ints,
+        seq_lens: Ints,
+        block_tables: Sequence[Sequence[int]] | Tensor | Array,
+        sequence_slots: Ints,
+        *,
+        pad_to: int | None = None,
+        pad_query_len: int | None = None,
+    ) -> AttentionMetadata:
+        """Metadata of one step.
+
+        Parameters
+        ----------
+        query_lens, seq_lens : sequence of int or CPU tensor [N]
+            New tokens of each row, and all its tokens, the new ones included.
+        block_tables : sequence of sequences of int, or CPU tensor or array [N, blocks]
+            Blocks of each sequence, in order, enough for all its tokens; what comes after these is not read. An array is much
+            faster than lists.
+        sequence_slots : [N]
+            Slot of each sequence, from the allocator.
+        pad_to, pad_query_len : int, optional
+            Rows of the captured graph's batch, and its tokens per row (None = the builder's max_query_len): the batch has
+            pad_to * pad_query_len token rows. Rows without tokens are left out.
+
+        Returns
+        -------
+        AttentionMetadata
+
+        Raises
+        ------
+        ValueError, TypeError
+            Named after the argument; no buffer is written then.
+        """
+        queries = as_lengths("query_lens", query_lens)
+        count = queries.shape[0]
+        lengths = as_lengths("seq_lens", seq_lens, count)
+        if (lengths < queries).any():
+            refuse("seq_lens", "no sequence shorter than its new tokens", lengths.tolist())
+        if (lengths > self.max_seq_len).any():
+            refuse("seq_lens", f"at most {self.max_seq_len} tokens (max_seq_len)", int(lengths.max()))
+        slots = as_array("sequence_slots", sequence_slots, count)
+        needed = -(-lengths // self.block_size)
+        tables = _tables(block_tables, needed)
+        if pad_to is not None:  # rows without tokens are padding: token i of a decode step is then that of row i
+            has_tokens = queries > 0
+            queries, lengths, slots, tables = (values[has_tokens] for values in (queries, lengths, slots, tables))
+            count = queries.shape[0]
+        rows = np.repeat(np.arange(count), queries)
+        starts = np.concatenate(([0], np.cumsum(queries)))
+        positions = (lengths - queries)[rows] + np.arange(rows.shape[0]) - starts[rows]
+        blocks = tables[rows, positions // self.block_size] if rows.size else positions
+        slot_mapping = blocks * self.block_size + positions % self.block_size
+        fields = {
+            "query_start_loc": starts.astype(np.int32),
+            "seq_lens": lengths.astype(np.int32),
+            "block_tables": tables.astype(np.int32),
+            "slot_mapping": slot_mapping,
+            "sequence_slots": slots.astype(np.int32),
+            "token_sequences": rows,
+            "visible_keys": ((positions + 1) // self.index_ratio).astype(np.int32),
+        }
+        if self.index_ratio > 1:
+            fields |= {"group_slots": slot_mapping // self.index_ratio, "ring_slots": slots[rows].astype(np.int32)}
+        tokens = rows.shape[0]
+        if pad_to is not None:
+            longest_query = self.max_query_len if pad_query_len is None else pad_query_len
+            return self._padded(fields, int(queries.max(initial=0)), tokens, pad_to, longest_query)
+        return AttentionMetadata(
+            **{name: to_device(value, self.device) for name, value in fields.items()},
+            max_query_len=int(queries.max(initial=0)),
+            max_seq_len=int(lengths.max(initial=0)),
+            num_actual_tokens=tokens,
+            index_ratio=self.index_ratio,
+            seq_lens_host=tuple(lengths.tolist()),
+            query_lens_host=tuple(queries.tolist()),
+        )
+
+    def _padded(self, fields: dict[str, Array], longest: int, tokens: int, pad_to: int, query_len: int) -> AttentionMetadata:
+        count = fields["seq_lens"].shape[0]
+        if not count <= pad_to <= self.max_num_sequences:
+            refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
+        if not longest <= query_len <= self.max_query_len:
+            refuse("pad_query_len", f"{longest} (longest row) to {self.max_query_len} (max_query_len)", query_len)
+        columns = -(-self.max_seq_len // self.block_size)
+        tables = np.zeros((count, columns), np.int32)
+        given = fields["block_tables"][:, :columns]
+        tables[:, : given.shape[1]] = given
+        write, most = self._buffers.write, self.max_num_sequences
+        padded, most_tokens = pad_to * query_len, most * self.max_query_len
+        fills = {"slot_mapping": -1, "token_sequences": max(0, pad_to - 1), "visible_keys": 0}
+        fills |= {"group_slots": -1, "ring_slots": -1}
+        of_tokens: dict[str, Any] = {
+            name: write(name, fields[name], padded, fill, most=most_tokens) for name, fill in fills.items() if name in fields
+        }
+        return AttentionMetadata(
+            query_start_loc=write("query_start_loc", fields["query_start_loc"], pad_to + 1, tokens, most=most + 1),
+            seq_lens=write("seq_lens", fields["seq_lens"], pad_to, 0, most=most),
+            block_tables=write("block_tables", tables, pad_to, 0, most=most),
+            sequence_slots=write("sequence_slots", fields["sequence_slots"], pad_to, -1, most=most),
+            **of_tokens,
+            max_query_len=query_len,
+            max_seq_len=self.max_seq_len,
+            num_actual_tokens=tokens,
+            index_ratio=self.index_ratio,
+        )
+
+
+def _tables(block_tables: Any, needed: Array) -> Array:
+    """Block tables as one array [N, most blocks of a row], 0 after the last block that a row needs."""
+    count = needed.shape[0]
+    if not isinstance(block_tables, Tensor | np.ndarray):  # rows of different lengths
+        block_tables = _padded_rows([as_array(f"block_tables[{row}]", table) for row, table in enumerate(block_tables)])
+    tables = as_array("block_tables", block_tables, count, ranks=(2,))
+    columns = int(needed.max(initial=0))
+    if columns > tables.shape[1]:
+        row = int(needed.argmax())
+        refuse(f"block_tables[{row}]", f"at least {columns} blocks", f"{tables.shape[1]} blocks")
+    found = np.where(np.arange(columns) < needed[:, None], tables[:, :columns], 0)
+    if (found < 0).any():
+        row = int((found < 0).any(axis=1).argmax())
+        refuse(f"block_tables[{row}]", f"{needed[row]} blocks, none of them negative", tables[row].tolist())
+    return found
+
+
+def _padded_rows(rows: list[Array]) -> Array:
+    """Rows in one array, -1 after the last of each: no block."""
+    found = np.full((len(rows), max((row.shape[0] for row in rows), default=0)), -1, np.int64)
+    for row, values in enumerate(rows):
+        found[row, : values.shape[0]] = values
+    return found

@@ -1,0 +1,317 @@
+"""Caches of a hybrid model: recurrent states per slot, keys and values per block of tokens, and the indexer's keys.
+
+Each cache is one buffer for all its layers, of which every layer has a view; a copy of a block or slot is then one copy.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.layers.config import HybridConfig
+from gdn.layers.host_arrays import refuse
+from gdn.runtime import env
+
+PAGE_MULTIPLE = 4  # rows: what the operators take as the size of an indexer page
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class GDNStateCache:
+    """States of the Gated DeltaNet layers: a pool of slots, 1 + num_spec of them for a sequence.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes of one rank.
+    num_slots : int
+        Slots of the pool, those up to `null_slot` included.
+    num_spec : int
+        Largest number of drafts of a sequence.
+    null_slot : int
+        Largest slot that is never used: -1 = none; 0 as in vLLM.
+    dtype, state_dtype : torch.dtype
+        Of the windows of the convolution, and of the recurrent states (float32 or bfloat16).
+    device : torch.device
+
+    Attributes
+    ----------
+    conv_states : tuple of Tensor [slots, conv_dim, w - 1 + num_spec]
+        Windows of each layer; channels are adjacent in memory.
+    ssm_states : tuple of Tensor [slots, HV, V, K]
+        Recurrent states of each layer, V first.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        num_slots: int,
+        *,
+        num_spec: int = 0,
+        null_slot: int = -1,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _at_least("num_slots", num_slots, 0)
+        _at_least("num_spec", num_spec, 0)
+        _at_least("null_slot", null_slot, -1)
+        if state_dtype not in STATE_DTYPES:
+            raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
+        self.num_slots, self.num_spec, self.null_slot = num_slots, num_spec, null_slot
+        layers, columns = config.num_linear_layers, config.linear_conv_kernel_dim - 1 + num_spec
+        heads = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
+        self._conv = torch.zeros(layers, num_slots, columns, config.conv_dim, dtype=dtype, device=device)
+        self._ssm = torch.zeros(layers, num_slots, *heads, dtype=state_dtype, device=device)
+        self.conv_states = tuple(layer.mT for layer in self._conv)
+        self.ssm_states = tuple(self._ssm)
+
+    @property
+    def slots_per_sequence(self) -> int:
+        """Slots that a sequence holds."""
+        return 1 + self.num_spec
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot in all layers: a checkpoint's."""
+        return _row_bytes(self._conv, 1) + _row_bytes(self._ssm, 1)
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that a sequence holds in all layers, whatever its length."""
+        return self.slots_per_sequence * self.bytes_per_slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self._conv.nbytes + self._ssm.nbytes
+
+    def copy_slot(self, source: int, target: int, *, conv: bool = True, ssm: bool = True) -> None:
+        """Copies the window, the recurrent state, or both of one slot to another, in all layers."""
+        for buffer, wanted in ((self._conv, conv), (self._ssm, ssm)):
+            if wanted:
+                buffer[:, target].copy_(buffer[:, source])
+
+
+class KVCache:
+    """Keys and values of the full attention layers, in blocks of tokens.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes of one rank.
+    num_blocks, block_size : int
+        Blocks, and tokens of a block.
+    dtype, device : torch.dtype, torch.device
+
+    Attributes
+    ----------
+    kv : tuple of (Tensor, Tensor)
+        k_cache and v_cache of each layer, each [num_blocks, block_size, kv_heads, D].
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _at_least("num_blocks", num_blocks, 0)
+        _at_least("block_size", block_size, 1)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (config.num_full_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        self._buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv = tuple((layer[0], layer[1]) for layer in self._buffer)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return _row_bytes(self._buffer, 2, 3)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self._buffer.nbytes
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block to another in all layers."""
+        self._buffer[:, :, target].copy_(self._buffer[:, :, source])
+
+
+class IndexerCache:
+    """Keys of the indexers in pages, one page for a block of tokens, and the rings of raw keys of compressed indexers.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes; without an indexer (index_topk 0) the cache has no layers.
+    num_blocks, block_size : int
+        Blocks, and tokens of a block: a multiple of 4 * `index_ratio`.
+    num_sequences : int
+        Sequence slots: rows of the rings.
+    num_spec : int
+        Largest number of drafts of a sequence.
+    use_fp8 : bool, optional
+        Whether keys are e4m3: with scales (uint8 pages) token-wise, plain where compressed. None = as
+        ``VLLM_QSA_USE_FP8_INDEXER`` says now.
+    dtype, device : torch.dtype, torch.device
+        Of the model: of raw keys, and of keys without FP8.
+
+    Attributes
+    ----------
+    keys : tuple of Tensor [num_blocks, block_size / index_ratio, index_kv_heads, D, or D + 4 bytes]
+        Pages of each layer.
+    rings : tuple of Tensor [num_sequences, size, index_kv_heads, D] or None
+        Raw keys of unfinished groups of each layer, None where keys are token-wise; size = index_ratio + num_spec, rounded up
+        to a multiple of the ratio.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        num_blocks: int,
+        block_size: int,
+        num_sequences: int,
+        *,
+        num_spec: int = 0,
+        use_fp8: bool | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _at_least("num_blocks", num_blocks, 0)
+        _at_least("block_size", block_size, 1)
+        _at_least("num_sequences", num_sequences, 0)
+        _at_least("num_spec", num_spec, 0)
+        self.ratio = config.index_ratio
+        if config.index_topk and block_size % (PAGE_MULTIPLE * self.ratio):
+            refuse("block_size", f"a multiple of {PAGE_MULTIPLE} * index_ratio = {PAGE_MULTIPLE * self.ratio}", block_size)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.page_size = block_size // self.ratio
+        self.use_fp8 = env.current().qsa_use_fp8_indexer if use_fp8 is None else use_fp8
+        layers = config.num_full_layers if config.index_topk else 0
+        width, key_dtype = config.index_head_dim, dtype
+        if self.use_fp8 and self.ratio > 1:
+            key_dtype = torch.float8_e4m3fn
+        elif self.use_fp8:  # a page: all values, then a float32 scale for each row and head
+            width, key_dtype = config.index_head_dim + 4, torch.uint8
+        placed: dict[str, Any] = {"device": device}
+        shape = (layers, num_blocks, self.page_size, config.index_kv_heads, width)
+        self._pages = torch.zeros(shape, dtype=key_dtype, **placed)
+        self._rings: Tensor | None = None
+        if self.ratio > 1:
+            size = -(-(self.ratio + num_spec) // self.ratio) * self.ratio
+            shape = (layers, num_sequences, size, config.index_kv_heads, config.index_head_dim)
+            self._rings = torch.zeros(shape, dtype=dtype, **placed)
+        self.keys = tuple(self._pages)
+        self.rings: tuple[Tensor | None, ...] = (None,) * layers if self._rings is None else tuple(self._rings)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token in all layers; of compressed keys the share of a group's row."""
+        return _row_bytes(self._pages, 1, 2) / self.ratio
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that a sequence holds in all layers, whatever its length: its rows of the rings."""
+        return 0 if self._rings is None else _row_bytes(self._rings, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self._pages.nbytes + (0 if self._rings is None else self._rings.nbytes)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block's page to another in all layers."""
+        pages = self._pages.view(torch.uint8)  # float8 has no copies of its own everywhere
+        pages[:, target].copy_(pages[:, source])
+
+    def copy_ring(self, source: int, target: int) -> None:
+        """Copies the unfinished groups of one sequence slot to another in all layers."""
+        if self._rings is not None:
+            self._rings[:, target].copy_(self._rings[:, source])
+
+
+class HybridCaches:
+    """All caches of a hybrid model, with one block table for those of attention.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes of one rank.
+    num_blocks, block_size : int
+        Blocks of `kv` and `indexer`, and tokens of a block.
+    max_num_sequences : int
+        Sequences that may be live at a time: each has 1 + num_spec slots of `gdn` and a ring.
+    num_checkpoints : int
+        Further slots of `gdn` for kept prefixes.
+    num_spec, null_slot : int
+        Largest number of drafts of a sequence, and largest state slot that is never used.
+    use_fp8_indexer : bool, optional
+        As `use_fp8` of `IndexerCache`.
+    dtype, state_dtype, device : torch.dtype, torch.dtype, torch.device
+        Of the model, of the recurrent states, and where the caches are.
+
+    Attributes
+    ----------
+    gdn, kv, indexer : GDNStateCache, KVCache, IndexerCache
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        num_blocks: int,
+        block_size: int,
+        max_num_sequences: int,
+        *,
+        num_checkpoints: int = 0,
+        num_spec: int = 0,
+        null_slot: int = -1,
+        use_fp8_indexer: bool | None = None,
+        **placed: Any,
+    ) -> None:
+        _at_least("max_num_sequences", max_num_sequences, 0)
+        _at_least("num_checkpoints", num_checkpoints, 0)
+        unknown = placed.keys() - {"dtype", "state_dtype", "device"}
+        if unknown:
+            raise TypeError(f"{', '.join(sorted(unknown))}: expected one of dtype, state_dtype, device")
+        self.max_num_sequences, self.num_spec = max_num_sequences, num_spec
+        slots = null_slot + 1 + max_num_sequences * (1 + num_spec) + num_checkpoints
+        self.gdn = GDNStateCache(config, slots, num_spec=num_spec, null_slot=null_slot, **placed)
+        placed.pop("state_dtype", None)
+        self.kv = KVCache(config, num_blocks, block_size, **placed)
+        self.indexer = IndexerCache(
+            config, num_blocks, block_size, max_num_sequences, num_spec=num_spec, use_fp8=use_fp8_indexer, **placed
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that grow with each token of a sequence."""
+        return self.kv.bytes_per_token + self.indexer.bytes_per_token
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that a sequence holds whatever its length."""
+        return self.gdn.bytes_per_sequence + self.indexer.bytes_per_sequence
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return self.gdn.nbytes + self.kv.nbytes + self.indexer.nbytes
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block of tokens to another, in all layers and caches."""
+        self.kv.copy_block(source, target)
+        self.indexer.copy_block(source, target)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        refuse(name, f"at least {least}", value)
+
+
+def _row_bytes(buffer: Tensor, *dims: int) -> int:
+    """Bytes of one index of some dimensions."""
+    sizes = [size for dim, size in enumerate(buffer.shape) if dim not in dims]
+    return int(torch.Size(sizes).numel()) * buffer.element_size()

@@ -1,0 +1,135 @@
+"""One decoder layer: a token mixer and an MLP on the residual stream."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdn.layers.config import HybridConfig
+from gdn.layers.gated_delta_net import GatedDeltaNet
+from gdn.layers.hyper import HyperConnection
+from gdn.layers.mlp import MLP, MoE
+from gdn.layers.norm import RMSNorm
+from gdn.layers.rotary import RotaryEmbedding
+from gdn.layers.sparse_attention import SparseAttention
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+class DecoderLayer(nn.Module):
+    """Gated DeltaNet or full attention, then a dense MLP or a mixture of experts.
+
+    Parameters
+    ----------
+    config, layer : HybridConfig, int
+        Sizes of this rank; index of the layer in the model, which says what kind of layer it is.
+    rotary : RotaryEmbedding
+        Table that all layers share.
+    null_slot : int
+        Largest index of a state slot that means padding.
+    reduce : callable, optional
+        Sums a tensor over the tensor-parallel ranks (``all_reduce``) and returns the sum; None = one rank. It gets the output of
+        the mixer and that of the MLP.
+    device, dtype : torch.device, torch.dtype
+        Of the parameters.
+
+    Attributes
+    ----------
+    linear_attn or self_attn : GatedDeltaNet or SparseAttention
+        Token mixer.
+    mlp : MLP or MoE
+    input_layernorm, post_attention_layernorm : RMSNorm
+        Norms before the two parts, with residual "plain".
+    attn_layer_scale, mlp_layer_scale : Parameter [hidden]
+        Factors less 1 of the outputs of the two parts, with `layer_scale`.
+    attn_hyper_connection, mlp_hyper_connection : HyperConnection
+        With residual "hyper".
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        layer: int,
+        rotary: RotaryEmbedding,
+        *,
+        null_slot: int = -1,
+        reduce: Reduce | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer_type, self.place, self.reduce = config.layer_types[layer], config.place(layer), reduce
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        if self.layer_type == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, **placed)
+        else:
+            self.self_attn = SparseAttention(config, rotary, **placed)
+        self.mlp: nn.Module
+        if config.is_moe(layer):
+            self.mlp = MoE(config, **placed)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, **placed)
+        self.is_hyper, self.has_scale, self.has_indexer = config.residual == "hyper", config.layer_scale, config.index_topk > 0
+        if self.is_hyper:
+            self.attn_hyper_connection = HyperConnection(config, **placed)
+            self.mlp_hyper_connection = HyperConnection(config, **placed)
+        else:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
+        if self.has_scale:
+            self.attn_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
+            self.mlp_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, positions: Tensor, step: Any, caches: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer on the tokens of a step.
+
+        Parameters
+        ----------
+        hidden_states : Tensor [tokens, hidden] (with residual "hyper" [tokens, hc_count * hidden])
+            Output of the MLP of the layer before, not yet added to the residual (or the streams).
+        residual : Tensor [tokens, hidden] or None
+            Residual stream; None in the first layer, and always with residual "hyper".
+        positions : Tensor [tokens] of int64
+            Position of each token in its sequence.
+        step, caches : StepMetadata, HybridCaches
+            Sequences of the step, and the caches of all layers, updated in place.
+
+        Returns
+        -------
+        hidden_states, residual : Tensor, Tensor or None
+            As taken by the next layer.
+        """
+        if self.is_hyper:
+            streams = hidden_states
+            mixed, injection = self.attn_hyper_connection(streams)
+            streams = self.attn_hyper_connection.inject(streams, self._mix(mixed, positions, step, caches), injection)
+            mixed, injection = self.mlp_hyper_connection(streams)
+            return self.mlp_hyper_connection.inject(streams, self._transform(mixed), injection), None
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self._mix(hidden_states, positions, step, caches)
+        if self.has_scale:
+            hidden_states = hidden_states * (1 + self.attn_layer_scale)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        hidden_states = self._transform(hidden_states)
+        if self.has_scale:
+            hidden_states = hidden_states * (1 + self.mlp_layer_scale)
+        return hidden_states, residual
+
+    def _mix(self, hidden_states: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:
+        """Output of the token mixer, summed over the ranks."""
+        place = self.place
+        if self.layer_type == "linear_attention":
+            states = caches.gdn
+            mixed: Tensor = self.linear_attn(hidden_states, step.gdn, states.conv_states[place], states.ssm_states[place])
+        else:
+            keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
+            mixed = self.self_attn(hidden_states, positions, step.attention, caches.kv.kv[place], keys, ring)
+        return mixed if self.reduce is None else self.reduce(mixed)
+
+    def _transform(self, hidden_states: Tensor) -> Tensor:
+        """Output of the MLP, summed over the ranks."""
+        output: Tensor = self.mlp(hidden_states)
+        return output if self.reduce is None else self.reduce(output)

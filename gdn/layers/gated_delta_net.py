@@ -1,0 +1,203 @@
+"""Gated DeltaNet layer: projections around the fused operators, for every kind of batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import gdn
+from gdn.layers.config import HybridConfig
+
+ROW_MULTIPLE = 8  # rows of the input projection: a token's projections then start at a multiple of 16 bytes
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet token mixer, with its states in pools.
+
+    One call serves decode, prefill and speculative rows in any mixture that `GDNMetadata` describes. Batches of decode rows
+    alone, and of speculative rows alone, run `gdn.fused_gdn_decode` between the two projections; other rows run
+    `gdn.causal_conv1d_fn`, `gdn.chunk_gated_delta_rule` and `gdn.rms_norm_gated`.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes of this rank.
+    null_slot : int
+        Largest slot index that means padding (vLLM's convention is 0).
+    device, dtype : torch.device, torch.dtype
+        Of the parameters. `A_log` and `dt_bias` stay float32.
+
+    Attributes
+    ----------
+    in_proj : Parameter [rows, hidden]
+        Rows of q, k, v, z (H * K, H * K, HV * V, HV * V), b and a (HV, HV), in flat order whatever the checkpoint's layout, and
+        zeros up to a multiple of 8 rows: a decode step makes one product.
+    conv_weight : Parameter [2 * H * K + HV * V, w]
+        Filter of the convolution.
+    A_log, dt_bias, norm_weight : Parameter [HV], Parameter [HV], Parameter [V]
+        Logarithm of the decay rate, bias of the raw decay gate, gain of the gated norm.
+    out_proj : Parameter [hidden, HV * V]
+        Output projection. On a rank its output is a summand of the layer's.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        *,
+        null_slot: int = -1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.null_slot, self.eps, self.gate_activation = null_slot, config.rms_norm_eps, config.gdn_gate_activation
+        self.hidden_size, self.conv_dim, self.value_dim = config.hidden_size, config.conv_dim, config.linear_value_dim
+        used = self.conv_dim + self.value_dim + 2 * self.num_v_heads
+        self._sizes = [self.conv_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
+        if used % ROW_MULTIPLE:
+            self._sizes.append(-used % ROW_MULTIPLE)
+
+        def parameter(*shape: int, to: torch.dtype | None = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=to), requires_grad=False)
+
+        self.in_proj = parameter(sum(self._sizes), config.hidden_size)
+        self.conv_weight = parameter(self.conv_dim, config.linear_conv_kernel_dim)
+        self.A_log = parameter(self.num_v_heads, to=torch.float32)
+        self.dt_bias = parameter(self.num_v_heads, to=torch.float32)
+        self.norm_weight = parameter(self.head_v_dim)
+        self.out_proj = parameter(config.hidden_size, self.value_dim)
+
+    def forward(self, hidden_states: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """Mixes the tokens of a step and updates the states in place.
+
+        Parameters
+        ----------
+        hidden_states : Tensor [tokens, hidden]
+            Inputs of all sequences, packed. Rows from `metadata.num_actual_tokens` on are padding.
+        metadata : GDNMetadata
+            Sequences of the step; an engine's own object with the same fields serves too.
+        conv_states : Tensor [slots, conv_dim, columns >= w - 1 + num_spec]
+            Windows of the convolution, as for `gdn.causal_conv1d_update`.
+        ssm_states : Tensor [slots, HV, V, K]
+            Recurrent states, float32 or bfloat16, V first.
+
+        Returns
+        -------
+        Tensor [tokens, hidden]
+            On a tensor-parallel rank a summand of the output.
+        """
+        # A plain dict: attributes of a module that are parameters are looked up in Python, in every step.
+        parameters: dict[str, Any] = self._parameters
+        projected = linear(hidden_states, parameters["in_proj"])
+        pools = (conv_states, ssm_states)
+        if metadata.num_spec_decodes:
+            if metadata.num_prefills or metadata.num_decodes:
+                core = self._mixed(projected, metadata, *pools)
+            else:
+                core = self._spec(projected, metadata, *pools)
+        elif metadata.num_prefills:
+            core = self._prefill(projected, metadata, *pools)
+        elif metadata.num_decodes:
+            slots = metadata.non_spec_state_indices_tensor
+            # As many tokens as rows: each row has one, or is padding with a null slot. Otherwise the offsets say which has one.
+            offsets = None if slots.shape[0] == projected.shape[0] else metadata.non_spec_query_start_loc
+            core = self._decode(projected, *pools, slots, offsets, None)
+        else:
+            core = projected.new_zeros(projected.shape[0], self.value_dim)
+        return linear(core, parameters["out_proj"])
+
+    def _decode(
+        self,
+        projected: Tensor,
+        conv_states: Tensor,
+        ssm_states: Tensor,
+        slots: Tensor,
+        offsets: Tensor | None,
+        accepted: Tensor | None,
+    ) -> Tensor:
+        """Decode rows, speculative ones with 2-D `slots`: everything between the projections in one operator."""
+        parameters: dict[str, Any] = self._parameters
+        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
+        core: Tensor = gdn.fused_gdn_decode(
+            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
+            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], ssm_states, slots, query_start_loc=offsets,
+            num_accepted_tokens=accepted, num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim,
+            eps=self.eps, gate_activation=self.gate_activation, state_v_first=True, null_slot=self.null_slot,
+        )  # fmt: skip
+        return core
+
+    def _spec(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """Speculative rows: chains of drafts, or draft trees, which the fused operator refuses."""
+        slots, offsets = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
+        accepted, parents = metadata.num_accepted_tokens, getattr(metadata, "retrieve_parent_token", None)
+        if parents is None:
+            return self._decode(projected, conv_states, ssm_states, slots, offsets, accepted)
+        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
+        tree: dict[str, Any] = {"num_accepted_tokens": accepted, "parent_token": parents, "null_slot": self.null_slot}
+        mixed_qkv = gdn.causal_conv1d_update(
+            mixed_qkv, conv_states, self.conv_weight, conv_state_indices=slots, query_start_loc=offsets, **tree
+        )
+        q, k, v = self._heads(mixed_qkv)
+        o, _ = gdn.fused_recurrent_gated_delta_rule(
+            q, k, v, **self._gates(a, b), **tree, initial_state=ssm_states, cu_seqlens=offsets, ssm_state_indices=slots
+        )
+        return self._norm(o, z)
+
+    def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """Prompt chunks, with or without a state to continue, and the decode rows before them."""
+        slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
+        shared: dict[str, Any] = {
+            "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
+            "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
+            "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
+        }  # fmt: skip
+        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
+        mixed_qkv = gdn.causal_conv1d_fn(
+            mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
+        )
+        q, k, v = self._heads(mixed_qkv)
+        o, _ = gdn.chunk_gated_delta_rule(
+            q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots
+        )
+        return self._norm(o, z)
+
+    def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """Speculative rows and others: each kind by itself, results merged in the order of the tokens."""
+        core = projected.new_empty(projected.shape[0], self.value_dim)
+        if projected.shape[0] > metadata.num_actual_tokens:
+            core.zero_()
+        for indices, part in ((metadata.spec_token_indx, self._spec), (metadata.non_spec_token_indx, self._prefill)):
+            result = part(projected.index_select(0, indices), metadata, conv_states, ssm_states)
+            core.index_copy_(0, indices.long(), result)
+        return core
+
+    def _heads(self, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [1, tokens, heads, dim] as views of the convolution's output."""
+        key_dim = self.num_k_heads * self.head_k_dim
+        q, k, v = mixed_qkv[None].split_with_sizes([key_dim, key_dim, self.value_dim], 2)
+        keys, values = (self.num_k_heads, self.head_k_dim), (self.num_v_heads, self.head_v_dim)
+        return q.unflatten(2, keys), k.unflatten(2, keys), v.unflatten(2, values)
+
+    def _gates(self, a: Tensor, b: Tensor) -> dict[str, Any]:
+        """Arguments of the delta rule that are the same for the chunk and the recurrent form."""
+        return {
+            "g": a[None], "beta": b[None], "A_log": self.A_log, "dt_bias": self.dt_bias, "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True, "state_v_first": True,
+        }  # fmt: skip
+
+    def _norm(self, o: Tensor, z: Tensor) -> Tensor:
+        gate = z.view(-1, self.num_v_heads, self.head_v_dim)
+        return gdn.rms_norm_gated(o[0], gate, self.norm_weight, self.eps, self.gate_activation).flatten(1)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "GatedDeltaNet":
+        parameters: dict[str, Any] = self._parameters
+        wide = {name: parameters[name].data for name in ("A_log", "dt_bias")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, was in wide.items():
+            now = parameters[name]
+            if now.dtype != was.dtype:  # a conversion of the model's dtype: decays keep their precision
+                now.data = was.to(now.device)
+        return self

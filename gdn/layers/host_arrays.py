@@ -1,0 +1,80 @@
+"""Arrays of the host: checked inputs of the metadata builders, and their way to the device without a wait."""
+
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+
+
+def refuse(name: str, expected: str, got: object) -> NoReturn:
+    """Raises ValueError naming the argument, what was expected and what came."""
+    raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, ...] = (1,)) -> Array:
+    """Integers (or flags) of the host as an int64 array. Tensors on another device are refused: reading them would wait.
+
+    Raises TypeError or ValueError named after the argument.
+    """
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise TypeError(f"{name}: expected values on the host, got a tensor on {values.device}")
+        values = values.numpy()
+    found = np.asarray(values)
+    if not found.size and found.dtype.kind == "f":  # an empty list
+        found = found.astype(np.int64)
+    if found.dtype.kind not in "iub":
+        raise TypeError(f"{name}: expected integers, got {found.dtype}")
+    if found.ndim == 1 and not found.size and 1 not in ranks:
+        found = found.reshape(0, 0)
+    if found.ndim not in ranks:
+        refuse(name, f"{' or '.join(map(str, ranks))} dimensions", f"shape {list(found.shape)}")
+    if rows is not None and found.shape[0] != rows:
+        refuse(name, f"{rows} rows", f"shape {list(found.shape)}")
+    return found.astype(np.int64)
+
+
+def as_lengths(name: str, values: Any, rows: int | None = None) -> Array:
+    """Lengths: integers, none of them negative."""
+    found = as_array(name, values, rows)
+    if (found < 0).any():
+        refuse(name, "no negative length", found.tolist())
+    return found
+
+
+def to_device(values: Array, device: torch.device) -> Tensor:
+    """New tensor on the device. On CUDA the copy runs from pinned memory, which torch keeps until the copy is done."""
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone().to(device)
+
+
+class PersistentBuffers:
+    """Named device tensors that keep their address from batch to batch, as captured graphs need it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: dict[str, Tensor] = {}
+
+    def write(self, name: str, values: Array, rows: int, fill: int | bool, *, most: int) -> Tensor:
+        """View of the first `rows` rows of a buffer of `most` rows: the values, then rows of `fill`."""
+        padded = np.full((rows, *values.shape[1:]), fill, values.dtype)
+        padded[: values.shape[0]] = values
+        host = torch.from_numpy(padded)
+        buffer = self._tensors.get(name)
+        if buffer is None:
+            with torch.inference_mode(False):  # else no later batch could be written outside of inference mode
+                buffer = torch.empty((most, *padded.shape[1:]), dtype=host.dtype, device=self._device)
+            self._tensors[name] = buffer
+        view = buffer[:rows]
+        view.copy_(host.pin_memory() if self._device.type == "cuda" else host, non_blocking=True)
+        return view
+
+    def constant(self, name: str, values: Array) -> Tensor:
+        """Buffer whose values never change, made at the first call."""
+        if name not in self._tensors:
+            self._tensors[name] = to_device(values, self._device)
+        return self._tensors[name]

@@ -1,0 +1,335 @@
+"""Metadata of the Gated DeltaNet layers of one step, built on the host without a wait for the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, refuse, to_device
+
+Ints = Sequence[int] | Tensor | NDArray[Any]
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class GDNMetadata:
+    """Sequences of one step as the Gated DeltaNet layers see them; field names are those of vLLM.
+
+    A row is one sequence of the step. Speculative rows (draft count >= 0) and the others take different operators. Batches
+    without speculative rows have the decode rows first; with speculative rows every other row counts as prefill. Rows without
+    tokens are not counted: a batch of decode rows alone leaves them out, other batches keep their places.
+
+    Parameters
+    ----------
+    num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens, num_spec_decodes, num_spec_decode_tokens : int
+        Rows that have tokens, and their tokens, by kind. num_decodes and num_spec_decodes are never both positive.
+    num_actual_tokens : int
+        Tokens of the step without padding.
+    has_initial_state : Tensor [non-speculative rows] of bool, optional
+        Whether a row continues a state: sequence length > query length. None without prefills.
+    spec_query_start_loc, non_spec_query_start_loc : Tensor [rows + 1] of int32, optional
+        Token offsets of the rows of each kind, counted among the tokens of that kind.
+    spec_state_indices_tensor, non_spec_state_indices_tensor : Tensor [rows, 1 + num_spec], Tensor [rows] of int32, optional
+        State slots of the rows of each kind.
+    spec_sequence_masks : Tensor [rows of both kinds] of bool, optional
+        Which rows are speculative. None where none is.
+    spec_token_indx, non_spec_token_indx : Tensor [tokens] of int32, optional
+        Places of the tokens of each kind in the step, ascending. None without speculative rows.
+    num_accepted_tokens : Tensor [speculative rows] of int32, optional
+        Tokens that the previous step accepted, the bonus token included: column num_accepted_tokens - 1 holds the state.
+    retrieve_parent_token : Tensor [speculative tokens] of int32, optional
+        Draft trees: parent of each token within its sequence, -1 = the starting state.
+    checkpoint_offsets, checkpoint_slots : Tensor [non-speculative rows, C] of int32, optional
+        States to keep, as for `gdn.chunk_gated_delta_rule`.
+    non_spec_lengths_host : tuple of int, optional
+        Query lengths of the non-speculative rows. None in batches for a captured graph.
+
+    References
+    ----------
+    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; the last three are this project's.
+    """
+
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    num_spec_decodes: int = 0
+    num_spec_decode_tokens: int = 0
+    num_actual_tokens: int = 0
+    has_initial_state: Tensor | None = None
+    spec_query_start_loc: Tensor | None = None
+    non_spec_query_start_loc: Tensor | None = None
+    spec_state_indices_tensor: Tensor | None = None
+    non_spec_state_indices_tensor: Tensor | None = None
+    spec_sequence_masks: Tensor | None = None
+    spec_token_indx: Tensor | None = None
+    non_spec_token_indx: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    retrieve_parent_token: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+    checkpoint_slots: Tensor | None = None
+    non_spec_lengths_host: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Checked inputs of one step, a row each."""
+
+    queries: Array
+    lengths: Array
+    slots: Array  # [rows, 1 + num_spec]
+    drafts: Array
+    accepted: Array
+    is_prefilling: Array
+    parents: Array | None
+    checkpoints: tuple[Array, Array] | None  # offsets and slots [rows, C]
+
+    @property
+    def is_spec(self) -> Array:
+        return self.drafts >= 0
+
+
+class GDNMetadataBuilder:
+    """Builds `GDNMetadata` from what the host knows of a step.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the tensors go; on a CUDA device from pinned memory, without a wait.
+    num_spec : int
+        Largest number of drafts of a sequence; 0 = no speculation.
+    max_num_sequences : int
+        Most rows of a batch for a captured graph: the size of the persistent buffers, which the first such batch makes.
+    null_slot : int
+        Slot of padded rows, -1 (vLLM: 0).
+
+    Notes
+    -----
+    Tensors of a batch built with `pad_to` are views of the builder's persistent buffers: they keep their addresses, and the
+    next such batch of the same builder overwrites them.
+    """
+
+    def __init__(
+        self, device: torch.device | str, *, num_spec: int = 0, max_num_sequences: int = 256, null_slot: int = -1
+    ) -> None:
+        for name, value, least in (("num_spec", num_spec, 0), ("max_num_sequences", max_num_sequences, 1)):
+            if value < least:
+                refuse(name, f"at least {least}", value)
+        if null_slot < -1:
+            refuse("null_slot", "at least -1", null_slot)
+        self.device = torch.device(device)
+        self.num_spec, self.max_num_sequences, self.null_slot = num_spec, max_num_sequences, null_slot
+        self._buffers = PersistentBuffers(self.device)
+
+    def build(
+        self,
+        query_lens: Ints,
+        seq_lens: Ints,
+        slots: Any,
+        *,
+        num_draft_tokens: Ints | None = None,
+        num_accepted_tokens: Ints | None = None,
+        is_prefilling: Sequence[bool] | Tensor | None = None,
+        parent_token: Ints | None = None,
+        checkpoint_offsets: Any = None,
+        checkpoint_slots: Any = None,
+        pad_to: int | None = None,
+    ) -> GDNMetadata:
+        """Metadata of one step.
+
+        Parameters
+        ----------
+        query_lens, seq_lens : sequence of int or CPU tensor [N]
+            New tokens of each row, and all its tokens, the new ones included. Decode rows come first where no row is
+            speculative.
+        slots : sequence or CPU tensor [N] or [N, >= 1 + num_spec]
+            State slots of each row. Rows that are not speculative use column 0.
+        num_draft_tokens : [N], optional
+            Drafts of each row; -1 = not speculative (a prompt chunk). With speculation on, a decode row without drafts has 0:
+            the speculative path alone starts from the accepted state. None = no row is speculative.
+        num_accepted_tokens : [N], optional
+            Accepted tokens of each row's previous step, 1..1 + num_spec; read for speculative rows. None = 1.
+        is_prefilling : [N] of bool, optional
+            Whether a row still works on its prompt. Only a first chunk of one token (query length 1 = sequence length) needs
+            it: True = it is prefill, and clears a recycled slot; False = a row made up for a capture, a decode. None = True,
+            False with `pad_to`.
+        parent_token : [tokens], optional
+            Draft trees: parent of each token of the step within its row; entries of rows that are not speculative are ignored.
+        checkpoint_offsets, checkpoint_slots : [N, C], optional
+            Token counts of this step and slots, for the rows that are not speculative; 0 keeps nothing.
+        pad_to : int, optional
+            Rows of the captured graph's batch: decode rows alone or speculative rows alone, the rest is padding (null slot,
+            mask False, an empty range, 1 accepted token).
+
+        Returns
+        -------
+        GDNMetadata
+
+        Raises
+        ------
+        ValueError, TypeError
+            Named after the argument; no buffer is written then.
+        """
+        queries = as_lengths("query_lens", query_lens)
+        count = queries.shape[0]
+        lengths = as_lengths("seq_lens", seq_lens, count)
+        if (lengths < queries).any():
+            refuse("seq_lens", "no sequence shorter than its new tokens", lengths.tolist())
+        drafts = (
+            np.full(count, -1, np.int64) if num_draft_tokens is None else as_array("num_draft_tokens", num_draft_tokens, count)
+        )
+        if (drafts > self.num_spec).any() or (drafts < -1).any():
+            refuse("num_draft_tokens", f"-1 to {self.num_spec} (num_spec)", drafts.tolist())
+        if ((drafts >= 0) & (queries > drafts + 1)).any():
+            refuse("query_lens", "at most 1 + num_draft_tokens new tokens of a speculative row", queries.tolist())
+        accepted = np.ones(count, np.int64)
+        if num_accepted_tokens is not None:
+            accepted = as_array("num_accepted_tokens", num_accepted_tokens, count)
+            outside = (accepted < 1) | (accepted > 1 + self.num_spec)
+            if (outside & (drafts >= 0)).any():
+                refuse("num_accepted_tokens", f"1 to {1 + self.num_spec} in speculative rows", accepted.tolist())
+        prefilling = np.full(count, pad_to is None)
+        if is_prefilling is not None:
+            prefilling = as_array("is_prefilling", is_prefilling, count).astype(bool)
+        parents = None if parent_token is None else as_array("parent_token", parent_token, int(queries.sum()))
+        checkpoints = _checkpoints(checkpoint_offsets, checkpoint_slots, count)
+        rows = _Rows(queries, lengths, self._slots(slots, count), drafts, accepted, prefilling, parents, checkpoints)
+        if (rows.is_spec & (queries > 0)).any():
+            return self._with_spec(rows, pad_to)
+        return self._without_spec(rows, pad_to)
+
+    def _slots(self, slots: Any, count: int) -> Array:
+        found = as_array("slots", slots, rows=count, ranks=(1, 2))
+        if found.ndim == 1:
+            found = found[:, None]
+        if found.shape[1] < 1 + self.num_spec and count:
+            refuse("slots", f"at least {1 + self.num_spec} columns (1 + num_spec)", f"shape {list(found.shape)}")
+        return found[:, : 1 + self.num_spec]
+
+    def _without_spec(self, rows: _Rows, pad_to: int | None) -> GDNMetadata:
+        queries, has_tokens = rows.queries, rows.queries > 0
+        is_decode = (queries == 1) & ((rows.lengths > 1) | ~rows.is_prefilling)
+        prefill_at = np.flatnonzero(has_tokens & ~is_decode)
+        first_prefill = int(prefill_at[0]) if prefill_at.size else queries.shape[0]
+        num_decodes = int(has_tokens[:first_prefill].sum())
+        num_prefills = int(has_tokens[first_prefill:].sum())
+        counts: dict[str, Any] = {
+            "num_prefills": num_prefills,
+            "num_prefill_tokens": int(queries[first_prefill:].sum()),
+            "num_decodes": num_decodes,
+            "num_decode_tokens": num_decodes,
+            "num_actual_tokens": int(queries.sum()),
+        }
+        if num_prefills:
+            if pad_to is not None:
+                refuse("pad_to", "None for a batch with prefills", pad_to)
+            return GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True)))
+        # Rows without tokens are left out: token i is then that of row i, which lets a decode step do without offsets.
+        slots = rows.slots[has_tokens, 0].astype(np.int32)
+        offsets = np.arange(num_decodes + 1, dtype=np.int32)
+        if pad_to is None:
+            return GDNMetadata(
+                **counts,
+                non_spec_query_start_loc=to_device(offsets, self.device),
+                non_spec_state_indices_tensor=to_device(slots, self.device),
+                non_spec_lengths_host=(1,) * num_decodes,
+            )
+        self._check_padding(num_decodes, pad_to)
+        write, most = self._buffers.write, self.max_num_sequences
+        return GDNMetadata(
+            **counts,
+            non_spec_query_start_loc=write("offsets", offsets, pad_to + 1, num_decodes, most=most + 1),
+            non_spec_state_indices_tensor=write("slots", slots, pad_to, self.null_slot, most=most),
+        )
+
+    def _with_spec(self, rows: _Rows, pad_to: int | None) -> GDNMetadata:
+        queries, is_spec = rows.queries, rows.is_spec
+        token_is_spec = np.repeat(is_spec, queries)
+        spec_tokens = np.flatnonzero(token_is_spec).astype(np.int32)
+        others = queries[~is_spec]
+        counts: dict[str, Any] = {
+            "num_prefills": int((others > 0).sum()),
+            "num_prefill_tokens": int(others.sum()),
+            "num_spec_decodes": int((queries[is_spec] > 0).sum()),
+            "num_spec_decode_tokens": int(queries[is_spec].sum()),
+            "num_actual_tokens": int(queries.sum()),
+        }
+        offsets, slots = _offsets(queries[is_spec]), rows.slots[is_spec].astype(np.int32)
+        accepted = rows.accepted[is_spec].astype(np.int32)
+        parents = None if rows.parents is None else rows.parents[token_is_spec].astype(np.int32)
+        if pad_to is not None:
+            if counts["num_prefills"]:
+                refuse("pad_to", "None for a batch with prefills", pad_to)
+            return GDNMetadata(**counts, **self._padded_spec(offsets, slots, accepted, parents, pad_to))
+        fields: dict[str, Any] = {
+            "spec_query_start_loc": offsets,
+            "spec_state_indices_tensor": slots,
+            "spec_sequence_masks": is_spec,
+            "spec_token_indx": spec_tokens,
+            "non_spec_token_indx": np.flatnonzero(~token_is_spec).astype(np.int32),
+            "num_accepted_tokens": accepted,
+        }
+        if parents is not None:
+            fields["retrieve_parent_token"] = parents
+        moved: dict[str, Any] = {name: to_device(value, self.device) for name, value in fields.items()}
+        if counts["num_prefills"]:
+            moved |= self._non_spec(rows, ~is_spec)
+        return GDNMetadata(**counts, **moved)
+
+    def _padded_spec(self, offsets: Array, slots: Array, accepted: Array, parents: Array | None, pad_to: int) -> dict[str, Any]:
+        """Fields of a batch of speculative rows alone, in the persistent buffers."""
+        count, columns = slots.shape
+        self._check_padding(count, pad_to)
+        write, most = self._buffers.write, self.max_num_sequences
+        fields = {
+            "spec_query_start_loc": write("spec_offsets", offsets, pad_to + 1, int(offsets[-1]), most=most + 1),
+            "spec_state_indices_tensor": write("spec_slots", slots, pad_to, self.null_slot, most=most),
+            "spec_sequence_masks": write("masks", np.full(count, True), pad_to, False, most=most),
+            "num_accepted_tokens": write("accepted", accepted, pad_to, 1, most=most),
+            "spec_token_indx": self._buffers.constant("tokens", np.arange(most * columns, dtype=np.int32))[: pad_to * columns],
+            "non_spec_token_indx": self._buffers.constant("no_tokens", np.zeros(0, np.int32)),
+        }
+        if parents is not None:
+            fields["retrieve_parent_token"] = write("parents", parents, pad_to * columns, -1, most=most * columns)
+        return fields
+
+    def _non_spec(self, rows: _Rows, chosen: Array) -> dict[str, Any]:
+        """Fields of the rows that are not speculative, in a batch with prefills."""
+        queries = rows.queries[chosen]
+        fields: dict[str, Array] = {
+            "has_initial_state": rows.lengths[chosen] > queries,
+            "non_spec_query_start_loc": _offsets(queries),
+            "non_spec_state_indices_tensor": rows.slots[chosen, 0].astype(np.int32),
+        }
+        if rows.checkpoints is not None:
+            offsets, slots = (part[chosen].astype(np.int32) for part in rows.checkpoints)
+            if offsets.any():
+                fields |= {"checkpoint_offsets": offsets, "checkpoint_slots": slots}
+        moved: dict[str, Any] = {name: to_device(value, self.device) for name, value in fields.items()}
+        return moved | {"non_spec_lengths_host": tuple(queries.tolist())}
+
+    def _check_padding(self, count: int, pad_to: int) -> None:
+        if not count <= pad_to <= self.max_num_sequences:
+            refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
+
+
+def _offsets(lengths: Array) -> Array:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+def _checkpoints(offsets: Any, slots: Any, count: int) -> tuple[Array, Array] | None:
+    if offsets is None and slots is None:
+        return None
+    if offsets is None or slots is None:
+        refuse("checkpoint_offsets, checkpoint_slots", "both or neither", "one of them")
+    found = as_array("checkpoint_offsets", offsets, rows=count, ranks=(2,))
+    places = as_array("checkpoint_slots", slots, rows=count, ranks=(2,))
+    if found.shape != places.shape:
+        refuse("checkpoint_slots", f"shape {list(found.shape)}, as checkpoint_offsets", f"shape {list(places.shape)}")
+    if (found < 0).any():
+        refuse("checkpoint_offsets", "no negative count", found.tolist())
+    return found, places

@@ -1,0 +1,128 @@
+"""MLPs: dense with a SiLU gate, and a mixture of experts with a shared expert."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from gdn.layers.config import HybridConfig
+
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)  # public from torch 2.10 on
+_MOST_ELEMENTS = 2**26  # of an intermediate tensor where every expert sees every token
+
+
+class MLP(nn.Module):
+    """Dense MLP: `down_proj(silu(gate) * up)`.
+
+    Parameters
+    ----------
+    hidden_size, intermediate_size : int
+        Width of the input and output, and of the gate (on a rank: its part).
+
+    Attributes
+    ----------
+    gate_up_proj : Parameter [2 * intermediate, hidden]
+        Rows of the gate, then those of its factor: one product.
+    down_proj : Parameter [hidden, intermediate]
+        On a rank its output is a summand of the layer's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        up = torch.empty(2 * intermediate_size, hidden_size, device=device, dtype=dtype)
+        self.gate_up_proj = nn.Parameter(up, requires_grad=False)
+        self.down_proj = nn.Parameter(
+            torch.empty(hidden_size, intermediate_size, device=device, dtype=dtype), requires_grad=False
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return linear(_gated(linear(hidden_states, self.gate_up_proj)), self.down_proj)
+
+
+class MoE(nn.Module):
+    """Mixture of experts: softmax router over all experts, the top ones weighted, next to a shared expert with a sigmoid gate.
+
+    Nothing here waits for the device: in bfloat16 on a GPU the tokens are sorted by expert and go through torch's grouped
+    product with offsets on the device; otherwise every expert sees every token, which is meant for checks at small sizes.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes of this rank: its part of the width of every expert.
+
+    Attributes
+    ----------
+    router : Parameter [experts, hidden]
+        Scores of the experts, whole on every rank.
+    gate_up_proj, down_proj : Parameter [experts, 2 * intermediate, hidden], Parameter [experts, hidden, intermediate]
+        The experts.
+    shared_expert, shared_expert_gate : MLP, Parameter [1, hidden]
+        Expert of every token, and the input of its gate.
+    """
+
+    def __init__(
+        self, config: HybridConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.top_k, self.norm_topk_prob, self.num_experts = config.num_experts_per_tok, config.norm_topk_prob, config.num_experts
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+        self.router = parameter(config.num_experts, hidden)
+        self.gate_up_proj = parameter(config.num_experts, 2 * width, hidden)
+        self.down_proj = parameter(config.num_experts, hidden, width)
+        self.shared_expert = MLP(hidden, config.shared_expert_intermediate_size, device=device, dtype=dtype)
+        self.shared_expert_gate = parameter(1, hidden)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Output [tokens, hidden] for hidden states [tokens, hidden]."""
+        weights, experts = self.route(hidden_states)
+        is_grouped = hidden_states.is_cuda and hidden_states.dtype == torch.bfloat16
+        routed = (self._grouped if is_grouped else self._every_expert)(hidden_states, weights, experts)
+        shared: Tensor = self.shared_expert(hidden_states)
+        return routed + torch.sigmoid(linear(hidden_states, self.shared_expert_gate)) * shared
+
+    def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, in the dtype of the input, and indices [tokens, top_k] of the experts of each token."""
+        probabilities = torch.softmax(linear(hidden_states, self.router), dim=-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(hidden_states.dtype), experts
+
+    def _grouped(self, hidden_states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Rows sorted by expert, one grouped product each way, rows back in the order of the tokens."""
+        tokens, hidden = hidden_states.shape
+        if tokens == 0:
+            return hidden_states.clone()
+        expert_of_row, order = experts.flatten().sort(stable=True)
+        numbers = torch.arange(self.num_experts, device=experts.device)
+        ends = torch.searchsorted(expert_of_row, numbers, right=True).to(torch.int32)
+        rows = hidden_states.index_select(0, order // self.top_k)
+        inner = _gated(_grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
+        outputs = _grouped_mm(inner, self.down_proj.mT, offs=ends)
+        unsorted = torch.empty_like(outputs).index_copy_(0, order, outputs)
+        return (unsorted.view(tokens, self.top_k, hidden) * weights[..., None]).sum(dim=1)
+
+    def _every_expert(self, hidden_states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """All experts on all tokens, weighted with zero where an expert was not selected; in parts of bounded memory."""
+        shares = weights.new_zeros(weights.shape[0], self.num_experts).scatter_(1, experts, weights)
+        widest = self.num_experts * max(self.gate_up_proj.shape[1], self.gate_up_proj.shape[2])
+        parts = []
+        for tokens, share in zip(*(x.split(max(1, _MOST_ELEMENTS // widest)) for x in (hidden_states, shares)), strict=True):
+            inner = _gated(torch.einsum("th,eih->tei", tokens, self.gate_up_proj))
+            parts.append((torch.einsum("tei,ehi->teh", inner, self.down_proj) * share[..., None]).sum(dim=1))
+        return torch.cat(parts)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up

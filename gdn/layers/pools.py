@@ -1,0 +1,65 @@
+"""Pools of numbered things with owners: blocks, state slots, sequence slots."""
+
+import heapq
+from collections.abc import Iterable
+
+
+class CacheFullError(RuntimeError):
+    """A cache has no room for what was asked for. Nothing was taken.
+
+    Attributes
+    ----------
+    resource : str
+        What ran out: "blocks", "state slots" or "sequence slots".
+    needed, free : int
+        Number that was asked for, and the number that was free.
+    """
+
+    def __init__(self, resource: str, needed: int, free: int) -> None:
+        super().__init__(f"the cache is full: {needed} {resource} needed, {free} free")
+        self.resource, self.needed, self.free = resource, needed, free
+
+
+class Pool:
+    """Ids from `first` up to `stop`, each free or with a number of owners. The smallest free ids are taken first.
+
+    The ids of a pool that is filled again therefore do not depend on the order in which it was emptied.
+    """
+
+    def __init__(self, resource: str, first: int, stop: int) -> None:
+        self.resource = resource
+        self._free = list(range(first, stop))  # a sorted list is a heap
+        self._owners: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Number of free ids."""
+        return len(self._free)
+
+    def owners(self, one: int) -> int:
+        """Number of owners of an id."""
+        return self._owners.get(one, 0)
+
+    def take(self, count: int) -> list[int]:
+        """Takes the `count` smallest free ids, in ascending order; raises `CacheFullError` and takes none if fewer are free."""
+        if count > len(self._free):
+            raise CacheFullError(self.resource, count, len(self._free))
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        for one in taken:
+            self._owners[one] = 1
+        return taken
+
+    def share(self, ids: Iterable[int]) -> None:
+        """Adds an owner to each id; all of them have one already."""
+        for one in ids:
+            self._owners[one] += 1
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Takes one owner from each id; an id without owners is free again."""
+        for one in ids:
+            left = self._owners[one] - 1
+            if left:
+                self._owners[one] = left
+            else:
+                del self._owners[one]
+                heapq.heappush(self._free, one)

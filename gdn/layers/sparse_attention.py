@@ -1,0 +1,159 @@
+"""Full attention of a hybrid model on a paged cache: sparse where the layer has an indexer, else dense.
+
+qkv_proj -> q/k norm (zero-centred) -> partial RoPE -> write K and V -> attention -> * sigmoid(gate) -> o_proj
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gdn
+from gdn.layers.attention_runs import deal
+from gdn.layers.config import HybridConfig
+from gdn.layers.indexer import Indexer
+from gdn.layers.norm import RMSNorm
+from gdn.layers.rotary import RotaryEmbedding
+
+# Parameter -> (tensor of the checkpoint, how a tensor-parallel rank takes it), concatenated along dim 0. Transformers'
+# Qwen3-Next, Qwen3.5 and qwen4_exp have these names in self_attn. Those of the indexer: `indexer.TENSORS`.
+#   "rows"      an equal share of dim 0: whole heads, each with its query and its gate
+#   "kv_heads"  the same for key and value heads; where there are fewer heads than ranks, neighbouring ranks hold the same head
+#   "columns"   an equal share of dim 1: the ranks' results are summed
+#   "whole"     all of it on every rank
+TENSORS = {
+    "qkv_proj.weight": (("q_proj.weight", "rows"), ("k_proj.weight", "kv_heads"), ("v_proj.weight", "kv_heads")),
+    "q_norm.weight": (("q_norm.weight", "whole"),),
+    "k_norm.weight": (("k_norm.weight", "whole"),),
+    "o_proj.weight": (("o_proj.weight", "columns"),),
+}
+
+
+class SparseAttention(nn.Module):
+    """Attention layer with q/k norm, partial RoPE, an optional indexer and an optional output gate.
+
+    Parameters
+    ----------
+    config : HybridConfig
+        Sizes of one rank. index_topk 0 = no indexer: every query attends to all positions up to its own.
+    rotary : RotaryEmbedding, optional
+        Table shared by the layers of a model; None = one of its own.
+    use_fp8_indexer : bool, optional
+        As `use_fp8` of `Indexer`.
+    device, dtype : torch.device, torch.dtype
+        Of the parameters.
+
+    Notes
+    -----
+    With tensor parallelism the result is this rank's share of a sum over ranks.
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        rotary: RotaryEmbedding | None = None,
+        *,
+        use_fp8_indexer: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.rotary_dim, self.eps, self.has_gate = config.rotary_dim, config.rms_norm_eps, config.attn_output_gate
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_width = self.num_heads * self.head_dim * (2 if self.has_gate else 1)
+        self.kv_width = self.num_kv_heads * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, self.q_width + 2 * self.kv_width, bias=False, **placed)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, **placed)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, **placed)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False, **placed)
+        self.rotary = RotaryEmbedding(config, device=device) if rotary is None else rotary
+        self.indexer = None
+        if config.index_topk:
+            self.indexer = Indexer(config, self.rotary, use_fp8=use_fp8_indexer, **placed)
+        self.requires_grad_(False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        metadata: Any,
+        kv_cache: tuple[Tensor, Tensor],
+        indexer_cache: Tensor | None = None,
+        indexer_ring: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the new tokens of a step, prefill and decode mixed.
+
+        Parameters
+        ----------
+        hidden_states, positions : Tensor [tokens, hidden], Tensor [tokens]
+            Packed rows of all sequences, and the position of each in its sequence, int32 or int64.
+        metadata : AttentionMetadata
+            Lengths, block tables and slots of the step. Without lengths on the host, sequences without new tokens come last.
+            Nothing is read back from the device.
+        kv_cache : tuple of Tensor
+            Pages of keys and values of this layer, each [num_blocks, block_size, kv_heads, D], contiguous inside a block; the
+            rows of new tokens are written.
+        indexer_cache, indexer_ring : Tensor, optional
+            Pages and ring of the indexer, as for `Indexer.forward`; needed where the layer has one.
+
+        Returns
+        -------
+        Tensor [tokens, hidden]
+            Zero, before o_proj, in rows of padding.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Named after the argument. Wrong caches of the indexer are refused before anything is written.
+        """
+        if self.indexer is not None:
+            self.indexer.check_caches(indexer_cache, indexer_ring)
+        qkv = self.qkv_proj(hidden_states)
+        heads, k, v = qkv.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
+        heads = heads.unflatten(-1, (self.num_heads, -1))  # per head: query, then gate
+        k_cache, v_cache = kv_cache
+        slots = metadata.slot_mapping
+        # The operator of the indexer: norm, RoPE and cache write in one launch; a block is a page of keys.
+        q, _ = gdn.prepare_indexer(
+            heads[..., : self.head_dim], k.unflatten(-1, (self.num_kv_heads, -1)), None, positions, self.rotary.cos_sin,
+            self.q_norm.weight, self.k_norm.weight, k_cache, slots, rotary_dim=self.rotary_dim, eps=self.eps, fp8=False,
+        )  # fmt: skip
+        gdn.write_indexer_cache(v.unflatten(-1, (self.num_kv_heads, -1)), v_cache, slots)
+        out = heads[..., : self.head_dim]  # the raw queries are done with: their place, next to the gates, takes the result
+        if self.indexer is None:
+            gdn.attention(
+                q, kv_cache, metadata.block_tables, metadata.query_start_loc, metadata.seq_lens,
+                seq_lens_host=metadata.seq_lens_host, query_lens_host=metadata.query_lens_host,
+                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, out=out,
+            )  # fmt: skip
+        else:
+            assert indexer_cache is not None
+            selected = self.indexer(hidden_states, positions, metadata, indexer_cache, indexer_ring)
+            self._attend(q, kv_cache, selected, metadata, out)
+        attended = F.glu(heads, dim=-1) if self.has_gate else out
+        projected: Tensor = self.o_proj(attended.flatten(1))
+        return projected
+
+    def _attend(self, q: Tensor, kv_cache: tuple[Tensor, Tensor], selected: Tensor | None, metadata: Any, out: Tensor) -> None:
+        """Attention run by run, into `out`."""
+        assert self.indexer is not None
+        tokens = q.shape[0]
+        runs = deal(metadata, tokens, self.indexer.dense_below())
+        stop = runs[-1].tokens.stop if runs else 0
+        if stop < tokens:
+            out[stop:] = 0
+        for run in runs:
+            part, sequences = run.tokens, run.sequences
+            starts = metadata.query_start_loc
+            if part != slice(0, tokens):
+                starts = starts[sequences.start : sequences.stop + 1] - part.start
+            step = (metadata.block_tables[sequences], starts, metadata.seq_lens[sequences])
+            if run.form == "dense" or selected is None:
+                gdn.attention(
+                    q[part], kv_cache, *step, seq_lens_host=run.seq_lens, query_lens_host=run.query_lens,
+                    max_query_len=run.max_query_len, max_seq_len=run.max_seq_len, out=out[part],
+                )  # fmt: skip
+            else:
+                gdn.sparse_attention(q[part], kv_cache, selected[part], *step, max_query_len=run.max_query_len, out=out[part])

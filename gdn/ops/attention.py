@@ -1,0 +1,246 @@
+"""Public operator `attention`: dense causal attention on the paged cache of keys and values.
+
+Decode rows take the kernel of sparse decode, which walks all positions where it gets no indices. Prefill rows take torch's
+scaled_dot_product_attention on keys and values gathered from the pages, where the caller knows their lengths on the host.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from gdn import runtime
+from gdn.ops import _check as check
+from gdn.ops._call import NEW, always, check_memory, operator, reads_values
+from gdn.ops._check import bad_value
+from gdn.ops._kinds import Kind
+from gdn.ops._library import out_or_new
+from gdn.ops._modes import has_memory, is_tracing
+from gdn.ops._ordered import ordered
+from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
+from gdn.runtime import Choice, env
+
+_GATHERED_BYTES = 2**30  # of keys and values gathered at a time, or one sequence's
+_SCORE_BYTES = 2**28  # of float32 scores at a time, for the log-sum-exp
+
+
+def attention(
+    q: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    seq_lens_host: Sequence[int] | None = None,
+    query_lens_host: Sequence[int] | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Dense causal attention of each query token over its sequence, in a paged cache.
+
+        o = softmax(scale * q k^T) v, over the positions up to the query's own; float32 inside
+
+    The leading sequences of at most 8 new tokens (decode, drafts included) take the paged kernel, all from the first longer one
+    on torch's scaled_dot_product_attention, on a copy of their keys and values. That needs both lengths on the host; without
+    them, and with ``GDN_BATCH_INVARIANT=1``, all rows take the paged kernel; no call ever waits for the device.
+
+    Parameters
+    ----------
+    q : Tensor [tokens, heads, D]
+        Queries, as for `sparse_attention`.
+    kv_cache, block_tables, query_start_loc, seq_lens : Tensor or tuple of Tensor, Tensor, Tensor, Tensor
+        Keys and values, blocks [N, max_blocks], offsets [N + 1] and lengths [N] of the sequences, as for `sparse_attention`.
+    scale, return_lse : float or None, bool
+        Factor of the products (None = D**-0.5); whether to return the log-sum-exp too. For prefill rows that is a second pass
+        over the keys, in float32.
+    seq_lens_host, query_lens_host : tuple or list of int, optional
+        `seq_lens` and the differences of `query_start_loc` on the host. None for one of them = all rows take the paged kernel.
+    max_query_len, max_seq_len : int, optional
+        Bounds on the lengths of all sequences: with max_query_len <= 8 all rows take the paged kernel; max_seq_len bounds the
+        part of `block_tables` that it deals to thread blocks.
+    out : Tensor [tokens, heads, D], optional
+        Tensor to write o into, dtype of `q`, last dimension contiguous.
+    backend : {"tilelang", "cute", "reference"}, optional
+        Implementation of the paged kernel; ValueError where it cannot run. "reference" applies to all rows. None = chosen by
+        ``GDN_BACKEND`` and the tables, see `gdn.explain`.
+
+    Returns
+    -------
+    o : Tensor [tokens, heads, D]
+        Output in the dtype of `q`; `out` itself where it is given. Zero in rows after the last sequence.
+    lse : Tensor [tokens, heads] of float32
+        Natural logarithm of the sum of exponentials, -inf in rows after the last sequence. Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before anything is written. With ``GDN_VALIDATE=1`` (which waits for the device; on the CPU
+        always) lengths, blocks of visible positions and the agreement with the lengths on the host are checked too.
+    """
+    k_cache, v_cache = split_pair(kv_cache)
+    return_lse = Kind(bool, False).check("return_lse", return_lse)
+    o, lse = _dense(
+        q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, scale, return_lse, seq_lens_host, query_lens_host,
+        max_query_len, max_seq_len, out, backend,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+@operator(name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables"))
+def _dense(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float | None,
+    return_lse: bool,
+    seq_lens_host: Sequence[int] | None,
+    query_lens_host: Sequence[int] | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    out: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` on two caches. The log-sum-exp of prefill rows is there only where it is asked for."""
+    check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, out)
+    check.at_least("max_seq_len", max_seq_len)
+    check_values(q, k_cache, None, block_tables, query_start_loc, seq_lens, None)
+    _check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
+    block_size = k_cache.shape[1]
+    items = _sequences(q, block_tables.shape[1] * block_size, seq_lens_host, query_lens_host)
+    check_memory()
+    if is_tracing():
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        return o, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+    if max_seq_len is not None:
+        block_tables = block_tables[:, : -(-max_seq_len // block_size)]
+    decodes = list(itertools.takewhile(lambda one: one.query_len <= MOST_DECODE_TOKENS, items))
+    prefills = [] if env.current().batch_invariant else items[len(decodes) :]  # torch's sums depend on the batch
+    with ordered(backend, "attention") as backend:
+        if not prefills or backend == "reference" or (max_query_len is not None and max_query_len <= MOST_DECODE_TOKENS):
+            return attend(
+                q, k_cache, v_cache, None, block_tables, query_start_loc, seq_lens, None, scale, max_query_len, out, backend
+            )
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        first = prefills[0].token
+        if first:
+            own = slice(len(decodes))
+            lse[:first] = attend(
+                q[:first], k_cache, v_cache, None, block_tables[own], query_start_loc[: len(decodes) + 1], seq_lens[own], None,
+                scale, None, o[:first], backend,
+            )[1]  # fmt: skip
+    runtime.record(Choice("attention", "torch", decided_by="prefill rows: scaled_dot_product_attention"))
+    if has_memory():
+        last = prefills[-1]
+        o[last.token + last.query_len :].zero_()
+        for group in _groups(prefills, k_cache):
+            _prefill(q, (k_cache, v_cache), block_tables, group, scale, o, lse if return_lse else None)
+    return o, lse
+
+
+class _Sequence(NamedTuple):
+    """A sequence of the call, on the host."""
+
+    row: int
+    token: int  # first row of q
+    query_len: int
+    seq_len: int
+
+
+def _check_lengths(
+    query_lens: Sequence[int] | None, host_lens: Sequence[int] | None, query_start_loc: Tensor, seq_lens: Tensor
+) -> None:
+    """Checks lengths on the host: their number, and where values are checked that they are those on the device."""
+    count = seq_lens.shape[0]
+    for name, lengths in (("query_lens_host", query_lens), ("seq_lens_host", host_lens)):
+        if lengths is None:
+            continue
+        if len(lengths) != count:
+            bad_value(name, f"{count} lengths, one per sequence", len(lengths))
+        if reads_values(seq_lens.device):
+            values = (seq_lens if name == "seq_lens_host" else query_start_loc.diff()).tolist()
+            if values != list(lengths):
+                bad_value(name, f"the lengths on the device {values}", tuple(lengths))
+
+
+def _sequences(q: Tensor, most: int, seq_lens: Sequence[int] | None, query_lens: Sequence[int] | None) -> list[_Sequence]:
+    """The sequences, checked against each other; none without both lengths. most: positions that a block table addresses."""
+    if seq_lens is None or query_lens is None:
+        return []
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        if query_len < 0 or query_len > max(seq_len, 0):
+            bad_value("query_lens_host", f"numbers >= 0, none above the sequence's {seq_len} tokens", query_len)
+        if query_len and seq_len > most:
+            bad_value("seq_lens_host", f"at most {most} tokens, which block_tables address", seq_len)
+    if sum(query_lens) > q.shape[0]:
+        bad_value("query_lens_host", f"numbers that sum to at most the {q.shape[0]} rows of q", sum(query_lens))
+    starts = itertools.accumulate(query_lens, initial=0)
+    return [_Sequence(n, *one) for n, one in enumerate(zip(starts, query_lens, seq_lens, strict=False))]
+
+
+def _groups(items: Sequence[_Sequence], cache: Tensor) -> Iterator[list[_Sequence]]:
+    """Neighbours of equal lengths, as many as may be gathered at a time; sequences without new tokens are left out."""
+    row_bytes = 2 * cache.shape[2] * cache.shape[3] * cache.element_size()
+    live = [one for one in items if one.query_len]
+    while live:
+        first, most = live[0], max(1, _GATHERED_BYTES // (row_bytes * live[0].seq_len))
+        lengths = [(one.row - n, one.query_len, one.seq_len) for n, one in enumerate(live[:most])]
+        count = next((n for n, one in enumerate(lengths) if one != (first.row, first.query_len, first.seq_len)), len(lengths))
+        yield live[:count]
+        live = live[count:]
+
+
+def _prefill(
+    q: Tensor, caches: tuple[Tensor, Tensor], block_tables: Tensor, group: Sequence[_Sequence], scale: float | None, o: Tensor,
+    lse: Tensor | None,
+) -> None:  # fmt: skip
+    """Attention of sequences of equal lengths, through torch."""
+    (first, token, query_len, seq_len), count, block_size = group[0], len(group), caches[0].shape[1]
+    pages = block_tables[first : first + count, : -(-seq_len // block_size)]
+    keys, values = (
+        cache.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)[:, :seq_len].transpose(1, 2)
+        for cache in caches
+    )  # [sequences, kv_heads, seq_len, D]
+    rows = slice(token, token + count * query_len)
+    queries = q[rows].unflatten(0, (count, query_len)).transpose(1, 2)
+    is_causal = query_len == seq_len
+    mask = None if is_causal else _lower_right(query_len, seq_len, q.device)
+    found = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=keys.shape[1] != queries.shape[1]
+    )
+    o[rows].unflatten(0, (count, query_len)).copy_(found.transpose(1, 2))
+    if lse is not None:
+        _write_lse(queries, keys, q.shape[2] ** -0.5 if scale is None else scale, lse[rows].unflatten(0, (count, query_len)))
+
+
+def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
+    """The mask of queries that are the last tokens. torch's own object reaches the fused kernels of a GPU without a matrix."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # it loads torch's compiler, a second that only a GPU needs
+
+        return causal_lower_right(query_len, seq_len)
+    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril(seq_len - query_len)
+
+
+def _write_lse(queries: Tensor, keys: Tensor, scale: float, lse: Tensor) -> None:
+    """Writes the log-sum-exp [sequences, query_len, heads] of queries [sequences, heads, query_len, D], in float32."""
+    (count, heads, query_len, _), (kv_heads, seq_len) = queries.shape, keys.shape[1:3]
+    keys = keys.float().mT[:, :, None]
+    step = max(1, _SCORE_BYTES // (4 * count * heads * seq_len))
+    position = torch.arange(seq_len, device=keys.device)
+    for low in range(0, query_len, step):
+        part = queries[:, :, low : low + step].float().unflatten(1, (kv_heads, -1))
+        own = torch.arange(low, low + part.shape[3], device=keys.device) + seq_len - query_len
+        scores = (part @ keys).mul_(scale).masked_fill_(position > own[:, None], -torch.inf)
+        lse[:, low : low + step] = scores.logsumexp(-1).flatten(1, 2).mT

@@ -1,0 +1,101 @@
+"""A copy warp: rows of keys and values of every `copy_warps`-th tile into the ring, one row a lane."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from gdn.problems import SparseDecodeParams
+from kernels_cute.attention.decode.places import columns_of, sequence_of
+from kernels_cute.attention.decode.spec import TILE, Spec, Work
+from kernels_cute.common import ptx
+from kernels_cute.common.memory import narrowed
+
+
+@cute.jit
+def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, number: Int32):
+    """number: of the warp among the copy warps. Indices are read two of its tiles ahead, table entries one."""
+    lane = cute.arch.lane_idx()
+    step = cutlass.const_expr(TILE * spec.copy_warps)
+    sequence, own = Int32(0), Int32(0)
+    if cutlass.const_expr(spec.problem.dense):
+        sequence, own = sequence_of(params, work.token)
+    first, count = columns_of(spec, params, work, own)
+    column = first + number * TILE + lane % TILE
+    index = index_at(spec, params, work, column)
+    next_index = index_at(spec, params, work, column + step)
+    if cutlass.const_expr(not spec.problem.dense):
+        sequence, own = sequence_of(params, work.token)
+    block = block_at(spec, params, sequence, index)
+    cute.arch.sync_threads()  # the barriers are there
+
+    for tile in cutlass.range(number, (count + (TILE - 1)) // TILE, spec.copy_warps, unroll=1):
+        after_next = index_at(spec, params, work, column + 2 * step)
+        next_block = block_at(spec, params, sequence, next_index)
+        is_valid = (column < first + count) & (index >= 0) & (index <= own)
+        stage = prepare_stage(spec, storage, tile, cute.arch.vote_ballot_sync(is_valid) & ((1 << TILE) - 1))
+        if is_valid:
+            copy_row(spec, storage, params, work, stage, Int64(block), index % spec.block_size)
+        index, next_index, block = next_index, after_next, next_block
+        column += step
+    cute.arch.sync_threads()  # the ring is read
+
+
+@cute.jit
+def index_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, column: Int32):
+    """Position in a column; after the last column anything."""
+    index = column
+    if cutlass.const_expr(not spec.problem.dense):
+        last = cute.size(params.topk_indices, mode=[1]) - 1
+        index = narrowed(params.topk_indices[work.token, cutlass.min(column, last)])
+    return index
+
+
+@cute.jit
+def block_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, sequence: Int32, index: Int32):
+    """Cache block of a position; of one that is not in the table anything."""
+    last = cute.size(params.block_tables, mode=[1]) - 1
+    return params.block_tables[sequence, cutlass.min(cutlass.max(index, 0) // spec.block_size, last)]
+
+
+@cute.jit
+def prepare_stage(spec: cutlass.Constexpr[Spec], storage, tile: Int32, valid: Int32):
+    """Waits for the stage of a tile, announces its bytes; the values of positions that do not count become 0, since 0 * NaN is
+    not. valid: a bit for each position."""
+    lane = cute.arch.lane_idx()
+    stage, parity = tile % spec.stages, tile // spec.stages & 1
+    cute.arch.mbarrier_wait(storage.free.data_ptr() + stage, parity ^ 1)
+    if (valid != 0) & (valid != (1 << TILE) - 1):
+        values = storage.ring.data_ptr().toint() + stage * spec.stage_bytes + TILE * spec.pitch
+        for row in cutlass.range(TILE, unroll=1):
+            if valid >> row & 1 == 0:
+                for first in cutlass.range_constexpr(0, spec.row_bytes, 512):
+                    if first + lane * 16 < spec.row_bytes:
+                        ptx.store_zeros(values + row * spec.pitch + first + lane * 16)
+        # The copy engine writes here again later.
+        cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    if lane == 0:
+        ptx.store_word(storage.valid.data_ptr().toint() + stage * 4, valid)
+        cute.arch.mbarrier_arrive_and_expect_tx(storage.full.data_ptr() + stage, cute.arch.popc(valid) * (2 * spec.row_bytes))
+    cute.arch.sync_warp()
+    return stage
+
+
+@cute.jit
+def copy_row(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, stage, block: Int64, offset):
+    """Key (first 16 lanes) or value (the others) of the lane's position."""
+    lane = cute.arch.lane_idx()
+    gKeys, gValues = params.k_cache, params.v_cache
+    head = Int64(work.kv_set * spec.kv_heads)
+    base = gKeys.iterator.toint()
+    place = block * gKeys.stride[0] + Int64(offset) * gKeys.stride[1] + head * gKeys.stride[2]
+    head_stride = gKeys.stride[2]
+    if lane >= TILE:
+        base = gValues.iterator.toint()
+        place = block * gValues.stride[0] + Int64(offset) * gValues.stride[1] + head * gValues.stride[2]
+        head_stride = gValues.stride[2]
+    target = storage.ring.data_ptr().toint() + stage * spec.stage_bytes + lane * spec.pitch
+    full = (storage.full.data_ptr() + stage).toint()
+    for piece in cutlass.range_constexpr(spec.pieces):
+        source = base + (place + piece * head_stride) * (gKeys.element_type.width // 8)
+        ptx.copy_from_global(target + piece * spec.piece_bytes, source, Int32(spec.piece_bytes), full)

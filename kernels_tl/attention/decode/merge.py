@@ -1,0 +1,40 @@
+"""The merge of split positions: a block adds up the parts of one query token and head, in the order of the positions."""
+
+from typing import Any
+
+import tilelang.language as T
+
+from kernels_tl.attention.decode.kernel import LN_2, LOWEST
+from kernels_tl.attention.decode.spec import Spec, parameter_types
+from kernels_tl.common import build
+
+
+def merge(spec: Spec) -> Any:
+    """The prim_func."""
+    types = parameter_types(spec)
+    threads = spec.dim
+
+    @T.prim_func
+    def merge_parts():
+        tensors = build.parameters(workspace=types["workspace"], out=types["out"], lse=types["lse"])
+        with T.Kernel(tensors.out.shape[0] * spec.heads, threads=threads) as block:
+            d = T.get_thread_binding(0)
+            token = block // spec.heads
+            head = block % spec.heads
+            first = T.cast(block, "int64") * spec.splits
+            stats = T.cast(tensors.out.shape[0], "int64") * (spec.heads * spec.splits * spec.dim)
+            best, total, value, weight = build.variables(4, "float32")
+            best = LOWEST
+            total = 0.0
+            value = 0.0
+            for s in T.serial(spec.splits):
+                best = T.max(best, tensors.workspace[stats + (first + s) * 2])
+            for s in T.serial(spec.splits):
+                weight = T.exp2(tensors.workspace[stats + (first + s) * 2] - best)
+                total = total + weight * tensors.workspace[stats + (first + s) * 2 + 1]
+                value = value + weight * tensors.workspace[(first + s) * spec.dim + d]
+            tensors.out[token, head, d] = T.cast(T.if_then_else(total > 0.0, value / total, 0.0), spec.dtype)
+            if d == 0:
+                tensors.lse[token, head] = T.if_then_else(total > 0.0, (best + T.log2(total)) * LN_2, -T.infinity("float32"))
+
+    return merge_parts

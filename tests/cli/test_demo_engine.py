@@ -1,0 +1,254 @@
+"""The demo's engine against one pass of the same model over whole sequences, on other caches with metadata stated plainly."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from gdn.cli.demo_drafts import accept_greedily, ngram_drafts, random_drafts
+from gdn.cli.demo_engine import Engine, EngineSizes, Stream
+from gdn.layers import CacheFullError, HybridModel
+from gdn.layers.random_weights import fill_randomly
+from tests.layers.serving import Server
+from tests.layers.small import small_config
+
+TOLERANCE = 2e-5  # of the largest logit, float32
+LENGTHS = (1, 130, 64, 3, 65)  # a first chunk of one token, ragged prompts around the chunk of 64
+FORMS: dict[str, dict[str, Any]] = {
+    "token-wise": {},
+    "compressed": {"index_ratio": 4},
+    "dense, experts": {"index_topk": 0, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+LAYERS = ("linear_attention", "full_attention", "linear_attention")
+
+
+def make_model(form: str = "token-wise", seed: int = 0, null_slot: int = -1) -> HybridModel:
+    shared = {"num_hidden_layers": 3, "layer_types": LAYERS, "intermediate_size": 24, "shared_expert_intermediate_size": 8}
+    model = HybridModel(small_config(**shared, vocab_size=61, **FORMS[form]), null_slot=null_slot, dtype=torch.float32)
+    fill_randomly(model, seed)
+    return model
+
+
+def make_prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(61) for _ in range(length)] for length in lengths]
+
+
+def make_engine(model: HybridModel, **changes: Any) -> Engine:
+    options = {name: changes.pop(name) for name in ("use_graphs", "null_slot") if name in changes}
+    return Engine(model, EngineSizes(**{"max_num_sequences": 6, "max_seq_len": 200, "block_size": 48} | changes), **options)
+
+
+def one_pass(model: HybridModel, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Logits [length, vocab] of each sequence."""
+    return Server(model, model.config, len(sequences), max(map(len, sequences))).step(sequences)
+
+
+class Recorder:
+    """Logits that an engine reports, by stream and by the position after which they are."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.seen = engine, {}
+        engine.on_logits = self.record
+
+    def record(self, streams: list[Stream], rows: list[int], logits: torch.Tensor) -> None:
+        assert logits.shape[0] == sum(rows)
+        for stream, part in zip(streams, logits.clone().split(rows), strict=True):
+            self.seen.setdefault(id(stream), []).append(part)
+
+    def error(self, stream: Stream, whole: torch.Tensor, first: int) -> float:
+        """Largest difference of the steps' logits from position `first` on, as a share of the largest logit."""
+        found = torch.cat(self.seen[id(stream)])
+        wanted = whole[first : first + found.shape[0]]
+        assert found.shape == wanted.shape
+        return float((found - wanted).abs().max() / whole.abs().max())
+
+
+@pytest.mark.parametrize("use_graphs", [False, True], ids=["any shape", "fixed shapes"])
+@pytest.mark.parametrize("num_spec", [0, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_prefill_and_decode_equal_one_pass(form: str, num_spec: int, use_graphs: bool) -> None:
+    model, prompts = make_model(form), make_prompts()
+    engine = make_engine(model, num_spec=num_spec, use_graphs=use_graphs)
+    recorder = Recorder(engine)
+    first = engine.prefill(prompts)
+    decoded = engine.decode(6)
+    assert first.num_tokens == sum(LENGTHS) and decoded.num_tokens == 6 * len(LENGTHS)
+    assert first.tokens_per_second > 0 and decoded.tokens_per_second > 0
+    sequences = [stream.tokens for stream in engine.streams]
+    wholes = one_pass(model, [tokens[:-1] for tokens in sequences])
+    for prompt, stream, whole, new, started in zip(prompts, engine.streams, wholes, decoded.tokens, first.tokens, strict=True):
+        assert stream.tokens == prompt + started + new
+        assert recorder.error(stream, whole, len(prompt) - 1) <= TOLERANCE
+        assert whole[len(prompt) - 1 :].argmax(-1).tolist() == started + new
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_of_a_prompt_equal_one_pass(form: str) -> None:
+    model, prompts = make_model(form), make_prompts((1, 130, 64, 200))
+    engine = make_engine(model)
+    engine.prefill(prompts, chunk=64)
+    for prompt, stream, whole in zip(prompts, engine.streams, one_pass(model, prompts), strict=True):
+        assert stream.tokens == [*prompt, int(whole[-1].argmax())]
+
+
+@pytest.mark.parametrize("use_graphs", [False, True], ids=["any shape", "fixed shapes"])
+@pytest.mark.parametrize("form", FORMS)
+def test_verified_drafts_are_what_decode_would_generate(form: str, use_graphs: bool) -> None:
+    """Drafts that are right, wrong from some place on, too few, or none; then plain decode goes on from the accepted state."""
+    model, prompts = make_model(form), make_prompts()
+    plain = make_engine(model)
+    plain.prefill(prompts)
+    plain.decode(24)
+    wanted = [stream.tokens for stream in plain.streams]
+    engine = make_engine(model, num_spec=3, use_graphs=use_graphs)
+    engine.prefill(prompts)
+    pairs = itertools.cycle([(3, 3), (3, 0), (2, 1), (0, 0), (1, 1), (3, 2)])  # drafts, and how many of them are right
+    lengths = []
+    for _ in range(4):
+        drafts = []
+        for stream, tokens in zip(engine.streams, wanted, strict=True):
+            count, right = next(pairs)
+            true = tokens[len(stream.tokens) : len(stream.tokens) + count]
+            drafts.append([token if i < right else (token + 1) % 61 for i, token in enumerate(true)])
+            lengths.append(1 + min(count, right))
+        done = engine.verify(drafts)
+        assert [len(new) for new in done.tokens] == lengths[-len(prompts) :]
+    assert {1, 2, 3, 4} == set(lengths)
+    engine.decode(3)
+    for stream, tokens in zip(engine.streams, wanted, strict=True):
+        assert stream.tokens == tokens[: len(stream.tokens)]
+        assert stream.cached.num_tokens == stream.num_computed == len(stream.tokens) - 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_teacher_forcing(form: str) -> None:
+    model, prompts = make_model(form), make_prompts()
+    forced = make_prompts((5,) * len(prompts), seed=9)
+    engine = make_engine(model)
+    recorder = Recorder(engine)
+    engine.prefill(prompts)
+    engine.decode(5, forced=forced)
+    started = [stream.tokens[len(prompt)] for stream, prompt in zip(engine.streams, prompts, strict=True)]
+    for stream, prompt, token, given in zip(engine.streams, prompts, started, forced, strict=True):
+        assert stream.tokens == [*prompt, token, *given]
+        (whole,) = one_pass(model, [stream.tokens[:-1]])
+        assert recorder.error(stream, whole, len(prompt) - 1) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_kept_prefix_gives_what_one_pass_gives(form: str, chunk: int | None) -> None:
+    """Also after the stream that made it is gone; the blocks of 48 tokens end inside the prefix of 128."""
+    model = make_model(form)
+    engine = make_engine(model, num_checkpoints=2)
+    (prompt, tail) = make_prompts((150, 40))
+    recorder = Recorder(engine)
+    engine.prefill([prompt], chunk)
+    assert engine.allocator.num_kept == 1
+    other = prompt[:140] + tail
+    again = engine.prefill([prompt, other], chunk)
+    assert again.num_tokens == (150 - 128) + (180 - 128)
+    engine.finish(engine.streams[0])
+    engine.decode(4)
+    engine.finish()
+    engine.prefill([other], chunk)
+    assert engine.streams[0].cached.num_cached_tokens == 128
+    engine.decode(4)
+    (whole,) = one_pass(model, [engine.streams[0].tokens[:-1]])
+    found = torch.cat(recorder.seen[id(engine.streams[0])])[-5:]
+    assert float((found - whole[179:]).abs().max() / whole.abs().max()) <= TOLERANCE
+    engine.finish()
+    assert engine.allocator.num_free_sequences == 6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forks_go_on_by_themselves(form: str) -> None:
+    """A fork in the middle of a block, a group and a speculative window; both streams equal one pass over their tokens."""
+    model = make_model(form)
+    engine = make_engine(model, num_spec=3)
+    (prompt,) = make_prompts((77,))
+    engine.prefill([prompt])
+    truth = make_engine(model)
+    truth.prefill([prompt])
+    truth.decode(4)
+    engine.verify([[*truth.streams[0].tokens[78:80], 0][:3]])
+    assert engine.streams[0].accepted > 1
+    engine.fork(engine.streams[0])
+    recorder = Recorder(engine)
+    known = len(engine.streams[0].tokens)
+    engine.decode(8, forced=make_prompts((8, 8), seed=3))
+    for stream in engine.streams:
+        (whole,) = one_pass(model, [stream.tokens[:-1]])
+        assert recorder.error(stream, whole, known - 1) <= TOLERANCE
+    assert engine.streams[0].tokens[known:] != engine.streams[1].tokens[known:]
+
+
+@pytest.mark.parametrize("num_spec", [0, 1])
+def test_a_null_slot_of_zero(num_spec: int) -> None:
+    """vLLM's convention: slot 0 is padding and never used, and the tokens are the same."""
+    prompts, tokens = make_prompts(), []
+    for null_slot in (-1, 0):
+        model = make_model(null_slot=null_slot)
+        engine = make_engine(model, null_slot=null_slot, num_spec=num_spec, use_graphs=True)
+        engine.caches.gdn.ssm_states[0][0] = float("nan") if null_slot == 0 else 0.0
+        engine.prefill(prompts)
+        tokens.append(engine.decode(3).tokens)
+    assert tokens[0] == tokens[1]
+    assert engine.caches.gdn.ssm_states[0][0].isnan().all()
+
+
+def test_filled_freed_and_refilled_gives_the_same_bits() -> None:
+    model, prompts = make_model("compressed"), make_prompts((47, 90, 95, 140, 120, 180))
+    engine = make_engine(model, num_blocks=17, num_spec=1)
+    runs = []
+    for _ in range(2):
+        recorder = Recorder(engine)
+        engine.prefill(prompts)
+        engine.decode(1)
+        assert (engine.allocator.num_free_sequences, engine.allocator.num_free_state_slots) == (0, 0)
+        runs.append([torch.cat(recorder.seen[id(stream)]) for stream in engine.streams])
+        engine.streams.reverse()
+        engine.finish()
+    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
+
+
+def test_a_full_cache_changes_nothing() -> None:
+    model = make_model()
+    engine = make_engine(model, num_blocks=7)
+    with pytest.raises(CacheFullError):
+        engine.prefill(make_prompts((200, 200)))
+    assert engine.streams == [] and engine.allocator.num_free_blocks == 7
+    engine.prefill(make_prompts((47, 48)))
+    before = [list(stream.tokens) for stream in engine.streams]
+    with pytest.raises(CacheFullError):
+        engine.decode(120)
+    assert [stream.tokens for stream in engine.streams] == before and engine.allocator.num_free_blocks == 5
+    assert [len(new) for new in engine.decode(2).tokens] == [2, 2]
+
+
+def test_bad_input_is_named() -> None:
+    engine = make_engine(make_model(), num_spec=1)
+    with pytest.raises(ValueError, match="chunk: expected a positive multiple of 64, got 32"):
+        engine.prefill([[1]], chunk=32)
+    with pytest.raises(ValueError, match="prompts: expected 1 to 200 tokens each, got 0"):
+        engine.prefill([[]])
+    engine.prefill([[1, 2]])
+    with pytest.raises(ValueError, match="drafts: expected 1 rows, one for each stream, got 0"):
+        engine.verify([])
+    with pytest.raises(ValueError, match=r"drafts: expected at most 1 \(num_spec, at least 1\), got \[2\]"):
+        engine.verify([[1, 2]])
+    with pytest.raises(ValueError, match=r"steps: expected at most 200 tokens of a sequence \(max_seq_len\)"):
+        engine.decode(199)
+    assert engine.streams[0].cached.num_tokens == 2
+
+
+def test_proposers() -> None:
+    assert ngram_drafts([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
+    assert ngram_drafts([5, 7, 5, 8, 5], 3) == [8, 5]
+    assert ngram_drafts([1, 2, 3], 2) == [] and ngram_drafts([1], 2) == []
+    assert len(random_drafts(random.Random(0), 10, 4)) == 4
+    assert accept_greedily([4, 5, 6], [4, 5, 7, 8]) == [4, 5, 7]
+    assert accept_greedily([4], [4, 9]) == [4, 9] and accept_greedily([], [3]) == [3]

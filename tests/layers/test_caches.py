@@ -1,0 +1,114 @@
+"""Caches: shapes and layouts that the operators take, bytes per token and per sequence, and copies of all layers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn.layers import GDNStateCache, HybridCaches, IndexerCache, KVCache
+from tests.layers.small import small_config
+
+LAYERS = ("linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention")
+CONFIG = small_config(num_hidden_layers=5, layer_types=LAYERS, index_kv_heads=2)
+
+
+def test_states() -> None:
+    cache = GDNStateCache(CONFIG, 6, num_spec=2, dtype=torch.bfloat16)
+    conv, ssm = cache.conv_states, cache.ssm_states
+    assert len(conv) == len(ssm) == 3
+    assert (conv[0].shape, conv[0].dtype, conv[0].stride(1)) == ((6, 32, 5), torch.bfloat16, 1)  # channels are adjacent
+    assert (ssm[0].shape, ssm[0].dtype) == ((6, 2, 8, 8), torch.float32)
+    assert cache.bytes_per_slot == 3 * (32 * 5 * 2 + 2 * 8 * 8 * 4)
+    assert cache.bytes_per_sequence == 3 * cache.bytes_per_slot
+    assert cache.nbytes == 6 * cache.bytes_per_slot
+    with pytest.raises(TypeError, match="state_dtype: expected torch.float32 or torch.bfloat16, got torch.float16"):
+        GDNStateCache(CONFIG, 6, state_dtype=torch.float16)
+
+
+def test_keys_and_values() -> None:
+    cache = KVCache(CONFIG, 5, 16)
+    assert [tensor.shape for layer in cache.kv for tensor in layer] == [(5, 16, 1, 16)] * 4
+    assert cache.bytes_per_token == 2 * 2 * 16 * 2 and cache.nbytes == 5 * 16 * cache.bytes_per_token
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], torch.dtype, float]] = {
+    "bf16": ({}, {}, (5, 16, 2, 16), torch.bfloat16, 64.0),
+    "FP8 with scales": ({}, {"use_fp8": True}, (5, 16, 2, 20), torch.uint8, 40.0),
+    "compressed": ({"index_ratio": 4}, {}, (5, 4, 2, 16), torch.bfloat16, 16.0),
+    "compressed, e4m3": ({"index_ratio": 4}, {"use_fp8": True}, (5, 4, 2, 16), torch.float8_e4m3fn, 8.0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_indexer_keys(form: str) -> None:
+    changes, options, shape, dtype, token_bytes = FORMS[form]
+    config = small_config(num_hidden_layers=5, layer_types=LAYERS, index_kv_heads=2, **changes)
+    cache = IndexerCache(config, 5, 16, 3, num_spec=1, **options)
+    assert [(layer.shape, layer.dtype) for layer in cache.keys] == [(shape, dtype)] * 2
+    assert cache.bytes_per_token == 2 * token_bytes
+    if changes:
+        assert [ring.shape for ring in cache.rings] == [(3, 8, 2, 16)] * 2  # 4 + 1 draft, rounded up to groups of 4
+        assert cache.bytes_per_sequence == 2 * 8 * 2 * 16 * 2
+    else:
+        assert cache.rings == (None, None) and cache.bytes_per_sequence == 0
+    key = torch.randn(3, 2, 16, dtype=torch.bfloat16)
+    gdn.write_indexer_cache(key, cache.keys[1], torch.tensor([0, 1, -1]))  # the operators take the pages
+    assert cache.keys[1].view(torch.uint8).any() and not cache.keys[0].view(torch.uint8).any()
+
+
+def test_the_ring_has_room_for_a_group_and_the_drafts() -> None:
+    for num_spec, size in ((0, 4), (1, 8), (4, 8), (5, 12)):
+        cache = IndexerCache(small_config(index_ratio=4), 1, 16, 1, num_spec=num_spec)
+        assert cache.rings[0].shape[1] == size
+
+
+def test_the_switch_chooses_fp8(switch: Any) -> None:
+    assert IndexerCache(CONFIG, 1, 16, 1).keys[0].dtype == torch.bfloat16
+    switch(VLLM_QSA_USE_FP8_INDEXER="1")
+    assert IndexerCache(CONFIG, 1, 16, 1).keys[0].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_copies_are_of_all_layers_and_nothing_else(use_fp8: bool, ratio: int) -> None:
+    config = small_config(num_hidden_layers=5, layer_types=LAYERS, index_ratio=ratio)
+    caches = HybridCaches(config, 4, 16, 2, num_spec=1, use_fp8_indexer=use_fp8)
+    for place, buffer in enumerate([caches.gdn._conv, caches.gdn._ssm, caches.kv._buffer, caches.indexer._pages]):
+        buffer.view(torch.uint8).random_(generator=torch.Generator().manual_seed(place))
+    ids = {caches.gdn._conv: 1, caches.gdn._ssm: 1, caches.kv._buffer: 2, caches.indexer._pages: 1}
+    before = {buffer: buffer.view(torch.uint8).clone() for buffer in ids}
+    caches.gdn.copy_slot(3, 0)
+    caches.copy_block(3, 0)
+    for buffer, dim in ids.items():
+        now, was = buffer.view(torch.uint8), before[buffer]
+        assert torch.equal(now.select(dim, 0), was.select(dim, 3))
+        assert torch.equal(now.narrow(dim, 1, 3), was.narrow(dim, 1, 3))
+
+
+def test_all_caches_report_their_bytes() -> None:
+    caches = HybridCaches(small_config(index_ratio=4), 4, 16, 2, num_checkpoints=1, num_spec=1, null_slot=0)
+    assert caches.gdn.num_slots == 1 + 2 * 2 + 1
+    assert caches.bytes_per_token == 2 * 16 * 2 + 16 * 2 / 4
+    assert caches.bytes_per_sequence == 2 * caches.gdn.bytes_per_slot + 8 * 16 * 2
+    total = 4 * 16 * caches.bytes_per_token + 6 * caches.gdn.bytes_per_slot + 2 * 8 * 16 * 2
+    assert caches.nbytes == total
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "ratio": (
+        lambda: HybridCaches(small_config(index_ratio=4), 4, 18, 2),
+        "block_size: expected a multiple of 4 . index_ratio = 16",
+    ),
+    "blocks": (lambda: KVCache(CONFIG, -1, 16), "num_blocks: expected at least 0, got -1"),
+    "drafts": (lambda: HybridCaches(CONFIG, 4, 16, 2, num_spec=-1), "num_spec: expected at least 0, got -1"),
+    "null slot": (lambda: GDNStateCache(CONFIG, 4, null_slot=-2), "null_slot: expected at least -1, got -2"),
+    "unknown": (lambda: HybridCaches(CONFIG, 4, 16, 2, kind=1), "kind: expected one of dtype, state_dtype, device"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    make, message = BAD[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

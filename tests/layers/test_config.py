@@ -1,0 +1,119 @@
+"""`HybridConfig.from_transformers`: what is read, and what is refused by name."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig, Qwen3_5VisionConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers.models.qwen4_exp import Qwen4ExpConfig, Qwen4ExpTextConfig
+
+from gdn.layers.config import HybridConfig
+
+ROTARY = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+INDEXER: dict[str, Any] = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    "rope_parameters": ROTARY,
+}  # fmt: skip
+
+
+def test_qwen3_next() -> None:
+    config = HybridConfig.from_transformers(Qwen3NextConfig(mlp_only_layers=[0], decoder_sparse_step=2))
+    assert config.layer_types[:4] == ("linear_attention",) * 3 + ("full_attention",)
+    assert (config.num_linear_layers, config.num_full_layers, config.place(7), config.place(6)) == (36, 12, 1, 5)
+    assert (config.linear_num_key_heads, config.linear_num_value_heads, config.conv_dim) == (16, 32, 8192)
+    assert (config.projection_layout, config.residual, config.index_topk) == ("interleaved", "plain", 0)
+    assert (config.rotary_dim, config.rope_theta) == (64, 10_000.0)
+    assert [config.is_moe(layer) for layer in range(4)] == [False, True, False, True]
+
+
+def test_rotary_parameters_of_old_and_new_files() -> None:
+    raw = Qwen3NextConfig().to_dict()
+    new = raw | {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+    old = {name: value for name, value in raw.items() if name not in ("rope_parameters", "layer_types")}
+    old |= {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "rope_scaling": None, "full_attention_interval": 4}
+    assert HybridConfig.from_transformers(old) == HybridConfig.from_transformers(new)
+    mrope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    config = HybridConfig.from_transformers(Qwen3_5TextConfig(rope_parameters=mrope | {"partial_rotary_factor": 0.25}))
+    assert (config.rope_theta, config.rotary_dim) == (1e7, 64)
+
+
+@pytest.mark.parametrize(("composite", "text"), [(Qwen3_5Config, Qwen3_5TextConfig), (Qwen3_5MoeConfig, Qwen3_5MoeTextConfig)])
+def test_text_model_of_a_composite_configuration(composite: Any, text: Any) -> None:
+    own = text(num_hidden_layers=8)
+    config = HybridConfig.from_transformers(composite(text_config=own.to_dict()))
+    assert config == HybridConfig.from_transformers(own)
+    assert config.projection_layout == "flat"
+    tied = HybridConfig.from_transformers(composite(text_config=own.to_dict(), tie_word_embeddings=True))
+    assert tied == dataclasses.replace(config, tie_word_embeddings=True)
+
+
+def test_qwen4_exp() -> None:
+    text = Qwen4ExpTextConfig(output_gate_type="sigmoid", num_hidden_layers=4, **INDEXER)
+    config = HybridConfig.from_transformers(text)
+    assert (config.layer_types[3], config.gdn_gate_activation) == ("full_attention", "sigmoid")
+    assert (config.residual, config.hc_count, config.hc_lowrank) == ("hyper", 4, 320)
+    assert (config.index_topk, config.index_ratio, config.index_n_heads) == (2048, 4, 4)
+    assert config == HybridConfig.from_transformers(Qwen4ExpConfig(text_config=text.to_dict()))
+
+
+def test_token_wise_indexer_by_the_names_of_vllm() -> None:
+    raw = Qwen3NextConfig().to_dict() | {"index_topk": 2048, "index_n_heads": 16, "index_head_dim": 128}
+    config = HybridConfig.from_transformers(SimpleNamespace(**raw))
+    assert (config.index_topk, config.index_n_heads, config.index_kv_heads, config.index_ratio) == (2048, 16, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Qwen3_5VisionConfig(), "model_type: expected one of .*got 'qwen3_5_vision'"),
+        ({"model_type": "llama"}, "model_type: expected one of 'qwen3_next'.*got 'llama'"),
+        ({"num_layers": 3}, "model_type: expected one of .*got None"),
+        (
+            Qwen4ExpTextConfig(ple_layer_ids=[1], eos_token_id=0, ngram_vocab_size_base=100, **INDEXER),
+            r"ple_layer_ids: expected none: per-layer embeddings are not served, got \[1\]",
+        ),
+        (Qwen4ExpTextConfig(), "indexer_n_heads: expected a positive number"),
+        (Qwen3NextConfig(attention_bias=True), "attention_bias"),
+        (Qwen3NextConfig(hidden_act="gelu"), "expected one of 'silu'"),
+        (
+            Qwen3NextConfig(
+                rope_parameters={
+                    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e7, "original_max_position_embeddings": 32768
+                }
+            ),
+            "rope_parameters: expected rope_type 'default'.*got rope_type 'yarn'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HybridConfig.from_transformers(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"linear_num_value_heads": 30}, "linear_num_value_heads"),
+        ({"num_key_value_heads": 3}, "num_attention_heads"),
+        ({"layer_types": ("linear_attention",)}, "layer_types"),
+        ({"layer_types": ("mamba",) * 48}, "layer_types"),
+        ({"num_experts_per_tok": 600}, "num_experts_per_tok"),
+        ({"residual": "hyper"}, "hc_count, hc_lowrank"),
+        ({"index_topk": 6, "index_ratio": 4, "index_n_heads": 4}, "index_topk"),
+        ({"partial_rotary_factor": 0.001}, "partial_rotary_factor"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], field: str) -> None:
+    config = HybridConfig.from_transformers(Qwen3NextConfig())
+    with pytest.raises(ValueError, match=f"^{field}: expected"):
+        dataclasses.replace(config, **changes)
+
+
+def test_a_missing_field_is_named() -> None:
+    raw = Qwen3NextConfig().to_dict()
+    del raw["linear_num_key_heads"]
+    with pytest.raises(ValueError, match="^linear_num_key_heads: expected a value"):
+        HybridConfig.from_transformers(raw)

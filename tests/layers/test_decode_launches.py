@@ -1,0 +1,56 @@
+"""A decode step of the attention layer launches its projections and operators, and one kernel of torch for the gate."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gdn.layers import AttentionMetadataBuilder
+from tests.layers.attention_cases import config, layer_of
+from tests.layers.paged import Batch
+
+STORES = ["prepare_indexer", "write_indexer_cache"]  # of keys and values
+LAUNCHES = {
+    "no indexer": ["linear", *STORES, "attention", "glu", "linear"],
+    "token-wise": [
+        "linear", *STORES, "linear", "prepare_indexer", "paged_indexer_topk", "sparse_attention", "glu", "linear",
+    ],
+    "compressed": [
+        "linear", *STORES, "linear", "prepare_indexer", "compress_indexer_keys", "paged_indexer_topk", "expand_topk_groups",
+        "sparse_attention", "glu", "linear",
+    ],
+}  # fmt: skip
+VIEWS = {"device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided"}
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().partition("::")[2].partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_launches(case: str) -> None:
+    chosen = config(case)
+    layer = layer_of(chosen)
+    batch = Batch(layer, chosen, 4, 96)
+    builder = AttentionMetadataBuilder(
+        "cpu", block_size=batch.block_size, max_seq_len=96, index_ratio=chosen.index_ratio, max_num_sequences=8
+    )
+    metadata = builder.build([1] * 4, [40, 1, 96, 7], batch.block_tables, batch.slots, pad_to=6)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {name: mode.from_tensor(value) for name, value in vars(metadata).items() if torch.is_tensor(value)}
+    caches = [None if one is None else mode.from_tensor(one) for one in (*batch.kv, batch.keys, batch.ring)]
+    with torch.inference_mode(), mode, Launches() as launches:
+        hidden, positions = torch.empty(6, chosen.hidden_size), torch.empty(6, dtype=torch.int64)
+        layer(hidden, positions, dataclasses.replace(metadata, **tensors), (caches[0], caches[1]), *caches[2:])
+    assert [name for name in launches.names if name not in VIEWS] == LAUNCHES[case]

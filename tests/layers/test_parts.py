@@ -1,0 +1,112 @@
+"""Norms, rotary embedding, MLPs, and what a model refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, mlp, rms_norm
+from gdn.layers.mlp import MoE
+from gdn.layers.random_weights import fill_randomly
+from tests.layers import hf
+from tests.layers.serving import Server
+
+
+def config_of(kind: str = "qwen3_next", **changes: int) -> HybridConfig:
+    return HybridConfig.from_transformers(hf.build(kind, 0, **changes).config)
+
+
+def test_norm_of_the_sum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual, weight = (torch.randn(*shape, generator=generator) for shape in ((5, 64), (5, 64), (64,)))
+    total = (x + residual).double()
+    wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+    norm = RMSNorm(64)
+    norm.weight.copy_(weight)
+    normed, found = norm.add(x, residual)
+    torch.testing.assert_close(found, x + residual)
+    torch.testing.assert_close(normed, wanted.float())
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6, zero_centred=False), rms_norm(x, weight - 1, 1e-6))
+    half = rms_norm(x.bfloat16(), weight.bfloat16(), 1e-6)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), rms_norm(x, weight, 1e-6), rtol=3e-2, atol=3e-2)
+
+
+def test_first_layer_has_no_residual() -> None:
+    norm = RMSNorm(8)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    normed, residual = norm.add(x, None)
+    assert torch.equal(normed, norm(x)) and torch.equal(residual, x)
+
+
+def test_rotary_embedding_turns_pairs_by_the_distance() -> None:
+    rotary = RotaryEmbedding(config_of())
+    q, k = torch.randn(2, 1, 4, 32, generator=torch.Generator().manual_seed(0))
+
+    def product(first: int, second: int) -> torch.Tensor:
+        return (rotary(q[None, 0], torch.tensor([first])) * rotary(k[None, 0], torch.tensor([second]))).sum(-1)
+
+    torch.testing.assert_close(product(7, 3), product(107, 103), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(product(7, 3), product(8, 3))
+    turned = rotary(q, torch.tensor([5]))
+    assert torch.equal(turned[..., 8:], q[..., 8:]) and not torch.allclose(turned[..., :8], q[..., :8])
+
+
+def test_rotary_table_stays_float32() -> None:
+    rotary = RotaryEmbedding(config_of())
+    table = rotary.cos_sin.clone()
+    assert torch.equal(rotary.to(torch.bfloat16).cos_sin, table)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 50])
+def test_experts_grouped_and_plain_are_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(num_experts=11, num_experts_per_tok=3)
+    moe = MoE(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in moe.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    hidden = torch.randn(tokens, config.hidden_size, generator=generator)
+    weights, experts = moe.route(hidden)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(tokens))
+    # In bfloat16, as on a GPU: the products round alike, only the order of the sum over experts differs.
+    moe, hidden, weights = moe.bfloat16(), hidden.bfloat16(), weights.bfloat16()
+    grouped, plain = moe._grouped(hidden, weights, experts), moe._every_expert(hidden, weights, experts)
+    torch.testing.assert_close(grouped, plain, rtol=3e-2, atol=3e-2)
+    monkeypatch.setattr(mlp, "_MOST_ELEMENTS", 7 * 11 * config.hidden_size)  # seven tokens at a time
+    torch.testing.assert_close(moe._every_expert(hidden, weights, experts), plain)
+
+
+def test_image_positions_are_refused() -> None:
+    model = HybridModel(config_of("qwen3_5"), dtype=torch.float32)
+    ids = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"positions: expected shape \[4\].*image positions are not served.*\[3, 4\]"):
+        model(ids, ids.expand(3, 4), None, None)
+    with pytest.raises(ValueError, match=r"input_ids: expected shape \[tokens\]"):
+        model(ids[None], ids[None], None, None)
+
+
+def test_random_weights_keep_signals_and_states_near_one() -> None:
+    model = HybridModel(config_of(), dtype=torch.float32)
+    fill_randomly(model, seed=3)
+    again = HybridModel(config_of(), dtype=torch.float32)
+    fill_randomly(again, seed=3)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    server = Server(model, model.config, 1, 90)
+    logits = server.step([list(range(90))])[0]
+    assert 0.3 < float(logits.std()) < 3.0
+    states = server.caches.gdn.ssm_states[0][server.slots[0]]
+    assert 0.01 < float(states.abs().max()) < 10.0
+
+
+def test_layer_scale_is_a_factor_of_each_part() -> None:
+    config = replace(config_of("qwen3_5"), layer_scale=True)
+    scaled, folded = (HybridModel(one, dtype=torch.float32) for one in (config, replace(config, layer_scale=False)))
+    fill_randomly(scaled, seed=1)
+    folded.load_state_dict({name: value for name, value in scaled.state_dict().items() if "layer_scale" not in name})
+    with torch.no_grad():
+        for layer, other in zip(scaled.layers, folded.layers, strict=True):
+            mixer = other.linear_attn.out_proj if layer.layer_type == "linear_attention" else other.self_attn.o_proj.weight
+            mixer.mul_(1 + layer.attn_layer_scale[:, None])
+            other.mlp.down_proj.mul_(1 + layer.mlp_layer_scale[:, None])
+    found, wanted = (Server(one, one.config, 1, 30).step([list(range(30))])[0] for one in (scaled, folded))
+    assert hf.error(found, wanted) < hf.TOLERANCE
