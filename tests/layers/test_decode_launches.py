@@ -23,19 +23,9 @@ LAUNCHES = {
         "sparse_attention", "glu", "linear",
     ],
 }  # fmt: skip
-VIEWS = {"device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided"}
-    "device",
-    "empty",
-    "unflatten",
-    "flatten",
-    "view",
-    "split",
-    "split_with_sizes",
-    "slice",
-    "select",
-    "as_strided",
-    "detach",
-}
+VIEWS = {
+    "device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided", "detach",
+}  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
