@@ -23,9 +23,7 @@ LAUNCHES = {
         "sparse_attention", "glu", "linear",
     ],
 }  # fmt: skip
-VIEWS = {
-    "device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided", "detach",
-}  # fmt: skip
+VIEWS = {"device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided"}
 
 
 class Launches(TorchDispatchMode):
