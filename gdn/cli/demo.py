@@ -1,178 +1,180 @@
-"""`gdn demo`: prefill a ragged batch and decode from a state pool; every result is checked against an independent computation."""
+"""`gdn demo`: a hybrid model prefills a ragged batch, verifies drafts and decodes; every step is checked against another way."""
 
-import functools
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-import gdn
-from gdn.cli.demo_block import DECODE, PREFILL, Block, Call
-from gdn.cli.demo_expected import pairs
-from gdn.cli.plain import section, table
-from gdn.device import H100
-from gdn.models import MODELS, ModelShape
+from gdn.cli.demo_calls import Row
+from gdn.cli.demo_run import PHASES, VERIFIED, Plan, Report, Speed, run
+from gdn.cli.plain import print_json, section, table
+from gdn.layers.loading import read_config
+from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import env
-from gdn.testing.compare import error as compare
-from gdn.testing.oracle_logits import calc_diff
-from gdn.testing.timing import Limits, copies_beyond_l2, measure_limits, time_us
+from gdn.testing.timing import Limits, measure_limits
 
 # Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and a long prompt.
 GPU_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
-CPU_LENGTHS = (37, 129, 64, 2)
-
-
-_SCORES = ("mqa_logits", "paged_mqa_logits")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the demo's table."""
-
-    phase: str
-    operator: str
-    backend: str
-    notes: tuple[str, ...]  # reasons why a preferred backend did not run
-    time_us: float | None
-    floor_us: float | None
-    error: float  # the largest over all tensors that the call returned or updated
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.limit  # NaN fails
-
-
-def _private(call: Call, dense: bool) -> dict[str, Any]:
-    """The call's arguments, with private copies of those that it mutates; dense: of all dense tensors too.
-
-    With the dense ones, calls in turn find no data in the L2 cache.
-    """
-    return {
-        name: value.clone() if name in call.mutated or (dense and torch.is_tensor(value) and value.is_contiguous()) else value
-        for name, value in call.arguments.items()
-    }
-
-
-def _error(got: torch.Tensor, expected: torch.Tensor, is_score: bool) -> float:
-    """Error of a result: 0 or 1 for indices and bytes, calc_diff for scores with equal masks, else that of the worst row."""
-    if got.shape != expected.shape:
-        raise RuntimeError(f"shape {list(got.shape)}, expected {list(expected.shape)}")
-    if not got.is_floating_point():
-        return float(not torch.equal(got, expected))
-    if not is_score:
-        return compare(got, expected, groups=1).l2
-    hidden = torch.isneginf(expected)
-    if not torch.equal(torch.isneginf(got), hidden):
-        return float("inf")
-    return calc_diff(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
-
-
-def measure(call: Call, limits: Limits | None) -> Row:
-    """Runs the call once on its own pools, which change, checks it, and times it on copies where limits are given."""
-    function = getattr(gdn, call.operator)
-    choice = gdn.explain(call.operator, **call.arguments)
-    parts = getattr(choice, "parts", ()) or (choice,)  # a composed operator has parts
-    before = _private(call, dense=False)
-    call.run()
-    errors = [_error(got, expected, call.operator in _SCORES) for got, expected in pairs(call, before)]
-    error = max(errors, key=lambda error: error if error == error else float("inf"))  # NaN is the worst
-    elapsed = floor = None
-    if limits is not None:
-        copies = copies_beyond_l2(call.floor_bytes, H100.l2_bytes, most=32)
-        sets = [_private(call, dense=copies > 1) for _ in range(copies)]
-        elapsed = time_us(*[functools.partial(function, **arguments) for arguments in sets])
-        floor = limits.floor_us(call.floor_flops, call.floor_bytes, call.flops_dtype)
-    backend = "+".join(dict.fromkeys(part.backend for part in parts))
-    notes = tuple(note for part in parts for note in part.notes)
-    return Row(call.phase, call.operator, backend, notes, elapsed, floor, error, call.limit)
+CPU_LENGTHS = (37, 129, 64, 2, 20)
+GPU_STEPS, CPU_STEPS = 64, 8
+LAYERS = 4
 
 
 def demo(
-    model: Annotated[str, typer.Option(help=f"Shapes: {', '.join(MODELS)}.")] = "qwen3-next-80b",
-    tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank run.")] = 1,
+    model: Annotated[
+        str | None, typer.Option(help=f"{', '.join(NAMED)}; without a GPU tiny is the default.", show_default="qwen3-next-80b")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the model, its first ones.", show_default=f"{LAYERS}; a checkpoint's all")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of a Transformers checkpoint (config.json, *.safetensors).")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks; the shapes of one rank run.")] = 1,
     device: Annotated[str, typer.Option(help="'cuda', 'cpu', or 'auto': a GPU if there is one.")] = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Decode steps.", show_default=f"{GPU_STEPS}; {CPU_STEPS} on a CPU")
+    ] = None,
+    drafts: Annotated[int, typer.Option(min=1, max=7, help="Drafts of a speculative step.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, prompts and drafts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run a Qwen3-Next-shaped block (a GDN layer and a QSA indexer) and check every operator."""
-    console = Console()
-    if model not in MODELS:
-        raise typer.BadParameter(f"expected one of {', '.join(MODELS)}, got {model!r}", param_hint="--model")
+    """Prefill, verify drafts and decode with a hybrid model; check every operator, and the model against a reference."""
+    plan = _plan(model, layers, checkpoint, tp, device, steps, drafts, seed)
+    console = Console(quiet=as_json)
+    limits = None
+    if plan.device.type == "cuda":
+        limits = measure_limits()
+        torch.cuda.empty_cache()
+    console.print("\n".join(_head(plan, limits)), highlight=False)
+    started = time.perf_counter()
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=as_json) as progress:
+        task = progress.add_task("weights")
+        report = run(plan, limits, lambda row: progress.update(task, description=f"{row.phase} {row.operator}"))
+    if as_json:
+        print_json({"model": plan.name, "layers": plan.config.num_hidden_layers, "passed": report.passed, "report": report})
+    else:
+        _print(console, report, time.perf_counter() - started)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _plan(
+    model: str | None, layers: int | None, checkpoint: Path | None, tp: int, device: str, steps: int | None, drafts: int, seed: int
+) -> Plan:  # fmt: skip
+    """The options, checked, with their defaults."""
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"expected auto, cpu or cuda, got {device!r}", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("cuda was asked for and torch sees no GPU", param_hint="--device")
-    try:
-        shape = MODELS[model].per_rank(tp)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--tp") from error
-    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    lengths = list(GPU_LENGTHS if where.type == "cuda" else CPU_LENGTHS)
-    fp8 = env.current().qsa_use_fp8_indexer
-
-    limits = None
-    if where.type == "cuda":
-        limits = measure_limits()
-        console.print(
-            f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, bf16 {limits.bf16_tflops:.0f}, "
-            f"fp8 {limits.fp8_tflops:.0f} TFLOP/s"
-        )
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if checkpoint is not None:
+        if model is not None:
+            raise typer.BadParameter("expected none with --checkpoint, which says what the model is", param_hint="--model")
+        name, config = checkpoint.name, read_config(checkpoint)
     else:
-        console.print("No GPU in use: the plain-torch reference runs, without timings.")
-    console.print("\n".join(_plan(shape, tp, lengths, steps, fp8)), highlight=False)
-
-    block = Block(shape, lengths, steps, fp8_indexer=fp8, device=where, seed=seed)
-    started = time.perf_counter()
-    rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("prefill", total=len(PREFILL) + len(DECODE) * steps)
-        for step in range(1 + steps):
-            timed = limits if step in (0, steps) else None  # of the decode steps only the last one is timed
-            for call in block.prefill() if step == 0 else block.decode():
-                progress.update(task, description=f"{call.phase} {call.operator}")
-                rows.append(measure(call, timed))
-                progress.advance(task)
-    console.print(_table(rows))
-    for note in dict.fromkeys(f"{row.operator}: {note}" for row in rows for note in row.notes):
-        console.print(note)
-    failed = [row for row in rows if not row.passed]
-    ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in rows).most_common())
-    console.print(
-        f"{len(rows)} calls ({ran}), each checked against an independent computation in float64, {len(failed)} wrong, "
-        f"{time.perf_counter() - started:.1f} s"
-    )
-    raise typer.Exit(1 if failed else 0)
+        name = model or ("qwen3-next-80b" if on_gpu else "tiny")
+        if name not in NAMED:
+            raise typer.BadParameter(f"expected one of {', '.join(NAMED)}, got {name!r}", param_hint="--model")
+        config, layers = NAMED[name], LAYERS if layers is None else layers
+    try:
+        config = config if layers is None else first_layers(config, layers)
+        config.per_rank(tp)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--tp" if tp > 1 else "--layers") from error
+    plan = Plan(
+        name, config, GPU_LENGTHS if on_gpu else CPU_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
+        torch.device("cuda" if on_gpu else "cpu"), tp, seed, checkpoint,
+    )  # fmt: skip
+    if plan.sizes.max_seq_len > config.max_position_embeddings:
+        most = config.max_position_embeddings - plan.sizes.max_seq_len + plan.steps
+        raise typer.BadParameter(f"expected at most {most}, which the model's positions allow", param_hint="--steps")
+    return plan
 
 
-def _plan(shape: ModelShape, tp: int, lengths: list[int], steps: int, fp8: bool) -> list[str]:
-    """Lines that say what will run: the model's shapes, the batch, and the operators of each phase."""
-    heads = f"{shape.num_k_heads} q and k heads of {shape.head_k_dim}, {shape.num_v_heads} v heads of {shape.head_v_dim}"
-    rotated = f"{shape.index_num_heads} heads of {shape.index_head_dim}, {shape.index_rotary_dim} of them rotated"
-    tokens, kind = ", ".join(map(str, lengths)), "FP8" if fp8 else "bf16"
+def _head(plan: Plan, limits: Limits | None) -> list[str]:
+    """Lines that say what will run and where: the model's shapes, the batch, and what is generated."""
+    config = plan.config.per_rank(plan.tensor_parallel)
+    weights = "random weights" if plan.checkpoint is None else f"weights of {plan.checkpoint}"
+    kinds = f"{config.num_linear_layers} of Gated DeltaNet, {config.num_full_layers} of attention"
+    heads = f"{config.linear_num_key_heads} q and k heads of {config.linear_key_head_dim}"
+    heads += f", {config.linear_num_value_heads} v heads of {config.linear_value_head_dim}"
+    attention = f"{config.num_attention_heads} heads of {config.head_dim}, {config.num_key_value_heads} for keys"
+    index = "no indexer"
+    if config.index_topk:
+        groups = f" over groups of {config.index_ratio}" if config.index_ratio > 1 else ""
+        kind = "FP8" if env.current().qsa_use_fp8_indexer else "bf16"
+        index = f"indexer with {config.index_n_heads} heads of {config.index_head_dim}{groups}, top {config.index_topk}, "
+        index += f"cache and logits in {kind} (VLLM_QSA_USE_FP8_INDEXER)"
+    where = "No GPU in use: the plain-torch reference runs, without times of operators."
+    if limits is not None:
+        rates = f"bf16 {limits.bf16_tflops:.0f}, fp8 {limits.fp8_tflops:.0f} TFLOP/s"
+        where = f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, {rates}"
+    dtype = str(plan.dtype).removeprefix("torch.")
+    ranks = f"one of {plan.tensor_parallel} tensor-parallel rank{'s' if plan.tensor_parallel > 1 else ''}"
     return [
-        f"{shape.name}, one of {tp} tensor-parallel rank{'s' if tp > 1 else ''}, random weights; hidden size {shape.hidden_size}",
-        f"  GDN layer: {heads}, convolution of width {shape.conv_width} over {shape.conv_dim} channels, float32 states",
-        f"  indexer: {rotated}, top {shape.index_topk}, cache and logits in {kind} (VLLM_QSA_USE_FP8_INDEXER)",
-        f"  prefill: {len(lengths)} prompts of {tokens} tokens in one ragged batch, every second one from a cached state",
-        f"    {', '.join(PREFILL)}",
-        f"  decode: {steps} step{'s' if steps > 1 else ''} of one token for each sequence",
-        f"    {', '.join(DECODE)}",
+        where,
+        f"{plan.name}, {ranks}, {weights}, {dtype}; hidden size {config.hidden_size}",
+        f"  {config.num_hidden_layers} layers: {kinds}; {_mlp(plan)}",
+        f"  Gated DeltaNet: {heads}, convolution of width {config.linear_conv_kernel_dim}, float32 states",
+        f"  attention: {attention}; {index}",
+        f"  prefill: {len(plan.lengths)} prompts of {', '.join(map(str, plan.lengths))} tokens in one ragged batch",
+        f"  verify: {VERIFIED} steps of up to {plan.drafts} drafts for each sequence; decode: {plan.steps} steps of one token",
     ]
 
 
-def _table(rows: list[Row]) -> Table:
-    """One line per operator and phase: the timed run's time, the worst error of all runs."""
-    made = table("operator", "backend", "time, us", "of floor", "error", "", left=("backend", ""))
+def _mlp(plan: Plan) -> str:
+    config = plan.config
+    if not config.num_experts:
+        return f"dense MLPs of width {config.intermediate_size}"
+    return f"{config.num_experts} experts of width {config.moe_intermediate_size}, {config.num_experts_per_tok} for a token"
+
+
+def _print(console: Console, report: Report, seconds: float) -> None:
+    """Times, operators, memory, deviations, and the verdict."""
+    console.print(_operators(report.rows))
+    for note in dict.fromkeys(f"{row.operator}: {note}" for row in report.rows for note in row.notes):
+        console.print(note)
+    console.print("\n".join(map(_speed, report.speeds)), highlight=False)
+    memory = report.memory
+    peak = "" if memory.peak is None else f"; {memory.peak / 2**30:.2f} GiB at most"
+    console.print(
+        f"memory: weights {memory.weights / 2**20:,.1f} MiB, caches {memory.caches / 2**20:,.1f} MiB "
+        f"({memory.per_token / 2**10:.2f} KiB a token, {memory.per_sequence / 2**20:.2f} MiB a sequence){peak}",
+        highlight=False,
+    )
+    for one in report.deviations:
+        verdict = "" if one.passed else f" [red]WRONG[/] (limit {one.limit:.1e})"
+        console.print(
+            f"{one.phase}: largest deviation of logits from the reference model in float32 {one.error:.1e} over {one.positions} "
+            f"positions (of the reference model in the dtype of the run {one.same_dtype:.1e}), same most likely token at "
+            f"{one.agreeing:.0%}{verdict}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    wrong = sum(not one.passed for one in (*report.rows, *report.deviations))
+    ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in report.rows).most_common())
+    console.print(
+        f"{len(report.rows)} calls ({ran}), each checked against an independent computation in float64, {wrong} wrong, "
+        f"{seconds:.1f} s"
+    )
+
+
+def _speed(speed: Speed) -> str:
+    each = f"{speed.seconds / speed.steps * 1e3:.2f} ms a step"
+    tokens = f"{speed.tokens} tokens in {speed.steps} step{'s' if speed.steps > 1 else ''}"
+    return f"{speed.phase}: {speed.tokens_per_second:,.0f} tokens per second ({tokens}, {each})"
+
+
+def _operators(rows: list[Row]) -> Table:
+    """One line per operator and phase: calls, the first one's time, the worst error of all."""
+    made = table("operator", "backend", "calls", "time, us", "of floor", "error", "", left=("backend", ""))
     made.columns[0].no_wrap = True
-    for phase in dict.fromkeys(row.phase for row in rows):
+    for phase in PHASES:
         section(made, phase)
         for operator in dict.fromkeys(row.operator for row in rows if row.phase == phase):
             made.add_row(f"  {operator}", *_cells([row for row in rows if (row.phase, row.operator) == (phase, operator)]))
@@ -180,11 +182,12 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _cells(same: list[Row]) -> tuple[str, ...]:
-    """Backend, time, share of floor, error and verdict of the calls of one operator."""
+    """Backends, calls, time, share of floor, error and verdict of the calls of one operator."""
     worst = next((row for row in same if not row.passed), max(same, key=lambda row: row.error))
+    backends = dict.fromkeys(row.backend for row in same)
     timed = next((row for row in same if row.time_us is not None), None)
     time_text = share = "-"
     if timed is not None and timed.time_us is not None and timed.floor_us is not None:
         time_text, share = f"{timed.time_us:.1f}", f"{timed.floor_us / timed.time_us:.0%}"
     verdict = "[green]ok[/]" if worst.passed else f"[red]WRONG[/] (limit {worst.limit:.0e})"
-    return worst.backend, time_text, share, f"{worst.error:.1e}", verdict
+    return ", ".join(backends), str(len(same)), time_text, share, f"{worst.error:.1e}", verdict

@@ -306,6 +306,30 @@ class Engine:
             tokens.append(new)
         return Generated(tokens, sum(map(len, tokens)), self._now() - started)
 
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
+        """Logits [length - start, vocab] after the tokens of whole sequences from `starts` on, from one pass.
+
+        Nothing of the sequences stays in the caches.
+
+        Raises
+        ------
+        CacheFullError
+        """
+        streams = self._admit(sequences)
+        try:
+            works = [Work(stream, stream.tokens[stream.num_computed :]) for stream in streams]
+            ids = self._to_device([token for work in works for token in work.tokens])
+            hidden_states = self.model(ids, self._to_device(_positions(works)), self._metadata(works), self.caches)
+            ends = np.cumsum([len(work.tokens) for work in works]).tolist()
+            counts = [len(tokens) - start for tokens, start in zip(sequences, starts, strict=True)]
+            wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+            logits = self.model.compute_logits(hidden_states.index_select(0, self._to_device(wanted)))
+        finally:
+            for stream in streams:
+                self.allocator.free(stream.cached)
+        return list(logits.split(counts))
+
     def fork(self, stream: Stream) -> Stream:
         """New stream that continues where another is now."""
         copy = Stream(

@@ -1,0 +1,154 @@
+"""The reference model of the demo: the same weights in float32, every operator on the reference, one pass over whole sequences."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from gdn.cli.demo_calls import on_reference
+from gdn.cli.demo_engine import Engine, Stream
+from gdn.layers import HybridModel, MoE
+
+RATIO = 2.0  # largest accepted error, as a multiple of the error of the same model in the same dtype on the reference
+_LEAST = 1e-4  # errors up to this are accepted whatever the other is: roundings of float32 in another order
+
+
+class ExpertByExpert(nn.Module):
+    """A mixture of experts in float32, one expert after another on the tokens that chose it.
+
+    It reads the original's weights where they are and holds one expert of them in float32 at a time.
+    """
+
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self._moe = (moe,)  # no submodule: a conversion of the model leaves it as it is
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        (moe,) = self._moe
+        probabilities = torch.softmax(linear(hidden_states, moe.router.float()), dim=-1)
+        weights, experts = probabilities.topk(moe.top_k, dim=-1)
+        if moe.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        gate = torch.sigmoid(linear(hidden_states, moe.shared_expert_gate.float()))
+        result = gate * _mlp(hidden_states, moe.shared_expert.gate_up_proj, moe.shared_expert.down_proj)
+        for expert in experts.unique().tolist():
+            tokens, column = (experts == expert).nonzero(as_tuple=True)
+            found = _mlp(hidden_states[tokens], moe.gate_up_proj[expert], moe.down_proj[expert])
+            result[tokens] += weights[tokens, column, None] * found
+        return result
+
+
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = linear(x, gate_up.float()).chunk(2, dim=-1)
+    return linear(silu(gate) * up, down.float())
+
+
+def in_float32(model: HybridModel) -> HybridModel:
+    """A copy of a model in float32, its experts still those of the original."""
+    experts = {id(module): ExpertByExpert(module) for module in model.modules() if isinstance(module, MoE)}
+    made: HybridModel = copy.deepcopy(model, experts)
+    return made.float()
+
+
+class Logged(NamedTuple):
+    """Logits that an engine reported: of which phase and stream, and the position of the first row."""
+
+    phase: str
+    stream: Stream
+    first: int
+    logits: Tensor  # [rows, vocab]
+
+
+class Trace:
+    """Logits of an engine's steps.
+
+    Attributes
+    ----------
+    phase : str
+        Name of the phase that runs, set by the caller.
+    steps : list of list of Logged
+        Of each step and stream.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.steps: list[list[Logged]] = []
+
+    def record(self, streams: list[Stream], rows: list[int], logits: Tensor) -> None:
+        """Handler of `Engine.on_logits`, which is called before the streams take their new tokens."""
+        # A prompt has one row, that of its last token.
+        first = [max(stream.num_computed, stream.num_prompt_tokens - 1) for stream in streams]
+        parts = zip(streams, first, logits.clone().split(rows), strict=True)
+        self.steps.append([Logged(self.phase, *part) for part in parts])
+
+    def keep(self, counts: list[int]) -> None:
+        """Drops the rows of rejected drafts of the last step: those after the accepted tokens of each stream."""
+        step = self.steps[-1]
+        self.steps[-1] = [one._replace(logits=one.logits[:count]) for one, count in zip(step, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Errors of the logits of one phase.
+
+    Attributes
+    ----------
+    phase : str
+    positions : int
+        Compared rows of logits.
+    error, same_dtype : float
+        Largest error of a row, as a share of its norm: of the model that ran, and of the same model on the reference in the
+        same dtype, both against float32.
+    agreeing : float
+        Share of the rows whose most likely token is that of float32.
+    """
+
+    phase: str
+    positions: int
+    error: float
+    same_dtype: float
+    agreeing: float
+
+    @property
+    def limit(self) -> float:
+        return max(_LEAST, RATIO * self.same_dtype)
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # NaN fails
+
+
+def deviations(trace: Trace, engine: Engine) -> list[Deviation]:
+    """The phases' errors against the model in float32, and against the same dtype, over the tokens that the engine generated.
+
+    engine: freed of its streams; it runs the pass in the same dtype.
+    """
+    logged = [one for step in trace.steps for one in step]
+    streams = list(dict.fromkeys(one.stream for one in logged))
+    sequences = [stream.tokens[:-1] for stream in streams]
+    starts = [stream.num_prompt_tokens - 1 for stream in streams]
+    with on_reference():
+        same = engine.score(sequences, starts)
+        sizes = replace(engine.sizes, num_spec=0)
+        wide = Engine(in_float32(engine.model), sizes, use_graphs=False, null_slot=engine.caches.gdn.null_slot)
+        exact = wide.score(sequences, starts)
+    found = []
+    for phase in dict.fromkeys(one.phase for one in logged):
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        for one in logged:
+            if one.phase == phase:
+                n = streams.index(one.stream)
+                at = slice(one.first - starts[n], one.first - starts[n] + len(one.logits))
+                rows.append((one.logits, same[n][at], exact[n][at]))
+        found.append(_deviation(phase, *(torch.cat(part).double() for part in zip(*rows, strict=True))))
+    return found
+
+
+def _deviation(phase: str, got: Tensor, other: Tensor, expected: Tensor) -> Deviation:
+    size = expected.norm(dim=1)
+    error, same_dtype = (float(((one - expected).norm(dim=1) / size).max()) for one in (got, other))
+    agreeing = float((got.argmax(dim=1) == expected.argmax(dim=1)).double().mean())
+    return Deviation(phase, len(got), error, same_dtype, agreeing)

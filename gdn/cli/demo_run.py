@@ -1,0 +1,184 @@
+"""One run of the demo: build a model, check its operators' calls, measure its phases, compare it with the reference model."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gdn.cli.demo_calls import Checker, Row, intercepting
+from gdn.cli.demo_drafts import ngram_drafts, random_drafts
+from gdn.cli.demo_engine import Engine, EngineSizes, Generated
+from gdn.cli.demo_reference import Deviation, Trace, deviations
+from gdn.layers import HybridConfig, HybridModel
+from gdn.layers.loading import SafetensorsFolder, load
+from gdn.layers.random_weights import fill_randomly
+from gdn.testing.timing import Limits
+
+PHASES = ("prefill", "verify", "decode")
+VERIFIED = 2  # speculative steps
+CHECKED_STEPS = 2  # decode steps whose calls are checked
+BLOCK_SIZE = 64  # tokens of a cache block
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the demo runs.
+
+    Attributes
+    ----------
+    name : str
+        Of the model.
+    config : HybridConfig
+        Of the layers that run, all ranks together.
+    lengths : tuple of int
+        Tokens of the prompts.
+    steps, drafts : int
+        Decode steps, and drafts of a speculative step.
+    device : torch.device
+    tensor_parallel, seed : int
+        Ranks, of which one runs; seed of weights, prompts and drafts.
+    checkpoint : Path, optional
+        Folder of the weights; None = random.
+    """
+
+    name: str
+    config: HybridConfig
+    lengths: tuple[int, ...]
+    steps: int
+    drafts: int
+    device: torch.device
+    tensor_parallel: int = 1
+    seed: int = 0
+    checkpoint: Path | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights: on a CPU float32, in which the model agrees with its reference to the last digits."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """Capacity of the engine: all prompts with everything that is generated."""
+        longest = max(self.lengths) + max(self.steps, CHECKED_STEPS) + VERIFIED * (1 + self.drafts) + 1
+        return EngineSizes(len(self.lengths), longest, BLOCK_SIZE, num_spec=self.drafts)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of one phase: its tokens, steps and wall time, the device's work included."""
+
+    phase: str
+    tokens: int
+    steps: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the weights and of the caches, those of the caches that a token and a sequence take, and the device's peak."""
+
+    weights: int
+    caches: int
+    per_token: float
+    per_sequence: int
+    peak: int | None  # None on the CPU
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that the demo found."""
+
+    rows: list[Row]
+    speeds: list[Speed]
+    memory: Memory
+    deviations: list[Deviation]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows) and all(one.passed for one in self.deviations)
+
+
+def make_model(plan: Plan) -> HybridModel:
+    """The model of one rank, with random weights or those of the checkpoint."""
+    model = HybridModel(plan.config.per_rank(plan.tensor_parallel), device=plan.device, dtype=plan.dtype)
+    if plan.checkpoint is None:
+        fill_randomly(model, plan.seed)
+    else:
+        load(model, SafetensorsFolder(plan.checkpoint), plan.config, 0, plan.tensor_parallel, only_first_layers=True)
+    return model
+
+
+def run(plan: Plan, limits: Limits | None, on_row: Callable[[Row], None] = lambda row: None) -> Report:
+    """Runs the demo; limits: measured rates of the GPU, without which no call is timed. on_row: called after every checked call."""
+    draw = random.Random(plan.seed)
+    prompts = [random_drafts(draw, plan.config.vocab_size, length) for length in plan.lengths]
+    engine = Engine(make_model(plan), plan.sizes, use_graphs=False)
+    checker = Checker(limits, on_row=on_row)
+    known = _checked(engine, checker, prompts, draw)
+    is_cuda = plan.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(plan.device)
+    engine.use_graphs = True
+    trace = Trace()
+    engine.on_logits = trace.record
+    speeds = _measured(engine, trace, prompts, known, plan.steps)
+    engine.on_logits = None
+    engine.finish()
+    caches, weights = engine.caches, {id(one): one.nbytes for one in engine.model.parameters()}
+    peak = torch.cuda.max_memory_allocated(plan.device) if is_cuda else None
+    memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
+    return Report(checker.rows, speeds, memory, deviations(trace, engine))
+
+
+def _checked(engine: Engine, checker: Checker, prompts: Sequence[Sequence[int]], draw: random.Random) -> list[list[int]]:
+    """Runs every phase step by step and call by call, each call checked; returns the tokens of the streams."""
+    most, vocab_size = engine.sizes.num_spec, engine.model.config.vocab_size
+    with intercepting(checker):
+        checker.phase = "prefill"
+        engine.prefill(prompts)
+        checker.phase = "decode"
+        engine.decode(CHECKED_STEPS)
+        checker.phase = "verify"
+        engine.verify([random_drafts(draw, vocab_size, most - n % 2) for n in range(len(prompts))])
+    tokens = [stream.tokens for stream in engine.streams]
+    engine.finish()
+    return tokens
+
+
+def _measured(
+    engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], known: list[list[int]], steps: int
+) -> list[Speed]:
+    """Runs every phase at full speed: batches of fixed shape, captured as graphs where there is a GPU.
+
+    known: tokens that the streams have generated before. The first speculative step proposes these, with a wrong one at another
+    place in each stream; the next ones what followed the last tokens earlier.
+    """
+    most, vocab_size = engine.sizes.num_spec, engine.model.config.vocab_size
+    trace.phase = "prefill"
+    speeds = [_speed("prefill", [engine.prefill(prompts)])]
+    trace.phase = "verify"
+    verified = []
+    for turn in range(VERIFIED):
+        drafts = []
+        for n, (stream, tokens) in enumerate(zip(engine.streams, known, strict=True)):
+            own = ngram_drafts(stream.tokens, most)
+            if turn == 0:
+                own = tokens[len(stream.tokens) : len(stream.tokens) + most]
+                own = [(token + 1) % vocab_size if place == n % (most + 1) else token for place, token in enumerate(own)]
+            drafts.append(own)
+        verified.append(engine.verify(drafts))
+        trace.keep([len(new) for new in verified[-1].tokens])
+    speeds.append(_speed("verify", verified))
+    trace.phase = "decode"
+    decoded = engine.decode(steps)
+    return [*speeds, Speed("decode", decoded.num_tokens, steps, decoded.seconds)]
+
+
+def _speed(phase: str, found: list[Generated]) -> Speed:
+    return Speed(phase, sum(one.num_tokens for one in found), len(found), sum(one.seconds for one in found))

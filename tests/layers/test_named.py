@@ -1,0 +1,37 @@
+"""Named configurations are those of Transformers' models, with the indexers that these leave out."""
+
+import dataclasses
+
+import pytest
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers.models.qwen4_exp import Qwen4ExpTextConfig
+
+from gdn.layers.config import HybridConfig
+from gdn.layers.named import NAMED, first_layers
+from gdn.models import MODELS
+
+INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def test_they_are_those_of_transformers() -> None:
+    token_wise = {"index_topk": 2048, "index_n_heads": 16, "index_head_dim": 128}
+    expected = {
+        "qwen3-next-80b": dataclasses.replace(HybridConfig.from_transformers(Qwen3NextConfig()), **token_wise),
+        "qwen3.5-35b": HybridConfig.from_transformers(Qwen3_5MoeTextConfig()),
+        "qwen3.8-flash-next": HybridConfig.from_transformers(Qwen4ExpTextConfig(**INDEXER)),
+    }
+    for name, config in expected.items():
+        assert NAMED[name] == config
+    assert NAMED.keys() == {*expected, "tiny"} and MODELS.keys() <= NAMED.keys()
+
+
+def test_the_first_layers_of_a_model() -> None:
+    config = first_layers(NAMED["qwen3-next-80b"], 4)
+    assert (config.num_linear_layers, config.num_full_layers) == (3, 1)
+    assert first_layers(config, 4) == config
+    with pytest.raises(ValueError, match="layers: expected 1 to 4, got 5"):
+        first_layers(config, 5)
