@@ -186,3 +186,27 @@ def _rotated(model: ModelShape, fp8: bool) -> dict[str, Any]:
         "cos_sin_dtype": "float32",
         "num_tokens": _TOKENS,
     }
+
+
+def sparse_attention_decode(model: ModelShape, fp8: bool = False) -> problems.SparseDecodeProblem:
+    """One query of each of 64 sequences."""
+    sizes = _all(64, "num_tokens", "num_sequences")
+    return problems.SparseDecodeProblem(**_attention(model), dense=False, **sizes, k=model.index_topk)
+
+
+def sparse_attention_prefill(model: ModelShape, fp8: bool = False) -> problems.SparsePrefillProblem:
+    """The last 4096 queries of a prompt of 32768 tokens."""
+    sizes: dict[str, Any] = {"num_tokens": 4096, "num_sequences": 1, "k": model.index_topk, "max_context_len": 32768}
+    return problems.SparsePrefillProblem(**_attention(model), **sizes)
+
+
+def _attention(model: ModelShape) -> dict[str, Any]:
+    """Blocks of 16 positions, with all heads of a position next to each other."""
+    return {
+        **{name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        "dtype": _BF16,
+        "block_size": 16,
+        "index_dtype": "int32",
+        "has_topk_length": False,
+        **_all(True, "heads_adjacent", "rows_aligned"),
+    }

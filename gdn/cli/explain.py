@@ -1,6 +1,6 @@
 """`gdn explain`: the kernels and tiles that an operator would run on a model's shapes, without tensors, for any device.
 
-They are one kernel, or those of a composed operator's parts.
+They are one kernel, those of a composed operator's parts, or those of both phases of a function that tells them apart.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from gdn.device import H100, H200, DeviceSpec
 from gdn.models import MODELS, ModelShape
 from gdn.ops.indexer_topk import units_per_block
 from gdn.problems import DTYPE_BYTES, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
-from gdn.runtime import Choice, devices, env, explain_problem, registry, select
+from gdn.runtime import Choice, devices, env, explain_problem, registry
 
 _SPECS = {"h100": H100, "h200": H200}
 
@@ -41,11 +41,11 @@ def explain_command(
     operator = registry.operator(op)
     function = op if op in operator.functions else next(iter(operator.functions), operator.name)
     spec = _spec(device)
-    parts = parts_of(function, MODELS[model].per_rank(tp), spec, backend, fields or [])
+    parts = parts_of(op, MODELS[model].per_rank(tp), spec, backend, fields or [])
     if as_json:
         about = {"function": function, "model": model, "tensor_parallel": tp, "device": None if spec is None else spec.key}
         data = [part.as_data() for part in parts]
-        simple = data[0] if len(data) == 1 else {"op": operator.name}
+        simple = data[0] if len(data) == 1 else {"op": operator.name if operator.composed_of else function}
         print_json({**about, **simple, "parts": data if len(data) > 1 else []})
         return
     lines = [f"{function} runs {', then '.join(operator.composed_of)}"] if operator.composed_of else []
@@ -62,22 +62,19 @@ class Part:
     """One kernel that a call runs, or the reference."""
 
     choice: Choice
-    problem: Problem | None  # None where the operator has no kernel
-    phase: str | None = None  # prefill | decode, where the operator's switches distinguish them
+    problem: Problem
     notes: tuple[str, ...] = ()  # the composed operator's remarks on this part
 
     def __str__(self) -> str:
-        text = str(self.choice)
-        lines = [text if self.phase is None else text.replace(":", f" ({self.phase}):", 1)]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines if self.problem is None else [*lines, f"  problem: {self.problem}"])
+        notes = [f"  note: {note}" for note in self.notes]
+        return "\n".join([str(self.choice), *notes, f"  problem: {self.problem}"])
 
     def as_data(self) -> dict[str, Any]:
         """For JSON, under the names of `gdn.explain`'s result."""
         one = self.problem
-        problem = None if one is None else {"op": one.op, **one.static_fields(), **one.sizes()}
+        problem = {"op": one.op, **one.static_fields(), **one.sizes()}
         return {
-            "op": self.choice.op, "phase": self.phase, "backend": self.choice.backend, "config": self.choice.config,
+            "op": self.choice.op, "backend": self.choice.backend, "config": self.choice.config,
             "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
             "refusals": dict(self.choice.refusals), "notes": (*self.choice.notes, *self.notes), "problem": problem,
         }  # fmt: skip
@@ -88,21 +85,15 @@ def parts_of(
 ) -> list[Part]:
     """List the kernels of a public function or operator, in order; ValueError where such a call would raise it.
 
-    assignments: name=value of problem fields. An operator whose switches distinguish phases has one part per phase.
+    assignments: name=value of problem fields.
     """
     operator = registry.operator(function)
-    switches = env.current()
-    fp8 = switches.qsa_use_fp8_indexer or function.startswith("fp8_")
+    fp8 = env.current().qsa_use_fp8_indexer or function.startswith("fp8_")
     if operator.composed_of:
         return _combined(operator, shape, spec, backend, assignments, fp8)
-    problem = operator.example(shape, fp8=fp8)
-    if problem is not None:
-        problem = override(problem, assignments)
-        return [Part(explain_problem(problem, spec, backend), problem)]
-    if assignments:
-        raise ValueError(f"fields: {operator.name} has no kernel yet, and so no fields to change, got {assignments[0]!r}")
-    phases = [preference.phase for preference in operator.preferences] or [None]
-    return [Part(select.choose_reference(operator.name, switches, backend, phase=phase), None, phase) for phase in phases]
+    examples = [one.example(shape, fp8=fp8) for one in registry.operators(function)]
+    problems = [override(example, assignments) for example in examples]
+    return [Part(explain_problem(problem, spec, backend), problem) for problem in problems]
 
 
 def _combined(

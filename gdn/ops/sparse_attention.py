@@ -5,15 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn import reference, runtime
+from gdn import reference
 from gdn.ops import _check as check
 from gdn.ops import _values
-from gdn.ops._call import NEW, always, check_memory, operator, reads_values
-from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value
+from gdn.ops._call import NEW, always, choose, launch, make, new, operator, reads_values
+from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._kinds import Kind
 from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
+from gdn.ops._tensors import contiguous, contiguous_int32, dtypes_of, is_aligned
+from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
 
@@ -89,7 +91,9 @@ def sparse_attention(
     """
     k_cache, v_cache = _pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
-    o, lse = _attend(
+    if topk_indices is None:
+        bad_type("topk_indices", "a torch.Tensor", "NoneType")
+    o, lse = attend(
         q, k_cache, v_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, max_query_len, out,
         backend,
     )  # fmt: skip
@@ -97,13 +101,14 @@ def sparse_attention(
 
 
 @operator(
-    name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "topk_indices")
-)
-def _attend(
+    name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), varies=("q", "topk_indices"),
+    contiguous=("q", "topk_indices", "block_tables"),
+)  # fmt: skip
+def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    topk_indices: Tensor,
+    topk_indices: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -113,13 +118,78 @@ def _attend(
     out: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_attention` on two caches, with its log-sum-exp."""
+    """`sparse_attention` on two caches, with its log-sum-exp; topk_indices None: all positions, by the kernel of decode."""
     check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
+    _check_caches(q, k_cache, v_cache)
     tokens, heads, dim = q.shape
+    num_blocks, block_size, kv_heads, _ = k_cache.shape
     device = q.device
+    check.optional("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=device)
+    sequences = seq_lens.shape[0]
+    check.tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=device)
+    check.tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=device)
+    check.optional("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
+    if topk_indices is None and topk_length is not None:
+        bad_value("topk_length", "None without topk_indices", "a tensor")
+    check.at_least("max_query_len", max_query_len)
+    check.out(out, [tokens, heads, dim], q.dtype, device)
+    _check_values(q, k_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length)
+
+    most = block_tables.shape[1] * block_size
+    k = most if topk_indices is None else topk_indices.shape[1]
+    shared: dict[str, Any] = {
+        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "dtype": dtype_name(q.dtype), "block_size": block_size,
+        **dtypes_of(index=topk_indices), "has_topk_length": topk_length is not None,
+        "heads_adjacent": kv_heads == 1 or k_cache.stride(2) == v_cache.stride(2) == dim,
+        "rows_aligned": is_aligned(k_cache) and is_aligned(v_cache), "num_tokens": tokens, "num_sequences": sequences, "k": k,
+    }  # fmt: skip
+    problem: SparseDecodeProblem | SparsePrefillProblem
+    if topk_indices is None or _is_decode(tokens, sequences, max_query_len):
+        problem = SparseDecodeProblem(**shared, dense=topk_indices is None)
+    else:
+        problem = SparsePrefillProblem(**shared, max_context_len=most)
+    prepared = choose(problem, device, backend)
+    if prepared.launch is None:
+        found: tuple[Tensor, Tensor] = reference.sparse_attention(  # type: ignore[assignment]
+            q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
+            return_lse=True, out=out,
+        )  # fmt: skip
+        return found
+    if out is None:
+        out = new(q.dtype, device, tokens, heads, dim)
+    lse = new(torch.float32, device, tokens, heads)
+    if is_empty(tokens, heads, k, num_blocks, sequences, most):
+        return out.zero_(), lse.fill_(-torch.inf)
+    values: dict[str, Any] = {
+        "q": contiguous("q", q), "k_cache": k_cache, "v_cache": v_cache, "topk_indices": topk_indices,
+        "block_tables": block_tables, "query_start_loc": make(contiguous_int32, query_start_loc),
+        "seq_lens": make(contiguous_int32, seq_lens), "out": out, "lse": lse,
+        "topk_length": None if topk_length is None else make(contiguous_int32, topk_length),
+        "scale": dim**-0.5 if scale is None else scale,
+    }  # fmt: skip
+    params: SparseDecodeParams | SparsePrefillParams
+    if isinstance(problem, SparseDecodeProblem):
+        params = SparseDecodeParams(**values)
+    else:
+        workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
+        params = SparsePrefillParams(**values, workspace=workspace)
+    launch(prepared, params, (out, lse), aligned=(q, k_cache, v_cache))
+    return out, lse
+
+
+def _is_decode(tokens: int, sequences: int, max_query_len: int | None) -> bool:
+    if is_tracing():  # one graph serves both phases
+        return True
+    return max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Checks both caches against the queries."""
+    heads, dim = q.shape[1:]
     shape: list[int | str] = ["num_blocks", "block_size", "kv_heads", dim]
-    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=(q.dtype,), device=device, last_contiguous=True)
-    check.tensor("kv_cache[1]", v_cache, shape=k_cache.shape, dtypes=(q.dtype,), device=device, last_contiguous=True)
+    check.tensor("kv_cache[0]", k_cache, shape=shape, dtypes=(q.dtype,), device=q.device, last_contiguous=True)
+    check.tensor("kv_cache[1]", v_cache, shape=k_cache.shape, dtypes=(q.dtype,), device=q.device, last_contiguous=True)
     if is_empty(k_cache.shape[1]):
         bad_value("kv_cache[0]", "blocks of at least one token", f"shape {list(k_cache.shape)}")
     for name, cache in {"kv_cache[0]": k_cache, "kv_cache[1]": v_cache}.items():
@@ -128,36 +198,25 @@ def _attend(
     kv_heads = k_cache.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         bad_value("q", f"a number of heads that is a multiple of the {kv_heads} key heads", f"{heads} heads")
-    check.tensor("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
-    check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=device)
-    sequences = seq_lens.shape[0]
-    check.tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=device)
-    check.tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=device)
-    check.optional("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
-    check.at_least("max_query_len", max_query_len)
-    check.out(out, [tokens, heads, dim], q.dtype, device)
-    if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, tokens, device)
-        _values.check_new_tokens("seq_lens", seq_lens, bounds)
-        num_blocks, block_size = k_cache.shape[:2]
-        lengths = torch.where(bounds.diff() > 0, seq_lens.long(), 0)  # nothing is read of sequences without query tokens
-        _values.check_table_lengths("seq_lens", lengths, block_tables, block_size)
-        _values.check_pages("block_tables", block_tables, lengths, block_size, num_blocks)
+
+
+def _check_values(
+    q: Tensor, k_cache: Tensor, topk_indices: Tensor | None, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    topk_length: Tensor | None,
+) -> None:  # fmt: skip
+    """Checks lengths, blocks and positions, where values are checked."""
+    if not reads_values(q.device):
+        return
+    bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, q.shape[0], q.device)
+    _values.check_new_tokens("seq_lens", seq_lens, bounds)
+    num_blocks, block_size = k_cache.shape[:2]
+    lengths = torch.where(bounds.diff() > 0, seq_lens.long(), 0)  # nothing is read of sequences without query tokens
+    _values.check_table_lengths("seq_lens", lengths, block_tables, block_size)
+    _values.check_pages("block_tables", block_tables, lengths, block_size, num_blocks)
+    if topk_indices is not None:
         _values.check_selected_positions("topk_indices", topk_indices, bounds, seq_lens, topk_length)
         if topk_length is not None:
             _values.check_topk_length("topk_length", topk_length, topk_indices.shape[1], bounds)
-    check_memory()
-    if not is_tracing():  # a graph serves both phases
-        is_decode = max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences
-        runtime.reference_only("sparse_attention", backend, phase="decode" if is_decode else "prefill", device=device)
-    if not has_memory():
-        lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
-        return torch.empty(q.shape, dtype=q.dtype, device=device) if out is None else out, lse
-    found: tuple[Tensor, Tensor] = reference.sparse_attention(  # type: ignore[assignment]
-        q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
-        return_lse=True, out=out,
-    )  # fmt: skip
-    return found
 
 
 def _pair(kv_cache: Any) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,10 @@
 """What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
+from gdn.problems.attention import AttentionProblem as AttentionProblem
+from gdn.problems.attention import SparseDecodeParams as SparseDecodeParams
+from gdn.problems.attention import SparseDecodeProblem as SparseDecodeProblem
+from gdn.problems.attention import SparsePrefillParams as SparsePrefillParams
+from gdn.problems.attention import SparsePrefillProblem as SparsePrefillProblem
 from gdn.problems.base import COMPILES as COMPILES
 from gdn.problems.base import DTYPE_BYTES as DTYPE_BYTES
 from gdn.problems.base import TUNES as TUNES

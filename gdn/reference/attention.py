@@ -33,7 +33,7 @@ def query_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) 
 def sparse_attention(
     q: Tensor,
     kv_cache: Tensor | tuple[Tensor, Tensor],
-    topk_indices: Tensor,
+    topk_indices: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -43,7 +43,10 @@ def sparse_attention(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request."""
+    """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request.
+
+    topk_indices None: all positions.
+    """
     k_cache, v_cache = kv_cache[0], kv_cache[1]
     num_tokens, num_heads, dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
@@ -54,6 +57,8 @@ def sparse_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=dtype, device=q.device)
+    if topk_indices is None:
+        topk_indices = torch.arange(block_tables.shape[1] * block_size, device=q.device).expand(num_tokens, -1)
     k = topk_indices.shape[1]
     if num_tokens == 0 or k == 0 or num_blocks == 0 or seq_lens.numel() == 0 or block_tables.shape[1] == 0:
         out.zero_()

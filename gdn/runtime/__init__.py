@@ -23,9 +23,7 @@ from gdn.runtime import compiled, devices, env, log, registry, select, source, t
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
-__all__ = [
-    "Asked", "Choice", "Prepared", "explain_problem", "explaining", "is_explaining", "ordering", "prepare", "reference_only",
-]  # fmt: skip
+__all__ = ["Asked", "Choice", "Prepared", "explain_problem", "explaining", "is_explaining", "ordering", "prepare"]
 
 _MEMO_LIMIT = 4096
 _ANY_CUDA = torch.device("cuda")  # without an index: the current device
@@ -145,7 +143,7 @@ def _within(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 
 
 def explaining() -> contextlib.AbstractContextManager[Asked]:
-    """Inside, `prepare` and `reference_only` record their choice, and return launches that do nothing."""
+    """Inside, `prepare` records its choice, and returns a launch that does nothing."""
     return _within(_explaining, Asked())
 
 
@@ -227,13 +225,13 @@ def _choose(problem: Problem, device: torch.device, backend: str | None, config:
     )  # fmt: skip
 
 
-def _tell(choice: Choice, problem: Problem | None) -> None:
+def _tell(choice: Choice, problem: Problem) -> None:
     """Logs a decision once per operator, static fields and outcome, not per size; a conflict of switches once in total."""
     if not log.LOGGER.isEnabledFor(logging.INFO):
         return
     for conflict in choice.conflicts:
         log.once(conflict)
-    static = problem.static_key() if problem is not None else ""
+    static = problem.static_key()
     key = (choice.op, static, choice.backend, choice.config, choice.decided_by)
     told_apart = {*choice.conflicts, *choice.unmet}
     rest = replace(choice, notes=tuple(note for note in choice.notes if note not in told_apart))
@@ -244,33 +242,7 @@ def _warn(choice: Choice, spec: DeviceSpec | None, device_name: str) -> None:
     """Warns once of an unmet preference, and of the reference running on a Hopper GPU; independent of GDN_LOG."""
     for note in choice.unmet:
         log.once(f"{choice.op}: {note}; {choice.backend} runs instead", logging.WARNING, key=("unmet", choice.op, note))
-    if spec is not None and choice.backend == "reference" and choice.decided_by in select.NO_KERNEL:
+    if spec is not None and choice.backend == "reference" and choice.decided_by == select.NO_KERNEL:
         reasons = "".join(f"; {backend} {reason}" for backend, reason in choice.refusals)
         message = f"{choice.op}: the reference runs on {device_name}, which is slow: {choice.decided_by}{reasons}"
         log.once(message, logging.WARNING, key=("reference", choice.op, choice.decided_by, choice.refusals))
-
-
-@functools.lru_cache(maxsize=256)
-def _reference_choice(
-    op: str, backend: str | None, phase: str | None, device: torch.device | None, switches: env.Switches
-) -> Choice:
-    choice = select.choose_reference(op, switches, backend, phase=phase)
-    _tell(choice, None)
-    _warn(choice, *((None, "") if device is None else devices.describe(device)))
-    return choice
-
-
-def reference_only(
-    op: str, backend: str | None = None, *, phase: str | None = None, device: torch.device | None = None
-) -> Choice:
-    """Choice of an operator without a kernel: always the reference; checks `backend` and the switches like `prepare`.
-
-    phase: "prefill" or "decode" where the operator's switches distinguish them. device: that of the call's tensors, for the
-    warning that a Hopper GPU runs the reference.
-    """
-    switches = env.current()
-    if (asked := _explaining.get()) is not None:
-        choice = select.choose_reference(op, switches, backend, phase=phase)
-        asked.answers.append((choice, None))
-        return choice
-    return _reference_choice(op, backend, phase, device, switches)

@@ -23,7 +23,6 @@ class Preference:
 
     switch: str  # the variable's name
     backends: Mapping[str, str]  # parsed value as text ("true", "cute", ...) -> backend; other values ask for nothing
-    phase: str | None = None  # "prefill" | "decode": heeded only where the call is of this phase
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Operator:
 
     name: str
     family: Family | None  # None for an operator without kernels of its own
-    functions: tuple[str, ...]  # public functions of gdn that run it
+    functions: tuple[str, ...]  # public functions of gdn that run it; one that deals its calls to two operators is in both
     modules: Mapping[str, str] = field(default_factory=dict)  # kernel backend -> module; which is faster: gdn.runtime.order
     preferences: tuple[Preference, ...] = ()
     composed_of: tuple[str, ...] = ()  # operators that this one calls, and whose kernels it therefore runs
@@ -75,6 +74,7 @@ def _modules(name: str, *backends: str) -> dict[str, str]:
     return {backend: f"{packages[backend]}.{name}" for backend in backends}
 
 
+_ANY_BACKEND = {backend: backend for backend in BACKENDS}
 _BLADNN = Preference("VLLM_GDN_USE_BLADNN", {"true": "cute", "false": "tilelang"})
 
 
@@ -83,7 +83,7 @@ def _family(name: str) -> Family:
 
 
 _DELTA_RULE, _DECODE, _STEPS = _family("delta_rule"), _family("decode"), _family("steps")
-_LOGITS, _TOPK, _INDEXER = _family("logits"), _family("topk"), _family("indexer")
+_LOGITS, _TOPK, _INDEXER, _ATTENTION = _family("logits"), _family("topk"), _family("indexer"), _family("attention")
 
 _OPERATORS = (
     Operator("chunk", _DELTA_RULE, ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
@@ -115,11 +115,12 @@ _OPERATORS = (
     Operator("indexer_topk", None, ("indexer_topk",), composed_of=("mqa_logits", "topk")),
     Operator("paged_indexer_topk", None, ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(
-        "sparse_attention", None, ("sparse_attention",),
-        preferences=tuple(
-            Preference(f"VLLM_QSA_{phase.upper()}_ATTN_BACKEND", {backend: backend for backend in BACKENDS}, phase)
-            for phase in ("prefill", "decode")
-        ),
+        "sparse_attention_prefill", _ATTENTION, ("sparse_attention",), _modules("attention.prefill"),
+        (Preference("VLLM_QSA_PREFILL_ATTN_BACKEND", _ANY_BACKEND),),
+    ),
+    Operator(
+        "sparse_attention_decode", _ATTENTION, ("sparse_attention",), _modules("attention.decode"),
+        (Preference("VLLM_QSA_DECODE_ATTN_BACKEND", _ANY_BACKEND),),
     ),
 )  # fmt: skip
 
@@ -132,11 +133,15 @@ def with_kernels() -> list[Operator]:
 
 
 def operator(name: str) -> Operator:
-    """The operator of this name, or of the public function of this name."""
-    found = OPERATORS.get(name)
-    if found is not None:
+    """The operator of this name, or the first one of the public function of this name."""
+    return operators(name)[0]
+
+
+def operators(name: str) -> list[Operator]:
+    """The operator of this name, or those that the public function of this name deals its calls to."""
+    if name in OPERATORS:
+        return [OPERATORS[name]]
+    found = [candidate for candidate in OPERATORS.values() if name in candidate.functions]
+    if found:
         return found
-    for candidate in OPERATORS.values():
-        if name in candidate.functions:
-            return candidate
     raise ValueError(f"op: expected one of {', '.join(OPERATORS)} or a public function of gdn, got {name!r}")

@@ -25,8 +25,11 @@ INVARIANT_SIZES = {
     "num_tokens": 8192, "num_sequences": 64, "num_queries": 4096, "num_keys": 32768, "num_columns": 32768, "batch": 64,
     "max_context_len": 32768, "num_rows": 4096, "k": 2048,
 }  # fmt: skip
-# For an operator whose configuration splits long sequences: one long sequence, so that it is split at all.
-_INVARIANT_SIZES_OF = {"chunk": {"num_tokens": 32768, "num_sequences": 1}}
+# For an operator whose configuration splits sequences: one long sequence, or few tokens, so that they are split at all.
+_INVARIANT_SIZES_OF = {
+    "chunk": {"num_tokens": 32768, "num_sequences": 1},
+    "sparse_attention_decode": {"num_tokens": 64, "num_sequences": 64},
+}
 
 
 # Largest distance (`gdn.runtime.tuned.distance`) of a problem from the one on which the tables compare kernels: a factor of 1.4
@@ -35,8 +38,7 @@ DECIDES_WITHIN = 0.5
 
 
 # Reasons to run the reference without a request for it.
-_NO_GPU, _REFUSED, _NOT_YET = "no SM90 (Hopper) GPU", "no kernel serves this", "no kernel yet"
-NO_KERNEL = (_REFUSED, _NOT_YET)  # the reasons that can occur on a Hopper GPU
+_NO_GPU, NO_KERNEL = "no SM90 (Hopper) GPU", "no kernel serves this"  # the second can occur on a Hopper GPU
 
 
 class MissingTunedEntry(LookupError):
@@ -107,9 +109,7 @@ class Request:
     text: str = ""  # NAME=value of a switch
 
 
-def _requests(
-    op: registry.Operator, switches: Switches, backend: str | None, phase: str | None, ordered_by: str | None = None
-) -> list[Request]:
+def _requests(op: registry.Operator, switches: Switches, backend: str | None, ordered_by: str | None = None) -> list[Request]:
     """All requests, in order of precedence."""
     found: list[Request] = []
     if backend is not None:
@@ -123,7 +123,7 @@ def _requests(
     for preference in op.preferences:
         value = switches.value(preference.switch)
         wanted = preference.backends.get(str(value).lower())
-        if wanted is not None and preference.phase in (None, phase):
+        if wanted is not None:
             shown = int(value) if isinstance(value, bool) else value
             found.append(Request(wanted, preference.switch, text=f"{preference.switch}={shown}"))
     if switches.backend != "auto":
@@ -193,7 +193,7 @@ def choose(
     if config is not None and backend not in registry.KERNEL_BACKENDS:
         raise ValueError(f"backend: expected {' or '.join(registry.KERNEL_BACKENDS)} with a config, got {backend!r}")
     op = registry.operator(problem.op)
-    requests = _requests(op, switches, backend, getattr(problem, "phase", None), ordered_by)
+    requests = _requests(op, switches, backend, ordered_by)
     asking = [request for request in requests if request.text]
     conflicts = [  # one note per switch that a stronger switch contradicts
         f"{asking[0].text} ({asking[0].backend}) overrides {weaker.text} ({weaker.backend})"
@@ -226,7 +226,7 @@ def choose(
         # With GDN_BATCH_INVARIANT the choice is made for the fixed sizes.
         able = [name for name in order.fastest_first(tune_problem, available) if candidates.accepts(name)]
         if not able:
-            chosen, decided_by = "reference", _REFUSED if spec is not None else _NO_GPU
+            chosen, decided_by = "reference", NO_KERNEL if spec is not None else _NO_GPU
         elif len(able) == 1:
             chosen = able[0]
             decided_by = "the only kernel" if len(available) == 1 else "the only kernel that serves this"
@@ -265,21 +265,3 @@ def _configure(
             f"at {', '.join(f'{name}={value}' for name, value in problem.sizes().items())}"
         )
     return candidate.default_config(problem, spec), "default", None
-
-
-@dataclass(frozen=True)
-class _NoKernel(Problem):
-    """Call of an operator that has no kernel."""
-
-    name: str
-    phase: str | None = None
-
-    @property
-    def op(self) -> str:  # type: ignore[override]
-        return self.name
-
-
-def choose_reference(op: str, switches: Switches, backend: str | None = None, *, phase: str | None = None) -> Choice:
-    """Choice for an operator that has no kernel: the reference, or ValueError where another backend is required."""
-    choice = choose(_NoKernel(registry.operator(op).name, phase), None, {}, switches, backend)
-    return dataclasses.replace(choice, decided_by=_NOT_YET) if choice.decided_by == _NO_GPU else choice

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.ops.sparse_attention import _attend
+from gdn.ops.sparse_attention import attend
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
@@ -126,7 +126,7 @@ def of_schema(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
     """The registered operator, and its arguments: one that a call may write is another argument where this call does."""
     public: Any = getattr(gdn, name)
     if name == "sparse_attention":
-        public, (keys, values) = _attend, arguments["kv_cache"]
+        public, (keys, values) = attend, arguments["kv_cache"]
         missing = dict.fromkeys(("topk_length", "scale", "max_query_len", "out", "backend"))
         arguments = missing | {key: value for key, value in arguments.items() if key not in ("kv_cache", "return_lse")}
         arguments |= {"k_cache": keys, "v_cache": values}

@@ -266,14 +266,15 @@ def test_a_missing_table_entry_is_an_error_of_one_line(switch: Callable[..., env
     assert result.stderr.startswith("error: chunk: GDN_TUNED=strict") and len(result.stderr.splitlines()) == 1
 
 
-def test_explain_tells_the_phases_of_an_operator_apart(switch: Callable[..., env.Switches]):
+def test_explain_tells_the_phases_of_a_function_apart(switch: Callable[..., env.Switches]):
     switch(VLLM_QSA_PREFILL_ATTN_BACKEND="cute")
-    parts = json.loads(gdn("explain", "sparse_attention", "--json").stdout)["parts"]
-    assert [(part["phase"], part["switches"]) for part in parts] == [
-        ("prefill", ["VLLM_QSA_PREFILL_ATTN_BACKEND=cute"]),
-        ("decode", []),
+    found = json.loads(gdn("explain", "sparse_attention", "--json").stdout)
+    assert found["op"] == "sparse_attention"
+    assert [(part["op"], part["switches"]) for part in found["parts"]] == [
+        ("sparse_attention_prefill", ["VLLM_QSA_PREFILL_ATTN_BACKEND=cute"]),
+        ("sparse_attention_decode", []),
     ]
-    assert "sparse_attention (prefill): reference" in gdn("explain", "sparse_attention").output
+    assert "sparse_attention_decode: " not in gdn("explain", "sparse_attention_prefill").output
 
 
 def test_explain_takes_fields_models_and_ranks():
@@ -297,7 +298,7 @@ def test_explain_takes_fields_models_and_ranks():
         (["chunk", "--device", "b200"], "expected auto, h100, h200 or cpu"),
         (["indexer_topk", "--device", "b200"], "expected auto, h100, h200 or cpu"),
         (["indexer_topk", "heads=3"], "expected name=value with a name of num_heads"),
-        (["sparse_attention", "heads=3"], "sparse_attention has no kernel yet"),
+        (["sparse_attention", "heads=3"], "expected name=value with a name of num_heads"),
         (["topk", "--backend", "cuda"], "backend: expected 'tilelang', 'cute', 'reference' or None"),
         (["chunk", "--tp", "many"], "Invalid value for '--tp'"),
         ([], "Missing argument 'op'"),

@@ -225,8 +225,8 @@ WITHOUT_EFFECT = {
     "VLLM_QSA_PREFILL_USE_CP": ("0", "gdn.layers.SparseAttention"),
     "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD": ("16384", "gdn.layers.SparseAttention"),
     "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD": ("1", "gdn.layers.SparseAttention"),
-    "VLLM_QSA_PREFILL_ATTN_BACKEND": ("pai-fa3", "sparse_attention"),
-    "VLLM_QSA_DECODE_ATTN_BACKEND": ("cute", "sparse_attention"),
+    "VLLM_QSA_PREFILL_ATTN_BACKEND": ("pai-fa3", "sparse_attention_prefill"),
+    "VLLM_QSA_DECODE_ATTN_BACKEND": ("cute", "sparse_attention_decode"),
 }
 
 
@@ -255,8 +255,9 @@ def test_switches_with_an_effect_do_not_warn(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_switch_ceases_to_warn_with_the_operators_first_kernel(monkeypatch: pytest.MonkeyPatch):
-    operator = dataclasses.replace(registry.OPERATORS["sparse_attention"], modules={"cute": "kernels_cute.attention"})
-    monkeypatch.setitem(registry.OPERATORS, "sparse_attention", operator)
+    name = "sparse_attention_prefill"
+    operator = dataclasses.replace(registry.OPERATORS[name], modules={"cute": "kernels_cute.attention.prefill"})
+    monkeypatch.setitem(registry.OPERATORS, name, operator)
     assert env.no_effect("VLLM_QSA_PREFILL_ATTN_BACKEND") is None
 
 

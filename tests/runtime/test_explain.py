@@ -177,11 +177,12 @@ def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.Mo
     answer = gdn.explain(name, *args, **kwargs)
     assert (answer.function, answer.backend, answer.config, answer.config_source) == (name, "reference", None, "none")
     operator = registry.operator(name)
-    assert answer.op == operator.name and [part.op for part in answer.parts] == list(operator.composed_of)
+    assert answer.op in [one.name for one in registry.operators(name)] and [part.op for part in answer.parts] == list(
+        operator.composed_of
+    )
     for part in answer.parts or (answer,):
-        kernels = registry.operator(part.op).modules
-        assert part.decided_by == ("no SM90 (Hopper) GPU" if kernels else "no kernel yet")
-        assert {backend for backend, _ in part.refusals} == set(kernels)
+        assert part.decided_by == "no SM90 (Hopper) GPU"
+        assert {backend for backend, _ in part.refusals} == set(registry.operator(part.op).modules)
     assert str(answer).startswith(name) and "reference" in str(answer)
     assert all(same(args[i], before[0][i]) for i in range(len(args)))
     assert all(same(kwargs[key], before[1][key]) for key in kwargs)

@@ -266,8 +266,9 @@ def test_explaining_notes_choices_and_compiles_nothing(problem: FakeProblem):
     before = compiled.compilations()
     with runtime.explaining() as asked:
         prepared = runtime.prepare(problem, CPU, "cute")
-        runtime.reference_only("sparse_attention")
-    assert [(choice.backend, about) for choice, about in asked.answers] == [("cute", problem), ("reference", None)]
+        runtime.prepare(problem, CPU, "reference")
+    assert asked.answers[0][0].backend == "cute" and asked.answers[1][0].backend == "reference"
+    assert [about for _, about in asked.answers] == [problem, problem]
     assert prepared.launch is not None
     prepared.launch("whatever", "comes")  # launches nothing
     assert compiled.compilations() == before and not Path(problem.journal).exists()
@@ -281,16 +282,6 @@ def test_explaining_is_of_one_thread(problem: FakeProblem):
         thread.start()
         thread.join(60)
     assert found[0].backend == "cute"
-
-
-def test_operators_without_a_kernel(switch: Callable[..., env.Switches]):
-    assert runtime.reference_only("sparse_attention").backend == "reference"
-    assert runtime.reference_only("sparse_attention", "reference").decided_by == "the argument"
-    with pytest.raises(ValueError, match="expected a backend that can run sparse_attention, got 'cute'"):
-        runtime.reference_only("sparse_attention", "cute")
-    switch(GDN_BACKEND_SPARSE_ATTENTION="cute")
-    with pytest.raises(ValueError, match="GDN_BACKEND_SPARSE_ATTENTION=cute"):
-        runtime.reference_only("sparse_attention")
 
 
 def test_threads_share_one_compilation(problem: FakeProblem):

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from gdn import runtime
-from gdn.device import H100
-from gdn.runtime import devices, env
+from gdn.runtime import devices, env, registry
 from tests.runtime.fake_kernel import FakeProblem
 from tests.runtime.test_prepare import CPU, a_hopper, problem
 
@@ -41,28 +39,18 @@ def test_a_preference_that_falls_through_warns_once(problem: FakeProblem, switch
     assert len(_warnings(caplog)) == 4
 
 
-def test_a_preference_for_a_backend_without_a_kernel_warns(switch: Switch, caplog: pytest.LogCaptureFixture):
-    switch(VLLM_QSA_DECODE_ATTN_BACKEND="pai-fa3")
-    for _ in range(2):
-        runtime.reference_only("sparse_attention", phase="decode")
-        runtime.reference_only("sparse_attention", phase="prefill")
-    (of_switch, of_call) = _warnings(caplog)  # when the switches are read, and when a call meets it
-    assert of_switch.startswith("VLLM_QSA_DECODE_ATTN_BACKEND")
-    assert of_call.startswith("sparse_attention: VLLM_QSA_DECODE_ATTN_BACKEND=cute prefers cute, which has no kernel")
-
-
-def test_an_operator_without_a_kernel_warns_on_a_hopper_alone(
-    switch: Switch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_preference_for_a_backend_without_a_kernel_warns(
+    problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    switch()
-    specs = {"cuda": (H100, "NVIDIA H100 (SM90)"), "cpu": (None, "device cpu")}
-    monkeypatch.setattr(devices, "describe", lambda device: specs[device.type])
-    runtime.reference_only("sparse_attention")
-    runtime.reference_only("sparse_attention", device=torch.device("cpu"))
-    assert _warnings(caplog) == []
-    for _ in range(2):
-        runtime.reference_only("sparse_attention", device=torch.device("cuda"))
-    assert _warnings(caplog) == ["sparse_attention: the reference runs on NVIDIA H100 (SM90), which is slow: no kernel yet"]
+    monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules={}))
+    runtime.candidates.cache_clear()
+    switch(VLLM_GDN_USE_BLADNN="1")
+    for num_tokens in (1, 2):
+        runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
+    (of_call, of_reference) = _warnings(caplog)
+    assert of_call.startswith("recurrent: VLLM_GDN_USE_BLADNN=1 prefers cute, which has no kernel of recurrent")
+    slow = "recurrent: the reference runs on NVIDIA H100 (SM90), which is slow: no kernel serves this; cute has no kernel"
+    assert of_reference.startswith(slow)
 
 
 @pytest.mark.parametrize("asked", ["argument", "GDN_BACKEND", "GDN_BACKEND_RECURRENT"])
@@ -97,9 +85,11 @@ def test_a_conflict_is_logged_once_for_all_decisions(problem: FakeProblem, switc
 def test_warnings_reach_stderr_where_nobody_set_up_logging():
     """GDN_LOG is off, and the process has no handler at all."""
     code = (
-        "from gdn import runtime\n"
-        "runtime.reference_only('sparse_attention', phase='prefill')\n"
-        "runtime.reference_only('sparse_attention', phase='prefill')\n"
+        "import torch\n"
+        "from gdn import examples, models, runtime\n"
+        "problem = examples.sparse_attention_prefill(models.TINY)\n"
+        "for _ in range(2):\n"
+        "    runtime.prepare(problem, torch.device('cpu'))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -108,4 +98,4 @@ def test_warnings_reach_stderr_where_nobody_set_up_logging():
         env={**os.environ, "VLLM_QSA_PREFILL_ATTN_BACKEND": "tilelang", "GDN_LOG": "off"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("prefers tilelang, which has no kernel of sparse_attention") == 1
+    assert done.stderr.count("prefers tilelang, which has no kernel of sparse_attention_prefill") == 1

@@ -30,7 +30,7 @@ def test_every_shipped_table_is_an_operators() -> None:
     assert tables and tables <= set(WITH_KERNELS)
 
 
-@pytest.mark.parametrize("name", sorted(set(registry.OPERATORS) - set(WITH_KERNELS)))
+@pytest.mark.parametrize("name", [name for name, operator in registry.OPERATORS.items() if operator.family is None])
 def test_an_operator_without_kernels_has_no_example(name: str) -> None:
     operator = registry.operator(name)
     assert operator.example(MODELS["tiny"], fp8=False) is None
@@ -46,8 +46,6 @@ def test_an_incomplete_record_names_what_it_lacks() -> None:
 
 
 def test_every_record_is_one_entry_of_the_registry() -> None:
-    """The names are distinct, and the public functions belong to one operator each."""
+    """The names are distinct."""
     source = Path(registry.__file__).read_text(encoding="utf-8")
-    functions = [function for operator in registry.OPERATORS.values() for function in operator.functions]
-    assert len(functions) == len(set(functions))
     assert source.count("    Operator(") == len(registry.OPERATORS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gdn.device import H100, H200, DeviceSpec
+from gdn.models import QWEN3_NEXT_80B
 from gdn.problems import Problem, size
 from gdn.runtime import env, order, registry, select
 from gdn.runtime.select import Choice, MissingTunedEntry, Tuned, choose
@@ -21,14 +22,6 @@ class FakeProblem(Problem):
     dtype: str = "bfloat16"
     head_dim: int = 128
     num_tokens: int = dataclasses.field(default=7, metadata=size().metadata)
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention(Problem):
-    op = "sparse_attention"
-
-    dtype: str = "bfloat16"
-    phase: str = "prefill"
 
 
 class Fake:
@@ -228,9 +221,11 @@ def test_which_switch_reaches_which_operator(op: str, variable: str, value: str,
 def test_attention_switches_are_heeded_in_their_phase(phase: str):
     own, other = ("PREFILL", "DECODE") if phase == "prefill" else ("DECODE", "PREFILL")
     variables = {f"VLLM_QSA_{own}_ATTN_BACKEND": "pai-fa3", f"VLLM_QSA_{other}_ATTN_BACKEND": "triton"}
-    choice = pick(variables, problem=Attention(phase=phase))
+    problem = registry.operator(f"sparse_attention_{phase}").example(QWEN3_NEXT_80B, fp8=False)
+    assert problem is not None
+    choice = pick(variables, problem=problem)
     assert choice.backend == "cute" and choice.switches == (f"VLLM_QSA_{own}_ATTN_BACKEND=cute",)
-    assert pick({f"VLLM_QSA_{own}_ATTN_BACKEND": "fa3"}, problem=Attention(phase=phase)).switches == ()
+    assert pick({f"VLLM_QSA_{own}_ATTN_BACKEND": "fa3"}, problem=problem).switches == ()
 
 
 def test_the_faster_table_entry_wins_and_brings_its_config():
@@ -374,24 +369,22 @@ def test_a_given_config_is_taken_as_it_is():
 
 
 def test_an_operator_without_a_kernel():
-    choice = select.choose_reference("sparse_attention", env.parse({}))
-    assert (choice.backend, choice.decided_by, choice.notes) == ("reference", "no kernel yet", ())
-    choice = select.choose_reference("sparse_attention", env.parse({"GDN_BACKEND": "cute"}))
-    assert choice.backend == "reference" and "prefers cute, which has no kernel of sparse_attention" in choice.notes[0]
-    with pytest.raises(ValueError, match="expected a backend that can run sparse_attention, got 'cute'"):
-        select.choose_reference("sparse_attention", env.parse({}), "cute")
-    with pytest.raises(ValueError, match="GDN_BACKEND_SPARSE_ATTENTION=tilelang"):
-        select.choose_reference("sparse_attention", env.parse({"GDN_BACKEND_SPARSE_ATTENTION": "tilelang"}))
-    switches = env.parse({"VLLM_QSA_DECODE_ATTN_BACKEND": "pai-fa3"})
-    assert select.choose_reference("sparse_attention", switches, phase="prefill").notes == ()
-    assert "VLLM_QSA_DECODE_ATTN_BACKEND=cute" in select.choose_reference("sparse_attention", switches, phase="decode").notes[0]
+    """Or with a kernel of one backend, where another one is asked for."""
+    choice = pick(available={})
+    assert (choice.backend, choice.decided_by, choice.notes) == ("reference", "no kernel serves this", ())
+    choice = pick({"GDN_BACKEND": "cute"}, available={})
+    assert choice.backend == "reference" and "prefers cute, which has no kernel of recurrent" in choice.notes[0]
+    with pytest.raises(ValueError, match="expected a backend that can run recurrent, got 'cute'"):
+        pick(backend="cute", available={})
+    with pytest.raises(ValueError, match="GDN_BACKEND_RECURRENT=tilelang"):
+        pick({"GDN_BACKEND_RECURRENT": "tilelang"}, available={})
 
 
 def test_every_public_function_belongs_to_one_operator():
     import gdn
 
     functions = [name for operator in registry.OPERATORS.values() for name in operator.functions]
-    assert len(functions) == len(set(functions))
+    assert {name for name in functions if functions.count(name) > 1} == {"sparse_attention"}  # decode and prefill
     without = {"__version__", "explain", "get_paged_mqa_logits_metadata"}
     assert set(functions) == set(gdn.__all__) - without
     for name in functions:
