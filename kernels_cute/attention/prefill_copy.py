@@ -94,15 +94,14 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, ring, numb
     own_row = warp * WARP_ROWS + lane % WARP_ROWS
     list_rows = rows_address(lists, tile) + own_row * 4
     list_masks = masks_address(tiles, lists, tile) + lane * 16
-    block_size = Int32(params.k_cache.shape[1])
 
     row = ptx.load_global_word(list_rows)  # of the step whose keys come next; asked for a step ahead
     value_offset, (value_stage, value_parity) = Int64(0), ring
     for step in cutlass.range(steps + 1, unroll=1):
         stage, parity = ring
+        next_offset = value_offset
         if step < steps:
-            block = row // block_size
-            in_block = row - block * block_size
+            block, in_block = row // tiles.block_size, row % tiles.block_size
             key_offset = (Int64(block) * params.k_cache.stride[0] + Int64(in_block) * params.k_cache.stride[1]) * 2
             next_offset = (Int64(block) * params.v_cache.stride[0] + Int64(in_block) * params.v_cache.stride[1]) * 2
             if step + 1 < steps:

@@ -89,7 +89,7 @@ def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
         for one in cutlass.range(32, unroll=1):
             found = cute.arch.shuffle_sync(cache_row, one)
             if found >= 0:
-                load_columns(tiles, cache_address(params.k_cache, params, found, kv_head), lane, rKey)
+                load_columns(tiles, cache_address(tiles, params.k_cache, found, kv_head), lane, rKey)
                 score = Float32(0.0)
                 for c in cutlass.range_constexpr(width):
                     score = score + rQuery[c] * rKey[c]
@@ -100,7 +100,7 @@ def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
                 base = cutlass.select_(higher == -float("inf"), Float32(0.0), higher)
                 rescale, share = ptx.exp2(most - base), ptx.exp2(score - base)
                 most, total = higher, total * rescale + share
-                load_columns(tiles, cache_address(params.v_cache, params, found, kv_head), lane, rKey)
+                load_columns(tiles, cache_address(tiles, params.v_cache, found, kv_head), lane, rKey)
                 for c in cutlass.range_constexpr(width):
                     rSums[c] = rSums[c] * rescale + rKey[c] * share
     address = row_address(tiles, params.out, (first, kv_head), row) + lane * (2 * width)
@@ -113,10 +113,9 @@ def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
 
 
 @cute.jit
-def cache_address(cache, params, row, kv_head):
-    block_size = Int32(params.k_cache.shape[1])
-    block = row // block_size
-    offset = Int64(block) * cache.stride[0] + Int64(row - block * block_size) * cache.stride[1] + Int64(kv_head) * cache.stride[2]
+def cache_address(tiles: cutlass.Constexpr, cache, row, kv_head):
+    block, in_block = row // tiles.block_size, row % tiles.block_size
+    offset = Int64(block) * cache.stride[0] + Int64(in_block) * cache.stride[1] + Int64(kv_head) * cache.stride[2]
     return cache.iterator.toint() + offset * 2
 
 

@@ -75,7 +75,7 @@ class PrefillTiles:
     def __init__(self, problem: Any, config: Any) -> None:
         self.heads, self.kv_heads, self.dim = problem.num_heads, problem.num_kv_heads, problem.head_dim
         self.dtype = CUTE_DTYPES[problem.dtype]
-        self.group = self.heads // self.kv_heads
+        self.group, self.block_size = self.heads // self.kv_heads, problem.block_size
         self.queries, self.mask_bytes = queries_of_tile(self.group), mask_bytes(self.group)
         self.row_bytes = 2 * self.dim
         self.units = self.row_bytes // 16  # of a row: 16 bytes, a lane's copy
@@ -119,9 +119,8 @@ class Lists(NamedTuple):
 
 @cute.jit
 def lists_of(tiles: cutlass.Constexpr, params, first_tile, num_tiles):
-    k, block_size = Int32(params.topk_indices.shape[1]), Int32(params.k_cache.shape[1])
-    context = Int64(block_size) * Int64(params.block_tables.shape[1])
-    most = Int64(k) * tiles.queries
+    context = Int64(params.block_tables.shape[1]) * tiles.block_size
+    most = Int64(params.topk_indices.shape[1]) * tiles.queries
     if context < most:
         most = context
     return Lists(params.workspace.iterator.toint(), (Int32(most) + (STEP - 1)) // STEP * STEP, first_tile, num_tiles)

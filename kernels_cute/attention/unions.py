@@ -15,7 +15,6 @@ from cutlass import Int32, Int64, Uint32
 from kernels_cute.attention import prefill_ptx as ptx
 from kernels_cute.attention.prefill_tiles import (
     STEP,
-    PrefillTiles,
     lists_of,
     masks_address,
     record_address,
@@ -25,25 +24,18 @@ from kernels_cute.attention.prefill_tiles import (
 LOADS = 4  # indices of a thread in flight
 
 
-class Unions:
-    def __init__(self, tiles: PrefillTiles) -> None:
-        self.tiles = tiles
-
-    @cute.kernel
-    def kernel(self, params, first_tile: Int32, num_tiles: Int32):
-        tiles = cutlass.const_expr(self.tiles)
-        thread, number = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        storage = cutlass.utils.SmemAllocator().allocate(tiles.union_storage())
-        lists = lists_of(tiles, params, first_tile, num_tiles)
-        sequence, first, count, position = tile_of(tiles, params, first_tile + number)
-        total = list_positions(tiles, storage, params, lists, thread, number, (sequence, first, count, position))
-        pad_list(tiles, lists, thread, number, total)
-        if thread == 0:
-            record = record_address(lists, number)
-            for word, value in enumerate((first, count, (total + (STEP - 1)) // STEP, sequence)):
-                ptx.store_global_word(record + 4 * word, value)
-            if number == 0:
-                ptx.store_global_word(lists.base, Int32(0))  # the next launch counts its items up from here
+@cute.jit
+def list_tile(tiles: cutlass.Constexpr, storage, params, lists, thread, number):
+    """The list of a tile, the number-th of the launch, and its record."""
+    sequence, first, count, position = tile_of(tiles, params, lists.first_tile + number)
+    total = list_positions(tiles, storage, params, lists, thread, number, (sequence, first, count, position))
+    pad_list(tiles, lists, thread, number, total)
+    if thread == 0:
+        record = record_address(lists, number)
+        for word, value in enumerate((first, count, (total + (STEP - 1)) // STEP, sequence)):
+            ptx.store_global_word(record + 4 * word, value)
+        if number == 0:
+            ptx.store_global_word(lists.base, Int32(0))  # the next launch counts its items up from here
 
 
 @cute.jit
@@ -71,8 +63,7 @@ def tile_of(tiles: cutlass.Constexpr, params, tile):
 def list_positions(tiles: cutlass.Constexpr, storage, params, lists, thread, number, tile):
     """Writes the list; number of its positions, in all threads."""
     sequence, first, count, position = tile
-    block_size, max_blocks = Int32(params.k_cache.shape[1]), Int32(params.block_tables.shape[1])
-    table_positions = Int64(block_size) * Int64(max_blocks)
+    table_positions = Int64(params.block_tables.shape[1]) * tiles.block_size
     limit = cutlass.max(position + count, 0)  # of the positions that its last query sees
     if table_positions < Int64(limit):
         limit = Int32(table_positions)
@@ -155,7 +146,7 @@ def list_window(tiles: cutlass.Constexpr, storage, params, lists, thread, number
         for i in cutlass.range_constexpr(each):
             mask = found_masks[i]
             if mask != 0:
-                row = cache_row(params, sequence, start + (group * 32 + lane) * each + i)
+                row = cache_row(tiles, params, sequence, start + (group * 32 + lane) * each + i)
                 ptx.store_global_word(rows + Int64(slot) * 4, row)
                 if cutlass.const_expr(tiles.mask_bytes == 2):
                     ptx.store_global_half(masks + Int64(slot) * 2, mask)
@@ -172,13 +163,12 @@ def masks_of(tiles: Any, word: Any) -> list[Any]:
 
 
 @cute.jit
-def cache_row(params, sequence, position):
+def cache_row(tiles: cutlass.Constexpr, params, sequence, position):
     """Row of a position, counted over all blocks."""
-    block_size = Int32(params.k_cache.shape[1])
-    column = position // block_size
+    column = position // tiles.block_size
     block = params.block_tables[sequence, column]
     block = cutlass.max(cutlass.min(block, Int32(params.k_cache.shape[0]) - 1), 0)
-    return block * block_size + (position - column * block_size)
+    return block * tiles.block_size + position % tiles.block_size
 
 
 @cute.jit
